@@ -1,0 +1,41 @@
+"""Every exception that Plimsoll raises, as one tree.
+
+    PlimsollError
+    ├── FormatError             (ValueError)      a format that does not exist or cannot exist
+    ├── ArgumentError           (ValueError)      an argument whose value does not fit the others
+    ├── UnsupportedTensorError  (TypeError)       a tensor of a kind the operation cannot take
+    ├── NotRecordedError        (LookupError)     a question that the record at hand cannot answer
+    ├── BackendError            (RuntimeError)    a kernel backend that was asked for and is not there
+    └── MissingExtraError       (ImportError)     an optional dependency that is not installed
+
+Each also derives from the built-in exception beside it, so that code which does not know Plimsoll still catches it.
+Messages have one shape: ``<operation>: expected <what must hold>; got <what came>. <What to do>.``
+"""
+
+
+class PlimsollError(Exception):
+    """The base of every exception that Plimsoll raises on purpose."""
+
+
+class FormatError(PlimsollError, ValueError):
+    """A number format that does not exist, or that its fields make impossible."""
+
+
+class ArgumentError(PlimsollError, ValueError):
+    """An argument whose value is out of range or contradicts another argument."""
+
+
+class UnsupportedTensorError(PlimsollError, TypeError):
+    """A tensor of a kind (dtype, layout, device) that the operation cannot take."""
+
+
+class NotRecordedError(PlimsollError, LookupError):
+    """A question that the recorded spectrum cannot answer, because what it needs was not measured."""
+
+
+class BackendError(PlimsollError, RuntimeError):
+    """A kernel backend that was asked for by name and is not available here."""
+
+
+class MissingExtraError(PlimsollError, ImportError):
+    """An optional dependency that is not installed; the message names the install line."""

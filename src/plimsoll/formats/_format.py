@@ -1,0 +1,183 @@
+"""The record of one element format: its fields, and everything that follows from them.
+
+A format is data. Five fields decide all the rest: how many exponent and mantissa bits, the bias, how the top codes are
+spent (`specials`), and whether there is a sign. This module imports neither torch nor numpy, so the command line and
+the readers of old runs can use it without either.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from plimsoll.errors import ArgumentError, FormatError
+
+Specials = Literal["ieee", "fn", "fnuz", "none"]
+SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
+
+# float64 is the widest carrier: no format may reach outside it.
+_MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
+_HIGHEST_BINADE, _LOWEST_NORMAL_BINADE = 1023, -1022
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A binary floating-point element format.
+
+    `specials` says how the top of the code range is spent:
+
+    - ``ieee``: the highest exponent holds Inf (mantissa 0) and NaN (the others).
+    - ``fn``: no Inf; the one code of all ones (per sign) is NaN, all others are numbers.
+    - ``fnuz``: no Inf and no -0; the code of -0 is the one NaN.
+    - ``none``: every code is a number.
+
+    `signed=False` describes a scale format such as E8M0: no sign, no zero and no subnormals.
+
+    >>> Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn").max
+    448.0
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: Specials = "ieee"
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        reason = _why_impossible(self)
+        if reason is not None:
+            raise FormatError(f"Format: {reason}; got {self!r}")
+
+    @property
+    def bits(self) -> int:
+        """Width of one code."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether a code stands for infinity."""
+        return self.specials == "ieee"
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code stands for NaN (with no mantissa bit an IEEE-like format has room for Inf only)."""
+        return self.specials in ("fn", "fnuz") or (self.specials == "ieee" and self.mantissa_bits > 0)
+
+    @property
+    def has_subnormals(self) -> bool:
+        """Whether there are values between zero and the smallest normal one."""
+        return self.signed and self.mantissa_bits > 0
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether -0 has a code of its own."""
+        return self.signed and self.specials != "fnuz"
+
+    @property
+    def max_code(self) -> int:
+        """The magnitude code (no sign bit) of the largest finite value."""
+        top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        match self.specials:
+            case "ieee":
+                return top - (1 << self.mantissa_bits)
+            case "fn":
+                return top - 1
+            case _:
+                return top
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return self.magnitude(self.max_code)
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        return (0 if not self.signed else 1) - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def quantum_exponent(self) -> int:
+        """Exponent of the spacing below the smallest normal value: with subnormals, of the smallest value itself."""
+        return self.min_exponent - self.mantissa_bits
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive value with full precision."""
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value; equal to `smallest_normal` where the format has no subnormals."""
+        return math.ldexp(1.0, self.quantum_exponent) if self.has_subnormals else self.smallest_normal
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger value."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @property
+    def binades(self) -> int:
+        """Number of powers of two that the format reaches, subnormals included."""
+        return self.max_exponent - (math.frexp(self.smallest_subnormal)[1] - 1) + 1
+
+    @property
+    def overflow_threshold(self) -> float:
+        """Half-way from the largest finite value to the one that would follow it.
+
+        Nearest-even rounding overflows above it, and at it if `overflow_at_threshold`.
+        """
+        ulp = math.ldexp(1.0, self.max_exponent - self.mantissa_bits)
+        return self.max + ulp / 2
+
+    @property
+    def overflow_at_threshold(self) -> bool:
+        """Whether a tie between the largest value and its would-be successor goes up: the largest code is odd."""
+        return self.max_code % 2 == 1
+
+    def magnitude(self, code: int) -> float:
+        """The value of a finite magnitude code (no sign bit)."""
+        fraction = code & ((1 << self.mantissa_bits) - 1)
+        field = code >> self.mantissa_bits
+        if field == 0 and self.signed:
+            return math.ldexp(fraction, self.quantum_exponent)
+        return math.ldexp((1 << self.mantissa_bits) + fraction, field - self.bias - self.mantissa_bits)
+
+    def saturates(self, saturate: bool | None) -> bool:
+        """Whether overflow gives the largest value, with None standing for the format's own default.
+
+        Raises `ArgumentError` where False leaves no code to overflow to.
+        """
+        if saturate is None:
+            return not self.has_inf
+        if not saturate and not (self.has_inf or self.has_nan):
+            raise ArgumentError(
+                f"saturate: expected True or None for {self.name}, which has neither Inf nor NaN to overflow to; "
+                "got saturate=False. Leave saturate out."
+            )
+        return saturate
+
+
+def _why_impossible(fmt: Format) -> str | None:
+    e, m = fmt.exponent_bits, fmt.mantissa_bits
+    if fmt.specials not in SPECIALS:
+        return f"expected specials to be one of {', '.join(SPECIALS)}"
+    if e == 0:
+        return "expected at least one exponent bit: without one the values are evenly spaced integers, not floating point"
+    if e < 0 or m < 0:
+        return "expected field widths of zero or more"
+    if e > _MAX_EXPONENT_BITS or m > _MAX_MANTISSA_BITS:
+        return f"expected at most {_MAX_EXPONENT_BITS} exponent and {_MAX_MANTISSA_BITS} mantissa bits, float64's own"
+    if fmt.specials == "ieee" and e == 1:
+        return "expected two exponent bits or more: of the two exponents that one bit gives, Inf and NaN take one and zero the other"
+    if fmt.specials == "fn" and (1 << (e + m)) < 3:
+        return "expected room for a number beside zero and NaN"
+    if not fmt.signed and (m > 0 or fmt.specials == "fnuz"):
+        return "expected a format without sign to be a pure exponent (no mantissa bits, no -0 to reuse)"
+    if fmt.max_exponent > _HIGHEST_BINADE or fmt.min_exponent < _LOWEST_NORMAL_BINADE:
+        return "expected a bias that keeps every value inside float64's range"
+    return None

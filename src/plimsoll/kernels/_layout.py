@@ -1,0 +1,45 @@
+"""How one row of a bank is laid out, for every backend alike.
+
+A bank is an int64 tensor of shape ``[rows, width]``; a row is one spectrum. Three fields are float64 sums, stored as
+their bits (view the bank as float64 to read them). All the others are integers.
+
+**A row of zeros is the empty spectrum**, so a bank is emptied by filling it with zero, and merging two rows adds every
+field but the three extremes, which take the larger. Extremes are keys that make this true, each the bits of a float64:
+
+- ``POSITIVE``: the largest positive value; 0 if there is none.
+- ``NEGATIVE``: the magnitude of the most negative value; 0 if there is none.
+- ``NEAREST``: ``ABSMIN_TOP - bits`` of the smallest nonzero magnitude; 0 if there is none. (For positive floats the
+  order of the bits is the order of the values, so the larger key is the smaller magnitude.)
+
+The signed minimum and maximum follow from these and from the count of zeros (`plimsoll.spectrum`).
+
+All but the counts speak of finite values only. Binade index i counts the finite nonzero values with
+``floor(log2(abs(x))) == i - 149``; float64 values below or above go to the first and last index.
+
+A wide row (`WIDE`) has the block record behind: how far each nonzero finite value lies below its block's largest one,
+in binades, for the finite blocks; and how many blocks have their largest value in which binade.
+"""
+
+LOWEST_BINADE = -149
+BINADES = 277
+
+COUNT, ZEROS, NANS, POS_INFS, NEG_INFS = range(5)
+POSITIVE, NEGATIVE, NEAREST = 5, 6, 7
+SUM, ABSSUM, SUMSQ = 8, 9, 10  # float64 bits
+HISTOGRAM = 11  # 277 binades: index 11 to 287
+NARROW = HISTOGRAM + BINADES  # 288 words, 2,304 bytes
+
+BLOCKS = NARROW  # blocks in all, a ragged last one included
+ZERO_BLOCKS = NARROW + 1  # blocks of zeros only
+NONFINITE_BLOCKS = NARROW + 2  # blocks that hold a NaN or an Inf
+POISONED = NARROW + 3  # nonzero finite values in those: left out of DEPTHS
+DEPTHS = NARROW + 4  # 277: values by exponent(largest magnitude of the block) - exponent(value)
+MAXIMA = DEPTHS + BINADES  # 277: finite nonzero blocks by the binade of their largest magnitude
+WIDE = MAXIMA + BINADES + 2  # 848 words, padded to a multiple of 8
+
+ABSMIN_TOP = 0x7FF0_0000_0000_0000  # the bits of float64 Inf
+
+
+def width(block: int) -> int:
+    """Words in a row: wide where a block length is given (0 means none)."""
+    return WIDE if block else NARROW

@@ -1,0 +1,75 @@
+"""What a cast is, as plain integers: the form in which operators, kernels and graphs carry it."""
+
+from typing import NamedTuple
+
+from plimsoll.formats import BlockFormat, Format, Specials
+
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
+NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(6)
+
+OVERFLOW_INF, OVERFLOW_MAX, OVERFLOW_NAN = range(3)
+
+SCALE_RULES = ("floor", "ceil", "rceil", "even")
+FLOOR, CEIL, RCEIL, EVEN = range(4)
+
+_SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
+
+
+class CastSpec(NamedTuple):
+    """An element format with the rounding and the overflow rule to use: seven integers."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: int
+    signed: int
+    rounding: int
+    overflow: int
+
+    @classmethod
+    def of(cls, fmt: Format, rounding: int, saturate: bool) -> "CastSpec":
+        """The spec for `fmt`; `saturate` is already resolved (`Format.saturates`)."""
+        overflow = OVERFLOW_MAX if saturate else OVERFLOW_INF if fmt.has_inf else OVERFLOW_NAN
+        return cls(
+            fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, _SPECIALS.index(fmt.specials), int(fmt.signed),
+            rounding, overflow,
+        )  # fmt: skip
+
+    @property
+    def format(self) -> Format:
+        """The format again, named by its fields."""
+        return Format(
+            name=f"e{self.exponent_bits}m{self.mantissa_bits}",
+            exponent_bits=self.exponent_bits,
+            mantissa_bits=self.mantissa_bits,
+            bias=self.bias,
+            specials=_SPECIALS[self.specials],
+            signed=bool(self.signed),
+        )
+
+
+class BlockSpec(NamedTuple):
+    """A block format with the rule that chooses scales: elements always saturate."""
+
+    element: CastSpec
+    block: int
+    scale: CastSpec
+    tensor_scale: bool
+    rule: int
+
+    @classmethod
+    def of(cls, fmt: BlockFormat, rounding: int, rule: int) -> "BlockSpec":
+        """The spec for `fmt`. The scale's own rounding follows from `rule` where the scale has a mantissa."""
+        element = CastSpec.of(fmt.element, rounding, saturate=True)
+        scale_rounding = UP if rule in (CEIL, RCEIL) else NEAREST_EVEN
+        scale = CastSpec.of(fmt.scale, scale_rounding, saturate=True)
+        return cls(element, fmt.block, scale, fmt.tensor_scale, rule)
+
+    def to_ints(self) -> list[int]:
+        """The seventeen integers that an operator's schema carries."""
+        return [*self.element, self.block, *self.scale, int(self.tensor_scale), self.rule]
+
+    @classmethod
+    def from_ints(cls, ints: "list[int]") -> "BlockSpec":
+        """The inverse of `to_ints`."""
+        return cls(CastSpec(*ints[:7]), ints[7], CastSpec(*ints[8:15]), bool(ints[15]), ints[16])

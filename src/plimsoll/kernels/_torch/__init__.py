@@ -1,0 +1,9 @@
+"""The reference backend: plain torch operations, on any device."""
+
+from plimsoll.kernels._torch._cast import (
+    block_cast as block_cast,
+    block_pack as block_pack,
+    cast as cast,
+    pack as pack,
+)
+from plimsoll.kernels._torch._measure import measure as measure
