@@ -7,3 +7,10 @@ from plimsoll.kernels._torch._cast import (
     pack as pack,
 )
 from plimsoll.kernels._torch._measure import measure as measure
+
+
+def describe() -> str:
+    """One line for `plimsoll doctor`."""
+    import torch
+
+    return f"torch {torch.__version__}, the reference, any device"

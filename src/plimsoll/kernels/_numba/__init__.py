@@ -1,0 +1,17 @@
+"""The CPU backend: Numba kernels over integer bits, on as many threads as torch uses."""
+
+import numba
+
+from plimsoll.kernels._numba._cast import (
+    block_cast as block_cast,
+    block_pack as block_pack,
+    cast as cast,
+    pack as pack,
+)
+from plimsoll.kernels._numba._jit import cache_folder as cache_folder
+from plimsoll.kernels._numba._measure import measure as measure
+
+
+def describe() -> str:
+    """One line for `plimsoll doctor`."""
+    return f"numba {numba.__version__}, compiled code in {cache_folder() or 'memory only'}"

@@ -1,0 +1,70 @@
+"""Our own pool of threads for serial kernels: at most `torch.get_num_threads()` at once, the caller among them.
+
+Safe from several threads at a time (tasks never wait for tasks) and after fork (a child starts its own threads: the
+parent's do not exist there).
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_SMALLEST_SHARE = 1 << 16  # values: below this, starting a thread costs more than it brings
+_SHARES_PER_THREAD = 4  # so that one thread's delay (another process on its core) is not everyone's
+_FINE_SHARE = 1 << 19
+
+_executor: ThreadPoolExecutor | None = None
+_size = 0
+
+
+def shares(values: int) -> int:
+    """Into how many parts work over that many values should be cut."""
+    threads = min(torch.get_num_threads(), values // _SMALLEST_SHARE)
+    if threads <= 1:
+        return 1
+    return max(threads, min(threads * _SHARES_PER_THREAD, values // _FINE_SHARE))
+
+
+def run(tasks: Sequence[Callable[[], None]]) -> None:
+    """Runs all tasks and returns when the last has ended; the first error is raised, after all have ended."""
+    threads = min(torch.get_num_threads(), len(tasks))
+    if threads <= 1:
+        for task in tasks:
+            task()
+        return
+    waiting = deque(tasks)
+    helpers = [_threads(threads - 1).submit(_drain, waiting) for _ in range(threads - 1)]
+    try:
+        _drain(waiting)
+    finally:
+        errors = [helper.exception() for helper in helpers if not helper.cancel()]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _drain(waiting: deque[Callable[[], None]]) -> None:
+    while True:
+        try:
+            task = waiting.popleft()
+        except IndexError:
+            return
+        task()
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    global _executor, _size
+    if _executor is None or _size < count:
+        # An older, smaller pool ends by itself when its last task is done: nobody holds it any more.
+        _executor, _size = ThreadPoolExecutor(count, thread_name_prefix="plimsoll-kernel"), count
+    return _executor
+
+
+def _forget() -> None:
+    global _executor, _size
+    _executor, _size = None, 0
+
+
+os.register_at_fork(after_in_child=_forget)

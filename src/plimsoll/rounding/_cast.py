@@ -1,0 +1,179 @@
+"""`cast`: the values of a tensor as a format would hold them."""
+
+import torch
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.formats import BlockFormat
+from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING, check_tensor
+from plimsoll.rounding import _arguments
+from plimsoll.rounding._arguments import Generator
+from plimsoll.rounding._sharded import is_sharded, map_local
+
+_LARGEST_TENSOR_SCALE = torch.finfo(torch.float32).max
+_SMALLEST_TENSOR_SCALE = 2.0**-149
+
+
+def cast(
+    x: Tensor,
+    fmt: object,
+    *,
+    rounding: str = "nearest_even",
+    saturate: bool | None = None,
+    scale: float | Tensor | None = None,
+    scale_rule: str = "floor",
+    axis: int = -1,
+    generator: Generator = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The values of `x` as the format holds them, in x's dtype: rounded once, with no table and no float arithmetic.
+
+    Numerics. Rounding is exact for every input, subnormals included, whatever the processor's flush mode. Ties go to
+    the even code. -0 stays -0 where the format has one. NaN stays NaN in the carrier, also for formats without NaN.
+    Overflow: nearest modes and stochastic overflow where the rounded value would exceed `Format.max`; a directed mode
+    that rounds toward zero stops at the largest value. If the carrier (x's dtype, or `dtype`) cannot hold a result, it
+    is rounded to it once more, to nearest even. The result carries no gradient: `fake_quantize` is the differentiable
+    form.
+
+    Args:
+        x: floating, of any strides; a DTensor of shards or replicas is cast locally.
+        fmt: a name, `Format`, `BlockFormat` or torch dtype.
+        rounding: nearest_even, nearest_away, toward_zero, up, down or stochastic.
+        saturate: None takes the format's default (formats with Inf overflow to it, the others saturate). True turns
+            overflow and infinities into the largest value. False, for formats without Inf, into NaN.
+        scale: values are multiplied by it before and divided by it after, both in float64. A tensor of one value is
+            read on its device.
+        scale_rule: how a block's power-of-two scale comes from its largest magnitude: "floor" (OCP MX: its exponent),
+            "ceil" (its exponent rounded up), "rceil" (the smallest scale at which it does not overflow), "even" (its
+            exponent after rounding it to the element's precision). For NVFP4, whose E4M3 scale is no power of two,
+            "floor" and "even" are the nearest scale to largest / 6, as specified, "ceil" and "rceil" the next above.
+        axis: along which blocks run; a last block may be short.
+        generator: for stochastic rounding, a CPU torch.Generator, an int, or an int64 key tensor (the form for
+            torch.compile and CUDA graphs). None draws from torch's default generator.
+        dtype: another carrier.
+        out: where to write; `x` itself is allowed.
+
+    >>> cast(torch.tensor([0.1, 300.0, 1e-4]), "e4m3")
+    tensor([1.0156e-01, 2.8800e+02, 0.0000e+00])
+    >>> cast(torch.tensor([1.0, 0.3, -7.0]), "mxfp4")
+    tensor([ 1.0000,  0.0000, -6.0000])
+    """
+    check_tensor(x, "cast")
+    plan = _arguments.plan("cast", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    return cast_checked(x, plan, scale, generator, dtype, out)
+
+
+def cast_checked(
+    x: Tensor,
+    plan: _arguments.Plan,
+    scale: float | Tensor | None,
+    generator: Generator,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`cast` of a tensor known to be floating and dense, with the arguments of `plan` already checked."""
+    if is_sharded(x):
+        _refuse_out(out)
+        return map_local(x, lambda local: _cast(local, plan, scale, generator, dtype, None), plan)
+    return _cast(x.detach(), plan, scale, generator, dtype, out)
+
+
+def _cast(
+    x: Tensor,
+    plan: _arguments.Plan,
+    scale: float | Tensor | None,
+    generator: Generator,
+    dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    carrier = _carrier(x, dtype, out)
+    numbers = _arguments.numbers("cast", x, plan, scale, generator)
+    rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
+    if isinstance(plan.format, BlockFormat):
+        return _cast_blocks(x, plan, plan.format, rest, carrier, out)
+    if out is None:
+        return kernels.ops.cast(x, plan.ints, *rest, carrier)
+    kernels.ops.cast_out(x, plan.ints, *rest, out)
+    return out
+
+
+def _cast_blocks(
+    x: Tensor,
+    plan: _arguments.Plan,
+    fmt: BlockFormat,
+    rest: tuple[float, Tensor | None, int, Tensor | None],
+    carrier: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    matrix = rows_of(x, plan.axis, "cast")
+    over = tensor_scale(matrix, fmt, rest[0], rest[1])
+    if out is not None and out.is_contiguous() and plan.axis in (-1, x.dim() - 1):
+        kernels.ops.block_cast_out(matrix, plan.ints, over, *rest, out.view(matrix.shape))
+        return out
+    held = from_rows(kernels.ops.block_cast(matrix, plan.ints, over, *rest, carrier), x.shape, plan.axis)
+    return held if out is None else out.copy_(held)
+
+
+def rows_of(x: Tensor, axis: int, operation: str) -> Tensor:
+    """`x` as a matrix whose rows run along `axis`."""
+    if not x.dim():
+        x = x.reshape(1)
+    if not -x.dim() <= axis < x.dim():
+        raise ArgumentError(
+            f"{operation}: expected axis to be one of {-x.dim()} to {x.dim() - 1}; got {axis} for shape {tuple(x.shape)}."
+        )
+    moved = x.movedim(axis, -1)
+    return moved.reshape(moved.numel() // max(moved.shape[-1], 1), moved.shape[-1])
+
+
+def from_rows(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
+    """The inverse of `rows_of`, for a tensor of that shape."""
+    if not shape:
+        return matrix.reshape(())
+    axis %= len(shape)
+    moved = [size for dim, size in enumerate(shape) if dim != axis] + [shape[axis]]
+    return matrix.reshape(moved).movedim(-1, axis)
+
+
+def tensor_scale(matrix: Tensor, fmt: BlockFormat, scale: float, scale_tensor: Tensor | None) -> Tensor | None:
+    """NVFP4's FP32 scale for the tensor, which brings its largest finite magnitude to the largest scale and element.
+
+    float32(absmax / (6 * 448)), held to positive float32 numbers; 1 for a tensor of zeros.
+    """
+    if not fmt.tensor_scale:
+        return None
+    absmax = kernels.ops.absmax(matrix) * (scale if scale_tensor is None else scale_tensor)
+    ideal = (absmax / (fmt.element.max * fmt.scale.max)).clamp(_SMALLEST_TENSOR_SCALE, _LARGEST_TENSOR_SCALE)
+    return torch.where(absmax == 0, 1.0, ideal).to(torch.float32)
+
+
+def _carrier(x: Tensor, dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    carrier = dtype if dtype is not None else x.dtype if out is None else out.dtype
+    if carrier not in FLOATING and carrier not in EIGHT_BIT:
+        raise ArgumentError(f"cast: expected dtype to be a floating torch dtype of at most 64 bits; got {carrier}.")
+    if out is None:
+        return carrier
+    problem = _why_not_out(x, carrier, out)
+    if problem is not None:
+        raise ArgumentError(f"cast: expected out to be {problem}")
+    return carrier
+
+
+def _why_not_out(x: Tensor, carrier: torch.dtype, out: Tensor) -> str | None:
+    got = f"got {out.dtype}, shape {tuple(out.shape)}, on {out.device}."
+    if out.shape != x.shape or out.device != x.device:
+        return f"of x's shape {tuple(x.shape)} on its device {x.device}; {got}"
+    if out.dtype != carrier:
+        return f"of dtype {carrier}, as dtype= says; {got} Leave dtype out."
+    if out.requires_grad and torch.is_grad_enabled():
+        return f"a tensor that needs no gradient; {got} Use torch.no_grad() or out.detach()."
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        return f"memory of its own for each value; {got} It is expanded: use out.contiguous()."
+    return None
+
+
+def _refuse_out(out: Tensor | None) -> None:
+    if out is not None:
+        raise UnsupportedTensorError("cast: expected out=None for a DTensor; got a tensor. Use the returned DTensor.")

@@ -1,0 +1,90 @@
+"""`fake_quantize`: a cast under autograd, with a format for each direction."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import BlockFormat, get
+from plimsoll.kernels._tensors import check_tensor
+from plimsoll.rounding._arguments import Generator, Plan, plan
+from plimsoll.rounding._cast import cast_checked
+
+_BACKWARD_KEY = 0x5851F42D4C957F2D  # any odd constant: the two directions must not share their noise
+_REFUSED = ("dtype", "out")
+
+
+def fake_quantize(
+    x: Tensor, forward: object | None = None, backward: object | None = None, **cast_arguments: Any
+) -> Tensor:
+    """`x` as the `forward` format holds it; the gradient passes straight through, as the `backward` format holds it.
+
+    None leaves a direction alone. `cast_arguments` (rounding, saturate, scale, scale_rule, axis, generator) go to both
+    casts; scale_rule and axis to block formats only. With stochastic rounding and a seed or key, the backward cast
+    draws other noise of the same key. Differentiable twice (each further gradient passes straight through as well),
+    and works under torch.compile and torch.func.vmap.
+
+    >>> x = torch.tensor([0.1, 300.0], requires_grad=True)
+    >>> y = fake_quantize(x, forward="e4m3", backward="e5m2")
+    >>> (y * 3.3).sum().backward()
+    >>> y.detach(), x.grad
+    (tensor([  0.1016, 288.0000]), tensor([3.5000, 3.5000]))
+    """
+    for name in _REFUSED:
+        if name in cast_arguments:
+            raise ArgumentError(
+                f"fake_quantize: expected arguments of cast without {name}, since the result stands in for x; "
+                f"got {name}={cast_arguments[name]!r}. Leave it out."
+            )
+    check_tensor(x, "fake_quantize")
+    arguments = _Arguments(**cast_arguments)
+    return _FakeQuantize.apply(x, _plan(forward, arguments), _plan(backward, arguments), arguments)
+
+
+class _Arguments(NamedTuple):
+    """The arguments of `cast` that both directions share, with its defaults."""
+
+    rounding: str = "nearest_even"
+    saturate: bool | None = None
+    scale: float | Tensor | None = None
+    scale_rule: str = "floor"
+    axis: int = -1
+    generator: Generator = None
+
+
+class _FakeQuantize(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, forward: Plan | None, backward: Plan | None, arguments: _Arguments) -> Tensor:
+        if forward is None:
+            return x.view_as(x)
+        return cast_checked(x, forward, arguments.scale, arguments.generator if forward.stochastic else None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.backward_plan, ctx.arguments = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.backward_plan is None:
+            return gradient, None, None, None
+        arguments = ctx.arguments._replace(generator=_other_key(ctx.arguments.generator))
+        return _FakeQuantize.apply(gradient, ctx.backward_plan, None, arguments), None, None, None
+
+
+def _plan(fmt: object | None, arguments: _Arguments) -> Plan | None:
+    if fmt is None:
+        return None
+    rounding, saturate, _, scale_rule, axis, _ = arguments
+    if not isinstance(get(fmt), BlockFormat):
+        scale_rule, axis = "floor", -1  # meant for the other direction's blocks
+    return plan("fake_quantize", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+
+
+def _other_key(generator: Generator) -> Generator:
+    """Another key of the same seed; a torch.Generator draws a new one by itself."""
+    if isinstance(generator, int | Tensor) and not isinstance(generator, bool):
+        return generator ^ _BACKWARD_KEY
+    return generator

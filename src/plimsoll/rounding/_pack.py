@@ -1,0 +1,156 @@
+"""`pack` and `unpack`: real codes and scales, and the values they stand for."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.formats import BlockFormat, Format
+from plimsoll.kernels import _layout as layout
+from plimsoll.kernels._tensors import check_tensor
+from plimsoll.kernels._torch._cast import from_codes, to_carrier
+from plimsoll.rounding import _arguments
+from plimsoll.rounding._arguments import Generator
+from plimsoll.rounding._cast import from_rows, rows_of, tensor_scale
+from plimsoll.rounding._sharded import is_sharded
+
+_WIDEST_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """A tensor as codes.
+
+    Attributes:
+        codes: of the tensor's shape with the blocks' axis last; uint8 for formats of up to 8 bits and uint16 above.
+            Formats of 4 bits have two codes in a byte, the first in the low half, and an odd row ends in a half byte
+            of zero.
+        scales: for block formats, the code of each block's scale (uint8), blocks along the last axis; else None.
+        tensor_scale: NVFP4's FP32 scale; else None.
+        scale: the per-tensor scale that values were multiplied by; None for 1.
+        format, shape, axis, dtype: of the tensor that was packed.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    tensor_scale: Tensor | None
+    scale: float | Tensor | None
+    format: Format | BlockFormat
+    shape: torch.Size
+    axis: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def single_codes(self) -> Tensor:
+        """One code to a byte (or two bytes), of the tensor's shape with the blocks' axis last."""
+        if self._element.bits != 4:
+            return self.codes
+        pairs = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
+        length = self.shape[self.axis] if self.shape else 1
+        single = pairs.flatten(-2)[..., :length]
+        return single if self.shape else single.reshape(())
+
+    @property
+    def _element(self) -> Format:
+        return self.format.element if isinstance(self.format, BlockFormat) else self.format
+
+
+def pack(
+    x: Tensor,
+    fmt: object,
+    *,
+    rounding: str = "nearest_even",
+    saturate: bool | None = None,
+    scale: float | Tensor | None = None,
+    scale_rule: str = "floor",
+    axis: int = -1,
+    generator: Generator = None,
+) -> Packed:
+    """The codes, and for block formats the scales, of `x` as `cast` with the same arguments rounds it.
+
+    For element formats of at most 16 bits and all block formats. Raises `ArgumentError` where `x` holds a NaN and the
+    format has none (a block format keeps it as a NaN scale; its codes are then zero).
+
+    >>> packed = pack(torch.tensor([1.0, 0.3, -7.0]), "mxfp4")
+    >>> packed.single_codes(), packed.scales, packed.nbytes
+    (tensor([ 2,  0, 15], dtype=torch.uint8), tensor([127], dtype=torch.uint8), 3)
+    """
+    check_tensor(x, "pack")
+    if is_sharded(x):
+        raise UnsupportedTensorError("pack: expected a plain tensor; got a DTensor. Pack x.to_local() on each rank.")
+    plan = _arguments.plan("pack", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    x = x.detach()
+    numbers = _arguments.numbers("pack", x, plan, scale, generator)
+    matrix = rows_of(x, axis, "pack")
+    rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
+    if isinstance(plan.format, BlockFormat):
+        over = tensor_scale(matrix, plan.format, numbers.scale, numbers.scale_tensor)
+        codes, scales = kernels.ops.block_pack(matrix, plan.ints, over, *rest)
+        scales = _unflatten(scales, x.shape, axis)
+    else:
+        _check_element(x, plan.format)
+        over, scales = None, None
+        codes = kernels.ops.pack(matrix, plan.ints, *rest)
+    return Packed(
+        codes=_unflatten(codes, x.shape, axis), scales=scales, tensor_scale=over, scale=scale, format=plan.format,
+        shape=x.shape, axis=axis, dtype=x.dtype,
+    )  # fmt: skip
+
+
+def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of the codes, in the dtype of the tensor that was packed or in `dtype`: what `cast` returns.
+
+    >>> x = torch.randn(4, 100)
+    >>> torch.equal(unpack(pack(x, "nvfp4")), cast(x, "nvfp4"))
+    True
+    """
+    fmt = packed.format
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    values = _decode(packed.single_codes(), element)
+    matrix = values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
+    if isinstance(fmt, BlockFormat) and packed.scales is not None:
+        factors = _decode(packed.scales.reshape(matrix.shape[0], -1), fmt.scale)
+        if packed.tensor_scale is not None:
+            factors = factors * packed.tensor_scale.to(torch.float64)
+        matrix = matrix * factors.repeat_interleave(fmt.block, dim=1)[:, : matrix.shape[1]]
+    if packed.scale is not None:
+        matrix = matrix / packed.scale
+    return from_rows(to_carrier(matrix, dtype or packed.dtype), packed.shape, packed.axis).contiguous()
+
+
+def _decode(codes: Tensor, fmt: Format) -> Tensor:
+    table = from_codes(torch.arange(1 << fmt.bits, device=codes.device), fmt)
+    return table[codes.to(torch.int64)]
+
+
+def _unflatten(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
+    """Rows back to the leading dimensions, the blocks' axis last; the codes of a scalar are a vector of one."""
+    if not shape:
+        return matrix.reshape(-1) if matrix.dtype == torch.uint8 and matrix.numel() else matrix.reshape(())
+    axis %= len(shape)
+    return matrix.reshape([size for dim, size in enumerate(shape) if dim != axis] + [matrix.shape[1]])
+
+
+def _check_element(x: Tensor, fmt: Format) -> None:
+    if fmt.bits > _WIDEST_BITS:
+        raise ArgumentError(
+            f"pack: expected an element format of at most {_WIDEST_BITS} bits; got {fmt.name} ({fmt.bits} bits). "
+            "Use cast, whose result holds the values."
+        )
+    if fmt.has_nan or not x.numel():
+        return
+    bank = kernels.new_bank(1, device=x.device)
+    kernels.measure_into([x], bank, [0])
+    nans = int(bank[0, layout.NANS])
+    if nans:
+        raise ArgumentError(
+            f"pack: expected no NaN for {fmt.name}, which has no code for it; got {nans} in {x.dtype}, "
+            f"shape {tuple(x.shape)}. Use cast, which keeps NaN, or replace them with torch.nan_to_num."
+        )
