@@ -1,1 +1,83 @@
-"""Plimsoll shows how low in precision a PyTorch training run may go, and gets it there safely."""
+"""How low in precision a PyTorch training run may go: measure it, be warned early, get there safely.
+
+Names are loaded when they are first used (PEP 562), so that importing `plimsoll` alone costs next to nothing and loads
+neither torch nor a kernel backend.
+
+>>> import plimsoll as pl
+>>> pl.formats.get("fp16").max
+65504.0
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plimsoll import errors, formats, rounding, spectrum
+    from plimsoll.errors import (
+        ArgumentError,
+        BackendError,
+        FormatError,
+        MissingExtraError,
+        NotRecordedError,
+        PlimsollError,
+        UnsupportedTensorError,
+    )
+    from plimsoll.formats import BlockFormat, Format
+    from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
+    from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "BlockFormat",
+    "Fit",
+    "Format",
+    "FormatError",
+    "Interval",
+    "MissingExtraError",
+    "NotRecordedError",
+    "Packed",
+    "PlimsollError",
+    "Source",
+    "Spectrum",
+    "UnsupportedTensorError",
+    "__version__",
+    "cast",
+    "errors",
+    "fake_quantize",
+    "formats",
+    "measure",
+    "pack",
+    "rounding",
+    "spectrum",
+    "unpack",
+]
+
+# Where each lazy name lives: the same as the block for type checkers above (a test compares them).
+_ROOMS = ("errors", "formats", "rounding", "spectrum")
+_HOMES = {
+    "errors": (
+        "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",
+        "UnsupportedTensorError",
+    ),
+    "formats": ("BlockFormat", "Format"),
+    "rounding": ("Packed", "cast", "fake_quantize", "pack", "unpack"),
+    "spectrum": ("Fit", "Interval", "Source", "Spectrum", "measure"),
+}  # fmt: skip
+_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"plimsoll.{name}")
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"plimsoll.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

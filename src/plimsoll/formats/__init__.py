@@ -1,6 +1,6 @@
 """What a number format can hold. This room imports no torch.
 
-`get(name)` finds a format; `Format` and `BlockFormat` are the records; the constants are the catalogue.
+`get(name)` finds a format; `Format`, `BlockFormat` and `Plan` are the records; the constants are the catalogue.
 """
 
 from plimsoll.formats._block import BlockFormat as BlockFormat
@@ -31,3 +31,4 @@ from plimsoll.formats._catalogue import (
     get_element as get_element,
 )
 from plimsoll.formats._format import Format as Format, Specials as Specials
+from plimsoll.formats._plan import Plan as Plan

@@ -14,7 +14,7 @@ from plimsoll.formats._format import Format
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    bias = (1 << (exponent_bits - 1)) - 1 if exponent_bits > 0 else 0
+    bias = (1 << (exponent_bits - 1)) - 1 if 0 < exponent_bits < 64 else 0  # of a width that `Format` refuses: any
     return Format(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias)
 
 
@@ -59,7 +59,7 @@ ALIASES: dict[str, Format | BlockFormat] = {
 }  # fmt: skip
 
 _BY_NAME: dict[str, Format | BlockFormat] = {fmt.name: fmt for fmt in (*ELEMENTS, *BLOCKS)} | ALIASES
-_PATTERN = re.compile(r"e(\d+)m(\d+)")
+_PATTERN = re.compile(r"e(\d{1,9})m(\d{1,9})")
 
 
 def get(name: object) -> Format | BlockFormat:
@@ -82,7 +82,8 @@ def get(name: object) -> Format | BlockFormat:
             return known
         match = _PATTERN.fullmatch(key)
         if match is not None:
-            return _generic(key, int(match[1]), int(match[2]))
+            key = f"e{int(match[1])}m{int(match[2])}"  # "e05m2" is e5m2
+            return _BY_NAME.get(key) or _generic(key, int(match[1]), int(match[2]))
     raise FormatError(_unknown(name, key))
 
 

@@ -7,9 +7,15 @@ the readers of old runs can use it without either.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from plimsoll.errors import ArgumentError, FormatError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    from plimsoll.formats._codec import Codes, Rounding
 
 Specials = Literal["ieee", "fn", "fnuz", "none"]
 SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
@@ -147,6 +153,51 @@ class Format:
             return math.ldexp(fraction, self.quantum_exponent)
         return math.ldexp((1 << self.mantissa_bits) + fraction, field - self.bias - self.mantissa_bits)
 
+    def decode(self, codes: "ArrayLike") -> "NDArray[np.float64]":
+        """The value of each code, as a float64 array of the same shape (0-d for a scalar); for at most 16 bits.
+
+        Exact for every code: -0, subnormals, Inf and NaN included. Raises `ArgumentError` for codes that are no
+        integers or that the format's width does not hold, and `FormatError` for a wider format.
+
+        >>> from plimsoll.formats import E4M3
+        >>> E4M3.decode([0x38, 0x7E, 0x80, 0x7F])
+        array([  1., 448.,  -0.,  nan])
+        """
+        from plimsoll.formats import _codec
+
+        return _codec.decode(self, codes)
+
+    def encode(
+        self,
+        values: "ArrayLike",
+        rounding: "Rounding" = "nearest_even",
+        saturate: bool | None = None,
+        generator: "int | np.random.Generator | None" = None,
+    ) -> "Codes":
+        """The code of each value, rounded once: uint8 for up to 8 bits, uint16 up to 16; shape as `values`.
+
+        Takes Python numbers, nested lists and arrays of floats (those of ml_dtypes too) or integers. Ties of
+        ``nearest_even`` go to the even code. A value whose rounded result exceeds `max` becomes Inf, or NaN where there
+        is no Inf, or with `saturate` the largest value (None: the format's default, as in `saturates`), and +-Inf goes
+        the same way; finite values in ``toward_zero``, ``up`` and ``down`` stop at the largest value where the mode
+        points back to it. -0 keeps its sign where the format can. E8M0 has no zero: all from 0 to its smallest value
+        become that, and negative values NaN.
+
+        `generator` seeds ``stochastic``: an int is the key itself, modulo 2**64 (the noise is then that of
+        `plimsoll.cast` with the same int), a numpy Generator draws one, None draws one from the operating system.
+
+        Raises `ArgumentError` for a NaN that the format has no code for, and `FormatError` for more than 16 bits.
+
+        >>> from plimsoll.formats import E2M1, E4M3
+        >>> E4M3.encode([1.0, 1e9, float("nan"), -0.0])
+        array([ 56, 126, 127, 128], dtype=uint8)
+        >>> E2M1.decode(E2M1.encode([2.5, 3.5, -0.2, 100.0], rounding="nearest_away"))
+        array([ 3.,  4., -0.,  6.])
+        """
+        from plimsoll.formats import _codec
+
+        return _codec.encode(self, values, rounding, saturate, generator)
+
     def saturates(self, saturate: bool | None) -> bool:
         """Whether overflow gives the largest value, with None standing for the format's own default.
 
@@ -167,17 +218,30 @@ def _why_impossible(fmt: Format) -> str | None:
     if fmt.specials not in SPECIALS:
         return f"expected specials to be one of {', '.join(SPECIALS)}"
     if e == 0:
-        return "expected at least one exponent bit: without one the values are evenly spaced integers, not floating point"
+        return (
+            "expected at least one exponent bit: without one the values are evenly spaced integers, not floating point"
+        )
     if e < 0 or m < 0:
         return "expected field widths of zero or more"
     if e > _MAX_EXPONENT_BITS or m > _MAX_MANTISSA_BITS:
         return f"expected at most {_MAX_EXPONENT_BITS} exponent and {_MAX_MANTISSA_BITS} mantissa bits, float64's own"
     if fmt.specials == "ieee" and e == 1:
-        return "expected two exponent bits or more: of the two exponents that one bit gives, Inf and NaN take one and zero the other"
+        return (
+            "expected two exponent bits or more: of the two exponents that one bit gives, Inf and NaN take one and "
+            "zero the other"
+        )
     if fmt.specials == "fn" and (1 << (e + m)) < 3:
         return "expected room for a number beside zero and NaN"
     if not fmt.signed and (m > 0 or fmt.specials == "fnuz"):
         return "expected a format without sign to be a pure exponent (no mantissa bits, no -0 to reuse)"
-    if fmt.max_exponent > _HIGHEST_BINADE or fmt.min_exponent < _LOWEST_NORMAL_BINADE:
+    if _highest_binade(fmt) > _HIGHEST_BINADE or fmt.min_exponent < _LOWEST_NORMAL_BINADE:
         return "expected a bias that keeps every value inside float64's range"
     return None
+
+
+def _highest_binade(fmt: Format) -> int:
+    """`max_exponent`, from integers alone: math.ldexp raises for values outside float64's range."""
+    field = fmt.max_code >> fmt.mantissa_bits
+    if field == 0 and fmt.signed:
+        return fmt.max_code.bit_length() - 1 + fmt.quantum_exponent
+    return field - fmt.bias

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plimsoll.kernels import _backend, _layout as layout, _vmap
 from plimsoll.kernels._spec import BlockSpec, CastSpec
+from plimsoll.kernels._tensors import FLOATING
 
 _library = torch.library.Library("plimsoll", "DEF")
 # What every cast takes beside the tensor: the spec, a scale (number or tensor), a seed (number or key tensor).
@@ -102,6 +103,11 @@ def _block_pack(
 
 def _absmax(x: Tensor) -> Tensor:
     """The largest finite magnitude, 0 if there is none, as a float64 on x's device; allocates no more than a row."""
+    if x.device.type == "cpu" and x.dtype in FLOATING and x.numel():
+        lowest, highest = torch.aminmax(x)
+        largest = torch.maximum(-lowest, highest).to(torch.float64)
+        if largest.isfinite():  # else there are NaN or Inf among the values, which a measurement leaves out
+            return largest
     bank = torch.zeros((1, layout.NARROW), dtype=torch.int64, device=x.device)
     _measure([x], bank, [0], True, 0)
     return bank[0, layout.POSITIVE : layout.NEGATIVE + 1].amax().view(torch.float64)

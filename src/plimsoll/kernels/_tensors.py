@@ -1,4 +1,6 @@
-"""Which tensors the operations take: those with floating values in plain memory. The others are told why not."""
+"""Which tensors the operations take: those with floating values in plain memory. The others are told what to use instead."""
+
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -9,28 +11,59 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def check_tensor(x: object, operation: str) -> None:
-    """Raises `UnsupportedTensorError`, with what to do, unless `x` is a strided tensor of floating values."""
-    reason = _why_not(x)
-    if reason is not None:
-        raise UnsupportedTensorError(f"{operation}: expected a tensor of floating values in plain memory; got {reason}")
+def check_tensor(x: object, operation: str, place: str = "") -> None:
+    """Raises `UnsupportedTensorError` unless `x` is a strided tensor of floating values.
 
-
-def _why_not(x: object) -> str | None:
+    `place` says where among several `x` stands (" at index 3").
+    """
     if not isinstance(x, Tensor):
-        hint = "Convert it with torch.from_numpy(x)." if type(x).__module__ == "numpy" else "Wrap it in torch.tensor(...)."
-        return f"a {type(x).__name__}. {hint}"
-    kind = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
+        refuse(x, operation, place)
     if x.is_nested:
-        return f"a nested tensor. Take its x.values(), or each part of x.unbind()."
-    if x.layout is not torch.strided:
-        return f"{kind}, layout {x.layout}. Take the stored values: x.coalesce().values() (COO) or x.values() (CSR)."
+        fail(x, operation, place, "a nested tensor", "Use x.values() if it is jagged, else each of x.unbind().")
     if x.is_quantized:
-        return f"{kind}, quantized. Take x.dequantize()."
-    if x.dtype.is_complex:
-        return f"{kind}. Take torch.view_as_real(x): its real and imaginary parts are separate values."
+        fail(x, operation, place, "a quantized tensor", "Use x.dequantize().")
+    if x.layout == torch.sparse_coo:
+        remedy = "Use x.coalesce().values(), the stored values, or x.to_dense() for the zeros too."
+        fail(x, operation, place, "a sparse tensor", remedy)
+    if x.layout != torch.strided:
+        stored = "x.to_dense()" if "mkldnn" in str(x.layout) else "x.values(), the stored values, or x.to_dense()"
+        fail(x, operation, place, f"a tensor of layout {x.layout}", f"Use {stored}.")
     if x.dtype not in FLOATING and x.dtype not in EIGHT_BIT:
-        if not x.dtype.is_floating_point:
-            return f"{kind}. Integers have no exponent; convert with x.double() if that is meant."
-        return f"{kind}. Convert with x.float()."
-    return None
+        fail(x, operation, place, *_problem_of_dtype(x))
+
+
+def refuse(x: object, operation: str, place: str = "") -> NoReturn:
+    """Raises for what is no tensor."""
+    kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+    if x is None:
+        remedy = "A parameter that took no part in the backward has no gradient: leave it out."
+    elif type(x).__module__ == "numpy":
+        remedy = "Write torch.from_numpy(x), or torch.as_tensor(x)."
+    elif isinstance(x, torch.nn.Module):
+        remedy = "Write dict(module.named_parameters())."
+    elif isinstance(x, bool | int | float):
+        remedy = "Write torch.tensor(x, dtype=torch.float64)."
+    elif hasattr(x, "__iter__") and not isinstance(x, str):
+        remedy = "Write list(x)."
+    else:
+        remedy = "Give the tensor itself."
+    several = ", or a list, tuple or mapping of them" if operation == "measure" else ""
+    raise UnsupportedTensorError(f"{operation}: expected a torch tensor{several}; got {kind}{place}. {remedy}")
+
+
+def fail(x: Tensor, operation: str, place: str, problem: str, remedy: str) -> NoReturn:
+    """Raises for a tensor with a problem, saying what to use in its place."""
+    shape = "" if x.is_nested else f", shape {tuple(x.shape)}"
+    raise UnsupportedTensorError(
+        f"{operation}: expected a tensor of plain floating values; got {problem}{place} ({x.dtype}{shape}). {remedy}"
+    )
+
+
+def _problem_of_dtype(x: Tensor) -> tuple[str, str]:
+    if x.is_complex():
+        return "a complex tensor", "Use torch.view_as_real(x.resolve_conj()): both parts together."
+    if x.dtype == torch.float8_e8m0fnu:
+        return "a tensor of scales, which have no sign and no zero", "Use x.double()."
+    if x.dtype == torch.float4_e2m1fn_x2:
+        return "packed codes, two values a byte", "Unpack it first: plimsoll.unpack gives the values."
+    return f"a tensor of dtype {x.dtype}", "Use x.double(), if its values are numbers and not codes."

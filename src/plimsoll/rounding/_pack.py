@@ -80,7 +80,7 @@ def pack(
 
     >>> packed = pack(torch.tensor([1.0, 0.3, -7.0]), "mxfp4")
     >>> packed.single_codes(), packed.scales, packed.nbytes
-    (tensor([ 2,  0, 15], dtype=torch.uint8), tensor([127], dtype=torch.uint8), 3)
+    (tensor([ 2,  1, 15], dtype=torch.uint8), tensor([127], dtype=torch.uint8), 3)
     """
     check_tensor(x, "pack")
     if is_sharded(x):
@@ -107,8 +107,9 @@ def pack(
 def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
     """The values of the codes, in the dtype of the tensor that was packed or in `dtype`: what `cast` returns.
 
+    >>> import plimsoll
     >>> x = torch.randn(4, 100)
-    >>> torch.equal(unpack(pack(x, "nvfp4")), cast(x, "nvfp4"))
+    >>> torch.equal(unpack(pack(x, "nvfp4")), plimsoll.cast(x, "nvfp4"))
     True
     """
     fmt = packed.format

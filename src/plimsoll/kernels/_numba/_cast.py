@@ -425,12 +425,11 @@ def _scale_down(bits, values, n, block, factors, codes, rule, element, work, sca
 
 
 @inlined
-def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, element, scale_plan, scale_mode):  # noqa: ANN001
+def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward):  # noqa: ANN001
     """As `_scale_down` for scales with a mantissa under a tensor scale, in float64.
 
     The quotients' own rounding is below every tie: float32 numbers and 4-bit scales differ by 2**-31 or are equal.
     """
-    code = np.empty(1, np.uint64)
     largest_element = as_float64(np.uint64(element[_LARGEST]))
     for index in range((n + block - 1) // block):
         inside, inner = bits[index * block : (index + 1) * block], values[index * block : (index + 1) * block]
@@ -439,19 +438,33 @@ def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, eleme
         for i in range(size):
             largest = max(largest, np.uint64(inside[i] & _WORK64[3]))
         if largest >= _WORK64[6]:
-            factors[index], codes[index] = math.nan, scale_plan[_NAN_CODE]
+            factors[index], codes[index] = math.nan, scale_numbers[3]
             inside[:size] = np.uint64(0)
             continue
-        code[0] = as_uint64(as_float64(largest) / (largest_element * tensor_scale))
-        if scale_mode == NEAREST_EVEN:
-            _round_nearest_even(code, 1, scale_plan, _WORK64)
-        else:
-            _round_other(code, 1, scale_plan, _WORK64)
-        factor = as_float64(code[0]) * tensor_scale
-        _encode(code, 1, scale_plan, _WORK64)
-        factors[index], codes[index] = factor, code[0]
+        scale, codes[index] = _round_scale(as_float64(largest) / (largest_element * tensor_scale), scale_numbers, upward)
+        factor = scale * tensor_scale
+        factors[index] = factor
         for i in range(size):  # a block so small beside the tensor's maximum that its scale is zero holds only zeros
             inner[i] = inner[i] / factor if factor > 0.0 else inner[i] * 0.0
+
+
+@inlined
+def _round_scale(ideal, scale_numbers, upward):  # noqa: ANN001
+    """A positive number as a scale format with a mantissa holds it, to nearest even or upward, and its code."""
+    lowest, highest_code, mantissa = scale_numbers[1], scale_numbers[4], scale_numbers[5]
+    exponent = max(np.int64(as_uint64(ideal) >> np.uint64(52)) - 1023, lowest)
+    exact = ideal * 2.0 ** (mantissa - exponent)
+    kept = np.int64(exact)
+    rest = exact - kept
+    if (rest > 0.0) if upward else (rest > 0.5 or (rest == 0.5 and kept & 1)):
+        kept += 1
+    # Codes are ordered as values are: counted from the code of the smallest normal, or of zero.
+    code = min(kept + ((exponent - lowest) << mantissa), highest_code)
+    field = code >> mantissa
+    if field == 0:
+        return code * 2.0 ** (lowest - mantissa), code
+    fraction = code & ((1 << mantissa) - 1)
+    return ((1 << mantissa) + fraction) * 2.0 ** (field - 1 + lowest - mantissa), code
 
 
 @inlined
@@ -492,7 +505,7 @@ def cast_blocks32(  # noqa: D103
 @kernel
 def cast_blocks64(  # noqa: D103
     source, source_kind, target, target_kind, scales, first, last, columns, block, rule, mode, element, scale_numbers,
-    carrier, factor, tensor_scale, scale_plan, scale_mode, key,
+    carrier, factor, tensor_scale, upward, key,
 ):  # fmt: skip  # noqa: ANN001
     span = max(_SPAN // block, 1) * block
     bits, half, words = np.empty(span, np.uint64), np.empty(span, np.uint32), np.empty(span, np.uint32)
@@ -510,7 +523,7 @@ def cast_blocks64(  # noqa: D103
                 _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK64, scale_numbers)
             else:
                 _divide_by_scale(
-                    bits, values, n, block, factors, codes, tensor_scale, element, scale_plan, scale_mode
+                    bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward
                 )
             _write_scales(codes, scales, row, start, n, columns, block)
             _round(bits, words, n, mode, element, _WORK64)
@@ -679,9 +692,13 @@ def _cast_blocks(
     width = 32 if narrow else 64
     element, carrier = _plan(spec.element, width, 0), _carrier_plan(out.dtype, None, width)
     scale_format = spec.scale.format
-    limits = (spec.scale.bias, scale_format.min_exponent, scale_format.max_exponent, nan_code(scale_format))
-    scale_numbers = np.array(limits, np.int64)
-    scale_plan = _plan(spec.scale, 64, 0) if over else scale_numbers
+    scale_numbers = np.array(
+        (
+            spec.scale.bias, scale_format.min_exponent, scale_format.max_exponent, nan_code(scale_format),
+            scale_format.max_code, scale_format.mantissa_bits,
+        ),
+        np.int64,
+    )  # fmt: skip
     number = np.uint64(_key(seed, key) if mode == STOCHASTIC else 0)
 
     def task(first: int, last: int) -> None:
@@ -691,7 +708,7 @@ def _cast_blocks(
         if narrow:
             cast_blocks32(*ends, *numbers)
         else:
-            cast_blocks64(*ends, *numbers, factor, over, scale_plan, spec.scale.rounding, number)
+            cast_blocks64(*ends, *numbers, factor, over, spec.scale.rounding == UP, number)
 
     _pool.run([functools.partial(task, *cut) for cut in _cuts(rows, x.numel(), 1)])
 

@@ -1,0 +1,61 @@
+"""The command line's frame: subcommands, the version, and how errors look.
+
+An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
+defect of Plimsoll, and keeps its traceback.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from plimsoll import __version__
+from plimsoll.cli._doctor import doctor
+from plimsoll.cli._formats import formats
+from plimsoll.errors import PlimsollError
+
+
+class _Group(TyperGroup):
+    """Turns a `PlimsollError` into its message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> object:  # typer has moved its context class between versions
+        try:
+            return super().invoke(ctx)
+        except PlimsollError as error:
+            print(f"plimsoll: {error}", file=sys.stderr)  # noqa: T201  (one line, unwrapped, so that it can be copied)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    name="plimsoll",
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"plimsoll {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _frame(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """How low in precision a PyTorch training run may go."""
+
+
+app.command()(formats)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Runs the command line; the entry point of ``plimsoll`` and of ``python -m plimsoll``."""
+    app(prog_name="plimsoll")

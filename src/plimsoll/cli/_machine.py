@@ -1,0 +1,219 @@
+"""What this machine offers to Plimsoll, as plain records: versions, devices, backends, caches, optional parts."""
+
+import importlib.metadata
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from plimsoll import __version__
+from plimsoll.errors import PlimsollError
+
+# The packages behind each extra of pyproject.toml that a user may want (a test compares them).
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "report": ("plotly", "jinja2"),
+    "serve": ("fastapi", "uvicorn"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "lightning": ("lightning",),
+    "transformers": ("transformers",),
+    "sql": ("duckdb",),
+}
+
+# The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute
+# Capabilities", and the Volta, Ampere, Ada/Hopper and Blackwell architecture papers.
+_CUDA_FORMATS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
+    ((7, 0), ("fp16",)),
+    ((8, 0), ("bf16", "tf32")),
+    ((8, 9), ("e4m3", "e5m2")),
+    ((10, 0), ("mxfp8", "mxfp6", "mxfp4", "nvfp4")),
+)
+# Instruction sets that compute in the format, as Linux names them (x86, then Arm).
+_CPU_FLAGS: dict[str, tuple[str, ...]] = {
+    "fp16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One processor: what it is, and which formats it computes in."""
+
+    name: str
+    model: str
+    detail: str
+    memory_bytes: int | None
+    formats: tuple[str, ...]
+    backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One kernel backend, and whether it runs here."""
+
+    name: str
+    available: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """Where Numba keeps compiled kernels; no folder where it is absent or finds none that it can write to."""
+
+    folder: str | None
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """One optional part, the versions that it found, and the line that installs it where it is incomplete."""
+
+    name: str
+    versions: Mapping[str, str | None]
+    install: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything that `plimsoll doctor` tells."""
+
+    plimsoll: str
+    versions: Mapping[str, str | None]
+    system: str
+    devices: tuple[Device, ...]
+    backends: tuple[Backend, ...]
+    forced_backend: str | None
+    backend_problem: str | None
+    kernel_cache: Cache
+    extras: tuple[Extra, ...]
+
+
+def examine() -> Machine:
+    """The machine at hand. Imports torch and every backend; what is missing or broken is a line, never an error."""
+    from plimsoll import kernels
+
+    forced, problem = None, None
+    try:
+        forced = kernels.forced()
+    except PlimsollError as error:
+        problem = str(error)
+    packages = ("torch", "numpy", "numba", "triton", "pyarrow", "scipy")
+    return Machine(
+        plimsoll=__version__,
+        versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
+        system=f"{platform.system()} {platform.machine()}",
+        devices=(_cpu(), *_gpus()),
+        backends=tuple(Backend(name=s.name, available=s.available, detail=s.detail) for s in kernels.report()),
+        forced_backend=forced,
+        backend_problem=problem,
+        kernel_cache=_kernel_cache(),
+        extras=tuple(_extra(name, packages) for name, packages in EXTRAS.items()),
+    )
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cuda_formats(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The formats below fp32 that the matrix units of a GPU with that compute capability take."""
+    return tuple(name for first, names in _CUDA_FORMATS if capability >= first for name in names)
+
+
+def cpu_formats(cpuinfo: str) -> tuple[str, ...]:
+    """The 16-bit formats that the processor of a Linux ``/proc/cpuinfo`` computes in."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
+    return tuple(name for name, wanted in _CPU_FLAGS.items() if flags.intersection(wanted))
+
+
+def _cpu() -> Device:
+    import torch
+
+    cpuinfo = _read("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    vector = torch.backends.cpu.get_cpu_capability()
+    return Device(
+        name="cpu",
+        model=models[0] if models else platform.processor() or platform.machine(),
+        detail=f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {vector}",
+        memory_bytes=_memory_bytes(),
+        formats=cpu_formats(cpuinfo),
+        backend=_chosen("cpu"),
+    )
+
+
+def _gpus() -> list[Device]:
+    import torch
+
+    found: list[Device] = []
+    for index in range(torch.cuda.device_count()):
+        properties = cast("Any", torch.cuda.get_device_properties(index))
+        capability = torch.cuda.get_device_capability(index)
+        hip = torch.version.hip is not None
+        found.append(
+            Device(
+                name=f"cuda:{index}",
+                model=properties.name,
+                detail=properties.gcnArchName if hip else f"sm_{capability[0]}{capability[1]}",
+                memory_bytes=properties.total_memory,
+                formats=() if hip else cuda_formats(capability),
+                backend=_chosen(f"cuda:{index}"),
+            )
+        )
+    return found
+
+
+def _chosen(device: str) -> str:
+    """The backend that runs for tensors of that device, as the kernels choose it."""
+    import torch
+
+    from plimsoll.kernels import _backend
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the table of backends says the same
+            return _backend.choose(torch.empty(0, device=device)).__name__.rpartition("._")[2]
+    except PlimsollError:
+        return "none"
+
+
+def _kernel_cache() -> Cache:
+    try:
+        from plimsoll.kernels._numba import _jit
+
+        folder = _jit.cache_folder()
+    except Exception:  # noqa: BLE001  (a missing or broken Numba fails in any way; the table of backends says how)
+        return Cache(folder=None, writable=False)
+    if folder is None:
+        return Cache(folder=None, writable=False)
+    existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    return Cache(folder=folder, writable=os.access(existing, os.W_OK))
+
+
+def _extra(name: str, packages: tuple[str, ...]) -> Extra:
+    versions = {package: version(package) for package in packages}
+    install = None if all(versions.values()) else f"pip install 'plimsoll[{name}]'"
+    return Extra(name=name, versions=versions, install=install)
+
+
+def _memory_bytes() -> int | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(path: str) -> str:
+    """The text of a file of the operating system, or nothing where the system has no such file."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

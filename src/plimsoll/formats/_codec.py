@@ -1,0 +1,228 @@
+"""Codes to values and values to codes, in numpy: the arithmetic behind `Format.decode` and `Format.encode`.
+
+It is float64 arithmetic (frexp, ldexp, floor) and shares nothing with the integer-bit arithmetic of the kernels, so the
+one is a check on the other. It is exact all the same: a value divided by the format's spacing at it (a power of two)
+loses no bit, its whole part is the code up to an offset, and its fraction decides the rounding.
+"""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from plimsoll.errors import ArgumentError, FormatError
+from plimsoll.formats import _noise
+from plimsoll.formats._format import Format
+
+Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
+Codes = NDArray[np.uint8 | np.uint16]
+
+_WIDEST_BITS = 16
+_TINY = float(np.finfo(np.float64).tiny)  # far below any fraction that a rounding mode could tell from another
+_WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
+_NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
+
+
+def decode(fmt: Format, codes: ArrayLike) -> NDArray[np.float64]:
+    """See `Format.decode`."""
+    code = _checked_codes(fmt, codes)
+    magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
+    field, fraction = magnitude >> fmt.mantissa_bits, magnitude & ((1 << fmt.mantissa_bits) - 1)
+    subnormal = (field == 0) & fmt.signed
+    significand = np.where(subnormal, fraction, fraction + (1 << fmt.mantissa_bits))
+    exponent = np.where(subnormal, 1, field) - fmt.bias - fmt.mantissa_bits
+    finite = magnitude <= fmt.max_code
+    value = np.ldexp(significand.astype(np.float64), np.where(finite, exponent, 0))
+    if fmt.has_inf:
+        value = np.where(magnitude == fmt.max_code + 1, np.inf, value)
+    value = np.where(magnitude > fmt.max_code + fmt.has_inf, np.nan, value)
+    if not fmt.signed:
+        return value
+    negative = (code >> (fmt.bits - 1)) == 1
+    if fmt.specials == "fnuz":
+        value = np.where(negative & (magnitude == 0), np.nan, value)
+    return np.where(negative, -value, value)
+
+
+def encode(
+    fmt: Format,
+    values: ArrayLike,
+    rounding: Rounding = "nearest_even",
+    saturate: bool | None = None,
+    generator: "int | np.random.Generator | None" = None,
+) -> Codes:
+    """See `Format.encode`."""
+    _check_width(fmt, "encode")
+    _check_rounding(rounding, generator)
+    saturates = fmt.saturates(saturate)
+    value = _as_float64(fmt, values)
+    _refuse_what_it_lacks(fmt, value)
+    negative, magnitude = np.signbit(value), np.abs(value)
+    finite = np.isfinite(magnitude)
+    code, fraction = _truncate(fmt, np.where(finite, magnitude, 0.0))
+    code = code + _rounds_away(rounding, code, fraction, negative, generator)
+
+    returns = finite & _is_toward_zero(rounding, negative)
+    overflow = fmt.max_code if saturates else fmt.max_code + 1 if fmt.has_inf else nan_code(fmt)
+    code = np.where((code > fmt.max_code) | ~finite, np.where(returns, fmt.max_code, overflow), code)
+    if fmt.signed:
+        keeps_sign = negative & ((code != 0) | fmt.has_negative_zero)
+        code = code | (keeps_sign.astype(np.int64) << (fmt.bits - 1))
+    else:
+        code = np.where(negative & (magnitude != 0), nan_code(fmt), code)
+    code = np.where(np.isnan(value), nan_code(fmt), code)
+    return code.astype(np.uint8 if fmt.bits <= 8 else np.uint16)
+
+
+def nan_code(fmt: Format) -> int:
+    """The code of the (positive, quiet) NaN; 0 where the format has none."""
+    match fmt.specials:
+        case "fnuz":
+            return 1 << (fmt.bits - 1)
+        case "fn":
+            return fmt.max_code + 1
+        case "ieee" if fmt.has_nan:
+            return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
+        case _:
+            return 0
+
+
+def _truncate(fmt: Format, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The code of each magnitude rounded toward zero, and the fraction of the spacing that this cut off."""
+    exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
+    exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
+    in_spacings = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
+    in_spacings = np.where(magnitude > 0, np.maximum(in_spacings, _TINY), 0.0)  # a positive value stays inexact
+    whole = np.floor(in_spacings)
+    fraction = in_spacings - whole
+    code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole.astype(np.int64)
+    if fmt.signed:
+        return code, fraction
+    # A pure exponent: code 0 is the smallest value, to which everything below it goes, zero included.
+    return np.maximum(code - 1, 0), np.where(whole == 0, 0.0, fraction)
+
+
+def _rounds_away(
+    rounding: Rounding,
+    code: NDArray[np.int64],
+    fraction: NDArray[np.float64],
+    negative: NDArray[np.bool_],
+    generator: "int | np.random.Generator | None",
+) -> NDArray[np.bool_]:
+    match rounding:
+        case "nearest_even":
+            return (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
+        case "nearest_away":
+            return fraction >= 0.5
+        case "up":
+            return (fraction > 0) & ~negative
+        case "down":
+            return (fraction > 0) & negative
+        case "stochastic":
+            noise = _noise.words(_key(generator), code.size).reshape(code.shape)
+            return noise < np.floor(np.ldexp(fraction, 32))
+        case _:
+            return np.zeros(code.shape, dtype=np.bool_)
+
+
+def _is_toward_zero(rounding: Rounding, negative: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Where a finite value beyond the largest one rounds back to it, whatever the overflow rule."""
+    if rounding == "up":
+        return negative
+    if rounding == "down":
+        return ~negative
+    return np.full_like(negative, rounding == "toward_zero")
+
+
+def _key(generator: "int | np.random.Generator | None") -> int:
+    if isinstance(generator, int):
+        return generator
+    source = np.random.default_rng() if generator is None else generator
+    return int(source.integers(-(1 << 63), (1 << 63) - 1, dtype=np.int64, endpoint=True))
+
+
+def _check_width(fmt: Format, operation: str) -> None:
+    if fmt.bits > _WIDEST_BITS:
+        remedy = f"Use {_NATIVE[fmt.name]}" if fmt.name in _NATIVE else "Use plimsoll.cast for its values"
+        raise FormatError(
+            f"Format.{operation}: expected a format of at most {_WIDEST_BITS} bits; got {fmt.name} ({fmt.bits} bits). "
+            f"{remedy}."
+        )
+
+
+def _check_rounding(rounding: Rounding, generator: object) -> None:
+    if rounding not in get_args(Rounding):
+        raise ArgumentError(
+            f"Format.encode: expected rounding to be one of {', '.join(get_args(Rounding))}; got {rounding!r}."
+        )
+    if generator is not None and rounding != "stochastic":
+        raise ArgumentError(
+            f"Format.encode: expected a generator with stochastic rounding only; got rounding={rounding!r}. "
+            "Leave generator out."
+        )
+    known = isinstance(generator, int | np.random.Generator) and not isinstance(generator, bool)
+    if generator is not None and not known:
+        raise ArgumentError(
+            "Format.encode: expected generator to be an int, a numpy.random.Generator or None; "
+            f"got {generator!r} ({type(generator).__name__})."
+        )
+
+
+def _checked_codes(fmt: Format, codes: ArrayLike) -> NDArray[np.int64]:
+    _check_width(fmt, "decode")
+    array = np.asarray(codes)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(
+            f"Format.decode: expected integer codes; got dtype {array.dtype}. Format.encode makes codes of values."
+        )
+    outside = (array < 0) | (array >= 1 << fmt.bits)
+    if outside.any():
+        raise ArgumentError(
+            f"Format.decode: expected codes of {fmt.name} from 0 to {(1 << fmt.bits) - 1}; "
+            f"got {array[outside].flat[0]}{_place(outside)}. Mask the codes to {fmt.bits} bits."
+        )
+    return array.astype(np.int64)
+
+
+def _as_float64(fmt: Format, values: ArrayLike) -> NDArray[np.float64]:
+    """The values as float64, which holds each of them; what would be rounded on the way is refused."""
+    try:
+        array: NDArray[Any] = np.asarray(values)
+    except (TypeError, ValueError) as error:  # ragged lists; torch's dtypes that numpy does not know
+        raise ArgumentError(f"Format.encode: expected numbers; got {type(values).__name__}. {error}") from error
+    kind = array.dtype.kind
+    # kind V: the floats of ml_dtypes, which know how to become float64; a structured dtype does not.
+    if kind not in "biufV" or array.dtype.names is not None or array.dtype.itemsize > 8:
+        raise ArgumentError(
+            f"Format.encode: expected real numbers that float64 holds; got dtype {array.dtype}. Convert them first."
+        )
+    largest = max(-int(array.min()), int(array.max())) if kind in "iu" and array.size else 0
+    if largest > _WIDEST_INTEGER:
+        raise ArgumentError(
+            f"Format.encode: expected integers up to 2**53, which float64 holds, to round them once to {fmt.name}; "
+            f"got {array.dtype} up to {largest}. Convert them first."
+        )
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        return array.astype(np.float64)
+
+
+def _refuse_what_it_lacks(fmt: Format, value: NDArray[np.float64]) -> None:
+    if fmt.has_nan:
+        return
+    _refuse(fmt, np.isnan(value), "NaN", "Replace them, as by numpy.nan_to_num")
+    if not fmt.signed:
+        _refuse(fmt, value < 0, "negative values", "Take their absolute values")
+
+
+def _refuse(fmt: Format, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
+    found = int(np.count_nonzero(lacking))
+    if found:
+        raise ArgumentError(
+            f"Format.encode: expected no {what}, for which {fmt.name} has no code; "
+            f"got {found} of {lacking.size} values, the first{_place(lacking)}. {remedy}."
+        )
+
+
+def _place(where: NDArray[np.bool_]) -> str:
+    index = tuple(int(i) for i in np.argwhere(where)[0])
+    return f" at index {index[0] if len(index) == 1 else index}" if index else ""

@@ -1,0 +1,38 @@
+"""Philox4x32-10 in numpy: the noise of stochastic rounding, word for word what the kernels draw.
+
+The counter layout is `plimsoll.kernels._noise`'s: value i of the flattened array takes word ``(i >> 8) & 3`` of the
+Philox block (Salmon et al., SC 2011) with counter ``(i >> 10) * 256 + (i & 255)``, and the key's low and high halves
+are its two key words. This form exists because formats import no torch; `tests/formats/test_noise.py` holds the two
+equal, and both to the published test vectors.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFF_FFFF
+
+
+def words(key: int, count: int) -> NDArray[np.uint64]:
+    """The words (0 to 2**32 - 1) of values 0 to `count`, for a key modulo 2**64."""
+    index = np.arange(count, dtype=np.uint64)
+    counter = (index >> np.uint64(10)) * np.uint64(256) + (index & np.uint64(255))
+    zeros = np.zeros_like(counter)
+    state = philox((counter & np.uint64(_WORD), counter >> np.uint64(32), zeros, zeros), key)
+    lane = (index >> np.uint64(8)) & np.uint64(3)
+    return np.select([lane == word for word in range(3)], state[:3], state[3])
+
+
+def philox(counter: tuple[NDArray[np.uint64], ...], key: int) -> tuple[NDArray[np.uint64], ...]:
+    """The four output words of each counter (four words of 32 bits, one array each)."""
+    c0, c1, c2, c3 = counter
+    low, high = key & _WORD, (key >> 32) & _WORD
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(low)
+        c2 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(high)
+        c1, c3 = product1 & np.uint64(_WORD), product0 & np.uint64(_WORD)
+        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3

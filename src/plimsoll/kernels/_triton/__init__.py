@@ -1,0 +1,33 @@
+"""The Triton backend: one launch and one pass over memory, for NVIDIA GPUs; in Triton's interpreter also on a CPU."""
+
+import torch
+
+from plimsoll.errors import BackendError, MissingExtraError
+
+try:
+    import triton
+except ImportError as e:
+    raise MissingExtraError(
+        "triton backend: expected the package triton; got none. It comes with a GPU build of torch, "
+        "or by `pip install triton`."
+    ) from e
+
+from plimsoll.kernels._triton._launch import interpreted, measure as measure
+from plimsoll.kernels._triton._quantize import (
+    block_cast as block_cast,
+    block_pack as block_pack,
+    cast as cast,
+    pack as pack,
+)
+
+
+def describe() -> str:
+    """One line: Triton's version and where its kernels run; `BackendError` where they cannot."""
+    if interpreted():
+        return f"Triton {triton.__version__}, interpreter"
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "triton backend: expected a GPU that torch can use, or TRITON_INTERPRET=1 set before Triton is imported; "
+            "got neither."
+        )
+    return f"Triton {triton.__version__}, {torch.cuda.get_device_name()}"

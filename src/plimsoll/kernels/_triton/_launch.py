@@ -1,0 +1,131 @@
+"""Launching the measuring kernel: one launch for all tensors of a dtype, one without any table for a single tensor."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from plimsoll.errors import UnsupportedTensorError
+from plimsoll.kernels._triton import _bits
+from plimsoll.kernels._triton._measure import MAP_SHIFT, WARPS, measure_one, measure_table
+from plimsoll.kernels._triton._tables import Tables
+
+# 32 values a thread: enough bytes in flight with the four programs that an SM holds at 128 registers a thread. What
+# does not fit in these are a few constants of the loop (see the compile test), and four programs beat three.
+_TILE, _WIDE_TILE = 4096, 2048
+_REGISTERS = 128
+_PROGRAMS = 4  # for each SM, before any takes a second tile: as many as run at once, so that atomics are few
+_MOST_TILES = 32  # of one program, so that programs of a large tensor end at about the same time
+
+_tables = Tables()
+
+
+class _Job(NamedTuple):
+    """A tensor as the kernel sees it; `row_length` 0 says that blocks need not mind the rows."""
+
+    address: int
+    length: int
+    row_length: int
+    row: int
+    slots: int
+
+
+def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
+    """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
+    if not accumulate:
+        _empty(bank, rows)
+    by_dtype: dict[torch.dtype, list[_Job]] = {}
+    alive: list[Tensor] = []  # contiguous copies, until the launches that read them are enqueued
+    for x, row in zip(tensors, rows, strict=True):
+        if x.numel() == 0:
+            continue
+        if x.dtype not in _bits.DTYPES:
+            raise UnsupportedTensorError(f"measure: expected a floating dtype; got {x.dtype}.")
+        alive.append(x.contiguous())
+        by_dtype.setdefault(x.dtype, []).append(_job(alive[-1], row, block))
+    with launching(bank):
+        for dtype, jobs in by_dtype.items():
+            _launch(jobs, dtype, bank, block)
+
+
+def _job(x: Tensor, row: int, block: int) -> _Job:
+    address, length = x.data_ptr(), x.numel()
+    if not block:
+        return _Job(address, length, 0, row, length + address % 16 // x.element_size())
+    n = x.shape[-1] if x.dim() else 1
+    count = length // n
+    row_length = n if count > 1 and n % block else 0
+    blocks = count * -(-n // block) if row_length else -(-length // block)
+    return _Job(address, length, row_length, row, blocks * block)
+
+
+def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> None:
+    tile = _WIDE_TILE if dtype == torch.float64 else _TILE
+    tiles = sum(-(-job.slots // tile) for job in jobs)
+    per_program = min(-(-tiles // (_PROGRAMS * processors(bank.device))), _MOST_TILES)
+    programs = [-(-job.slots // (tile * per_program)) for job in jobs]
+    fixed: dict[str, Any] = {
+        "WIDTH": bank.stride(0), "KIND": _bits.kind(dtype), "POINTEE": _bits.pointee(dtype), "BLOCK": block,
+        "TILE": tile, "num_warps": WARPS, "maxnreg": _REGISTERS, "enable_fp_fusion": True,
+    }  # fmt: skip
+    if len(jobs) > 1:
+        key = (tile * per_program, *jobs)
+        words = _tables.find(key, bank.device, functools.partial(_words, jobs, programs))
+        if words is not None:
+            measure_table[(sum(programs),)](words, words[4 * len(jobs) :], bank, per_program, **fixed)
+            return
+    for job, count in zip(jobs, programs, strict=True):
+        measure_one[(count,)](job.address, job.length, job.row_length, job.row, bank, per_program, **fixed)
+
+
+def _words(jobs: list[_Job], programs: list[int]) -> np.ndarray:
+    """Four words a tensor, then one a program: which tensor, and the how-many-eth program of it."""
+    entries = np.array([job[:4] for job in jobs], dtype=np.int64).ravel()
+    counts = np.array(programs, dtype=np.int64)
+    tensor = np.repeat(np.arange(len(jobs), dtype=np.int64), counts)
+    within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.concatenate((entries, (tensor << MAP_SHIFT) | within))
+
+
+def _empty(bank: Tensor, rows: Sequence[int]) -> None:
+    """Fills rows with zeros: row by row where they are few runs, else at once with a table of their numbers."""
+    runs = _runs(rows)
+    if len(runs) > 2:
+        key = ("rows", *runs)
+        index = _tables.find(key, bank.device, lambda: np.array(sorted(set(rows)), dtype=np.int64))
+        if index is not None:
+            bank.index_fill_(0, index, 0)
+            return
+    for first, last in runs:
+        bank[first : last + 1].zero_()
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for row in sorted(set(rows)):
+        if runs and runs[-1][1] == row - 1:
+            runs[-1] = (runs[-1][0], row)
+        else:
+            runs.append((row, row))
+    return runs
+
+
+def launching(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes x's GPU the current one, since Triton launches there; numpy, as interpreter, is not to warn of overflow."""
+    return torch.cuda.device(x.device) if x.is_cuda else np.errstate(all="ignore")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of SMs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def interpreted() -> bool:
+    """Whether the kernels of this process run in Triton's interpreter: decided when they were decorated."""
+    return not isinstance(measure_one, triton.JITFunction)

@@ -1,0 +1,132 @@
+"""What a block format would make of a spectrum, from the block record: how far values lie below their block's absmax.
+
+A block's scale brings its absmax to the top of the element format, so a value's depth says where it lands there,
+whatever its binade. With a power-of-two scale (OCP MX 1.0, section 6.3: the floor rule) a depth is one binade of the
+element format exactly, but for blocks whose scale would leave its own format: those take its end, and their values land
+where the plain binades say. With a scale that has a mantissa (NVFP4) a depth covers two binades, and the scale's
+rounding besides (`_tensor_scale_fit`).
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.errors import NotRecordedError
+from plimsoll.formats import BlockFormat
+from plimsoll.kernels import _layout as layout
+from plimsoll.spectrum import _fit, _tensor_scale_fit
+from plimsoll.spectrum._blocks import BlockRecord
+from plimsoll.spectrum._merge import BEYOND, LOWEST
+from plimsoll.spectrum._population import BINADE, Population, Tally, snr_db
+from plimsoll.spectrum._source import Grid
+
+if TYPE_CHECKING:
+    from plimsoll.spectrum._spectrum import Spectrum
+
+
+def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> _fit.Fit:
+    """The fit of a block format (`Spectrum.fit`), with the scale rule "floor" and rounding to nearest even."""
+    if not s.nonzero:
+        return _fit.nothing_to_lose(s, fmt.name, shift)
+    record = _record(s, fmt)
+    misplaced = _misplaced(s, record)
+    if fmt.tensor_scale:
+        found = _tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
+    else:
+        found = _power_of_two(s, record, fmt, shift, misplaced)
+    lost, subnormal, overflow, noise_db = found
+    poisoned = record.poisoned
+    overflow = Tally(low=overflow.low + poisoned, high=overflow.high + poisoned, estimate=overflow.estimate + poisoned)
+    return _fit.Fit(
+        format=fmt.name,
+        shift=shift,
+        lost=_fit.lost_interval(s, lost),
+        subnormal=_fit.interval(subnormal, s.nonzero),
+        overflow=_fit.interval(overflow, s.nonzero),
+        snr_db=noise_db,
+    )
+
+
+def _record(s: "Spectrum", fmt: BlockFormat) -> BlockRecord:
+    if s.blocks is not None and s.blocks.block == fmt.block:
+        return s.blocks
+    got = "one without a block record" if s.blocks is None else f"one measured with block={s.blocks.block}"
+    raise NotRecordedError(
+        f"Spectrum.fit: expected a spectrum measured with block={fmt.block} for {fmt.name}; got {got}. "
+        f"Measure with measure(x, block={fmt.block}), and add only spectra of that block length."
+    )
+
+
+def _misplaced(s: "Spectrum", record: BlockRecord) -> int:
+    """How many values may lie deeper than recorded: float64 ones in the end binades, and below a maximum there."""
+    low = int(s.binades[0]) if s.absmin < LOWEST else 0
+    high = int(record.maxima[-1]) * record.block if s.absmax >= BEYOND else 0
+    return low + high
+
+
+def _power_of_two(
+    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+) -> tuple[Tally, Tally, Tally, float]:
+    element, scale = fmt.element, fmt.scale
+    landed = _landed(s, record, fmt)
+    lost, subnormal, overflow = _fit.tallies(landed, element, 0)
+    noise_db = snr_db(landed, element, 0)
+    total = landed.total
+
+    # Blocks whose scale takes an end of its format, and what values become at that scale (in whatever block they are:
+    # the scale is nowhere beyond its ends, so these counts bound the loss and the overflow from below too).
+    scales = np.arange(layout.BINADES) + layout.LOWEST_BINADE + shift - element.max_exponent
+    too_small, too_large = scales < scale.min_exponent, scales > scale.max_exponent
+    too_small[0] |= s.absmin < LOWEST
+    too_large[-1] |= s.absmax >= BEYOND
+    small = min(int(record.maxima[too_small].sum()) * record.block, total)
+    large = min(int(record.maxima[too_large].sum()) * record.block, total)
+    values = _fit.population(s)
+    if small:
+        at_lowest, _, _ = _fit.tallies(values, element, shift - scale.min_exponent)
+        lost = _at_least(lost, at_lowest, record.poisoned, total)
+        noise_db = min(noise_db, snr_db(values, element, shift - scale.min_exponent))
+    if large:
+        _, _, at_highest = _fit.tallies(values, element, shift - scale.max_exponent)
+        overflow = _at_least(overflow, at_highest, record.poisoned, total)
+        noise_db = min(noise_db, snr_db(values, element, shift - scale.max_exponent))
+
+    lost = lost.widened(total, fewer=large, more=misplaced)
+    overflow = overflow.widened(total, fewer=small + misplaced)
+    moved = small + large + misplaced
+    subnormal = subnormal.widened(total, fewer=moved, more=moved)
+    subnormal = Tally.within(subnormal.low, subnormal.high, min(subnormal.estimate, total - lost.estimate))
+    return lost, subnormal, overflow, noise_db
+
+
+def _landed(s: "Spectrum", record: BlockRecord, fmt: BlockFormat) -> Population:
+    """The values of finite blocks where they land in the element format: depth d is its top binade minus d."""
+    top = fmt.element.max_exponent
+    lowest = top - (layout.BINADES - 1)
+    counts = record.depths[::-1]
+    occupied = np.flatnonzero(counts)
+    ends = (int(occupied[0]), int(occupied[-1])) if len(occupied) else (0, 0)
+    return Population(
+        counts=counts,
+        lowest=lowest,
+        first=(lowest + ends[0]) * BINADE,
+        last=(lowest + ends[1] + 1) * BINADE - 1,
+        attained=False,
+        grid=_relative_grid(s, lowest),
+        total=int(counts.sum()),
+        sumsq=None,
+    )
+
+
+def _relative_grid(s: "Spectrum", lowest: int) -> Grid | None:
+    """The grid after a power-of-two scale that differs from block to block: known if all values are normal numbers."""
+    if s.grid is None or not s.absmin >= 2.0 ** max(s.grid.quantum_exponent + s.grid.mantissa_bits, -1074):
+        return None
+    return Grid(s.grid.mantissa_bits, lowest - s.grid.mantissa_bits)
+
+
+def _at_least(number: Tally, besides: Tally, poisoned: int, total: int) -> Tally:
+    """A number by depths, given the number (poisoned values included) at the end of the scale's format."""
+    low = max(number.low, besides.low - poisoned)
+    high = min(number.high + besides.high, total)
+    return Tally.within(low, high, max(number.estimate, besides.estimate - poisoned))

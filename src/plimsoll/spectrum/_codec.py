@@ -1,0 +1,234 @@
+"""Spectra as JSON-able dictionaries, and the checks on data that come from outside.
+
+Version 1. Every field is there, always. A float is a JSON number, or "nan", "inf", "-inf", which JSON has no number
+for. Arrays of counts are lists of pairs: exponent (or depth) and count, ascending, without the empty ones.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import _layout as layout
+from plimsoll.spectrum._blocks import BlockRecord, read_only
+from plimsoll.spectrum._source import Grid, Source
+
+if TYPE_CHECKING:
+    from plimsoll.spectrum._spectrum import Spectrum
+
+VERSION = 1
+_READING = "Spectrum.from_dict"
+_FLOATS = ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq")
+_FIELDS = ("version", "count", "zeros", "nans", "pos_infs", "neg_infs", "binades", *_FLOATS, "source", "blocks", "grid")
+_SOURCE_FIELDS = ("format", "scale")
+_GRID_FIELDS = ("mantissa_bits", "quantum_exponent")
+_BLOCK_COUNTS = ("block", "blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
+_BLOCK_FIELDS = (*_BLOCK_COUNTS, "depths", "maxima")
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MOST = 2**63 - 1
+
+
+def to_dict(s: "Spectrum") -> dict[str, object]:
+    """The spectrum as plain data (`Spectrum.to_dict`)."""
+    return {
+        "version": VERSION,
+        "count": s.count,
+        "zeros": s.zeros,
+        "nans": s.nans,
+        "pos_infs": s.pos_infs,
+        "neg_infs": s.neg_infs,
+        "binades": _pairs(s.binades, layout.LOWEST_BINADE),
+        **{name: _from_float(getattr(s, name)) for name in _FLOATS},
+        "source": s.source and {"format": s.source.format, "scale": s.source.scale},
+        "blocks": s.blocks and _from_blocks(s.blocks),
+        "grid": s.grid and {name: getattr(s.grid, name) for name in _GRID_FIELDS},
+    }
+
+
+def from_dict(data: object, blank: "Spectrum") -> "Spectrum":
+    """The spectrum in plain data, checked; every field of `blank` is replaced."""
+    reader = _Reader(data, _FIELDS, _READING)
+    source, grid, blocks = (reader.part(name) for name in ("source", "grid", "blocks"))
+    spectrum = replace(
+        blank,
+        count=reader.count("count"),
+        zeros=reader.count("zeros"),
+        nans=reader.count("nans"),
+        pos_infs=reader.count("pos_infs"),
+        neg_infs=reader.count("neg_infs"),
+        binades=reader.counts("binades", layout.LOWEST_BINADE),
+        min=reader.number("min"),
+        max=reader.number("max"),
+        absmin=reader.number("absmin"),
+        absmax=reader.number("absmax"),
+        sum=reader.number("sum"),
+        abssum=reader.number("abssum"),
+        sumsq=reader.number("sumsq"),
+        source=None if source is None else _to_source(source),
+        blocks=None if blocks is None else _to_blocks(blocks),
+        grid=None if grid is None else _to_grid(grid),
+    )
+    check(spectrum, _READING)
+    return spectrum
+
+
+def check(s: "Spectrum", operation: str) -> None:
+    """Raises `ArgumentError`, in the name of `operation`, where the fields contradict one another."""
+    held = int(s.binades.sum())
+    if s.zeros + s.nonfinite + held != s.count:
+        raise ArgumentError(
+            f"{operation}: expected zeros + nans + infs + sum(binades) to equal count; got {s.zeros} + {s.nans} + "
+            f"{s.pos_infs + s.neg_infs} + {held} against count={s.count}. The record is damaged: measure again."
+        )
+    reason = _why_impossible(s)
+    if reason is not None:
+        raise ArgumentError(
+            f"{operation}: expected {reason}; got min={s.min!r}, max={s.max!r}, absmin={s.absmin!r}, "
+            f"absmax={s.absmax!r}, {s.blocks!r}. The record is damaged: measure again."
+        )
+
+
+def _why_impossible(s: "Spectrum") -> str | None:
+    if any(math.isnan(x) == bool(s.finite) for x in (s.min, s.max, s.absmax)):
+        return "min, max and absmax where there are finite values, and NaN where there are none"
+    if math.isnan(s.absmin) == bool(s.nonzero):
+        return "absmin where there are finite nonzero values, and NaN where there are none"
+    if s.finite and (s.min > s.max or max(-s.min, s.max) != s.absmax):
+        return "min <= max, and absmax the larger of their magnitudes"
+    if s.nonzero and _ends(s.binades) != (_index(s.absmin), _index(s.absmax)):
+        return "absmin and absmax in the first and the last binade that holds values"
+    if s.grid is not None and not (s.nonzero and all(s.grid.holds(x) for x in (s.absmin, s.absmax, s.min, s.max))):
+        return f"extremes on the grid {s.grid}"
+    if s.blocks is None:
+        return None
+    if not s.count:
+        return "no block record where there are no values"
+    return s.blocks.why_impossible(s.nonzero)
+
+
+def _ends(counts: NDArray[np.int64]) -> tuple[int, int]:
+    occupied = np.flatnonzero(counts)
+    return int(occupied[0]), int(occupied[-1])
+
+
+def _index(magnitude: float) -> int:
+    if not 0 < magnitude < math.inf:
+        return -1
+    return min(max(math.frexp(magnitude)[1] - 1 - layout.LOWEST_BINADE, 0), layout.BINADES - 1)
+
+
+def _pairs(counts: NDArray[np.int64], lowest: int) -> list[list[int]]:
+    return [[int(index) + lowest, int(counts[index])] for index in np.flatnonzero(counts)]
+
+
+def _from_float(x: float) -> float | str:
+    return x if math.isfinite(x) else str(x)
+
+
+def _from_blocks(blocks: BlockRecord) -> dict[str, object]:
+    return {
+        **{name: getattr(blocks, name) for name in _BLOCK_COUNTS},
+        "depths": _pairs(blocks.depths, 0),
+        "maxima": _pairs(blocks.maxima, layout.LOWEST_BINADE),
+    }
+
+
+def _to_source(data: object) -> Source:
+    reader = _Reader(data, _SOURCE_FIELDS, f"{_READING}: source")
+    return Source(reader.text("format"), reader.number("scale"))
+
+
+def _to_grid(data: object) -> Grid:
+    reader = _Reader(data, _GRID_FIELDS, f"{_READING}: grid")
+    return Grid(reader.count("mantissa_bits"), reader.integer("quantum_exponent"))
+
+
+def _to_blocks(data: object) -> BlockRecord:
+    reader = _Reader(data, _BLOCK_FIELDS, f"{_READING}: blocks")
+    return BlockRecord(
+        block=reader.count("block"),
+        blocks=reader.count("blocks"),
+        zero_blocks=reader.count("zero_blocks"),
+        nonfinite_blocks=reader.count("nonfinite_blocks"),
+        poisoned=reader.count("poisoned"),
+        depths=reader.counts("depths", 0),
+        maxima=reader.counts("maxima", layout.LOWEST_BINADE),
+    )
+
+
+class _Reader:
+    """Typed access to a dictionary with exactly the given keys; anything else raises `ArgumentError`."""
+
+    def __init__(self, data: object, fields: Iterable[str], operation: str) -> None:
+        self._operation = operation
+        if not isinstance(data, dict):
+            self._fail(f"a dictionary as to_dict writes it; got {type(data).__name__}")
+        self._data = cast("dict[object, object]", data)
+        expected = set[object](fields)
+        if "version" in expected and self._data.get("version") != VERSION:
+            self._fail(
+                f"version {VERSION}; got version={self._data.get('version')!r}. "
+                "Another version of plimsoll wrote it: read it with that one"
+            )
+        if self._data.keys() != expected:
+            missing, unknown = expected - self._data.keys(), self._data.keys() - expected
+            self._fail(f"the keys that to_dict writes; got missing={_listed(missing)}, unknown={_listed(unknown)}")
+
+    def part(self, name: str) -> object:
+        return self._data[name]
+
+    def text(self, name: str) -> str:
+        value = self._data[name]
+        return value if isinstance(value, str) else self._fail(f"text; got {name}={value!r}")
+
+    def integer(self, name: str) -> int:
+        value = self._data[name]
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
+            self._fail(f"an integer; got {name}={value!r}")
+        return value
+
+    def count(self, name: str) -> int:
+        value = self.integer(name)
+        return value if value >= 0 else self._fail(f"a count of zero or more; got {name}={value}")
+
+    def number(self, name: str) -> float:
+        value = self._data[name]
+        if isinstance(value, str) and value in _NONFINITE:
+            return _NONFINITE[value]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._fail(f'a number, "nan", "inf" or "-inf"; got {name}={value!r}')
+        return float(value)
+
+    def counts(self, name: str, lowest: int) -> NDArray[np.int64]:
+        value, highest = self._data[name], lowest + layout.BINADES - 1
+        array = np.zeros(layout.BINADES, dtype=np.int64)
+        for pair in cast("list[object]", value) if isinstance(value, list) else [value]:
+            found = _as_pair(pair)
+            if found is None or not lowest <= found[0] <= highest or array[found[0] - lowest]:
+                self._fail(
+                    f"{name} as a list of [exponent, count], each exponent once and from {lowest} to {highest}, "
+                    f"each count positive; got {pair!r}"
+                )
+            array[found[0] - lowest] = found[1]
+        return read_only(array)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise ArgumentError(f"{self._operation}: expected {problem}.")
+
+
+def _as_pair(pair: object) -> tuple[int, int] | None:
+    if not isinstance(pair, list | tuple):
+        return None
+    items = cast("list[object]", pair)
+    if len(items) != 2 or any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+        return None
+    exponent, count = cast("tuple[int, int]", tuple(items))
+    return (exponent, count) if 0 < count <= _MOST else None
+
+
+def _listed(names: set[object]) -> list[str]:
+    return sorted(str(name) for name in names)

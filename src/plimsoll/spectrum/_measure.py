@@ -1,0 +1,144 @@
+"""Measuring tensors: one launch and one copy to the host per device, however many tensors there are."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels._tensors import refuse
+from plimsoll.spectrum._source import Source, narrowest
+from plimsoll.spectrum._spectrum import Spectrum
+from plimsoll.spectrum._tensors import plain
+
+Key = TypeVar("Key")
+
+
+@overload
+def measure(x: Tensor, *, block: int | None = None, source: Source | None = None) -> Spectrum: ...
+@overload
+def measure(
+    x: Mapping[Key, Tensor],
+    *,
+    block: int | None = None,
+    source: Source | Mapping[Key, Source | None] | None = None,
+) -> dict[Key, Spectrum]: ...
+@overload
+def measure(
+    x: Sequence[Tensor], *, block: int | None = None, source: Source | Sequence[Source | None] | None = None
+) -> list[Spectrum]: ...
+def measure(x: object, *, block: int | None = None, source: object = None) -> object:
+    """The spectrum of a tensor; a list of them for a list or tuple, and a dict for a mapping.
+
+    Takes float64, float32, bfloat16, float16 and the four float8 dtypes, of any shape and strides, on any device, with
+    or without gradient; counts and extremes are exact. Of a DTensor it measures the local shard, and an empty spectrum
+    on ranks that hold a replica which another rank counts: the spectra of all ranks add up to the whole tensor's. Under
+    `torch.compile`, and in a training step, use `plimsoll.watch`: this reads the result, so it waits for the device.
+
+    `block` also records how far each value lies below the absmax of its block of so many values along the last axis (a
+    shard's own, for DTensor), which block formats are judged by: 32 for MX, 16 for NVFP4. `source` is a narrower format
+    that the values passed through before they came to be in this tensor; one for all, or one for each in the same form
+    as `x`. It also says that values are that format's numbers still, unless the extremes show that they are not.
+
+    Raises `UnsupportedTensorError` for what has no floating data to look at, saying what to measure in its place.
+
+    >>> s = measure(torch.tensor([0.0, 0.75, -3.0, float("nan")]))
+    >>> s
+    <Spectrum: 4 values, |x| 2^-0.415 (0.75) .. 2^1.585 (3), 25 % zero, 1 nonfinite, from fp32>
+    >>> (s.min, s.max, s.mean), s.binades[149 - 1], s.binades[149 + 1]
+    ((-3.0, 0.75, -0.75), np.int64(1), np.int64(1))
+    """
+    _check_block(block)
+    if isinstance(x, Tensor):
+        return _measure_all([x], [""], [_one_source(source)], block)[0]
+    if isinstance(x, Mapping):
+        named = cast("Mapping[object, object]", x)
+        places = [f" under {key!r}" for key in named]
+        spectra = _measure_all(list(named.values()), places, _sources_by_key(source, named), block)
+        return dict(zip(named, spectra, strict=True))
+    if isinstance(x, list | tuple):
+        listed = cast("Sequence[object]", x)
+        places = [f" at index {index}" for index in range(len(listed))]
+        return _measure_all(listed, places, _sources_in_order(source, len(listed)), block)
+    return refuse(x, "measure")
+
+
+def _measure_all(
+    tensors: Sequence[object], places: Sequence[str], sources: Sequence[Source | None], block: int | None
+) -> list[Spectrum]:
+    values = [plain(x, place) for x, place in zip(tensors, places, strict=True)]
+    on_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        on_device.setdefault(value.device, []).append(index)
+    spectra: dict[int, Spectrum] = {}
+    for device, indices in on_device.items():
+        bank = kernels.new_bank(len(indices), block or 0, device)
+        kernels.measure_into([values[i] for i in indices], bank, range(len(indices)), block=block or 0)
+        for index, row in zip(indices, bank.cpu().numpy(), strict=True):
+            spectra[index] = _from_row(row, values[index].dtype, sources[index], block)
+    return [spectra[index] for index in range(len(values))]
+
+
+def _from_row(row: NDArray[np.int64], dtype: torch.dtype, source: Source | None, block: int | None) -> Spectrum:
+    own = _source_of(dtype)
+    grid, narrower = own.grid, narrowest(own, source)
+    if source is not None and source.grid is not None and grid is not None:
+        # The values are numbers of their dtype for certain, and of the source's format too unless the extremes deny it.
+        claimed = Spectrum.from_row(row, narrower, block, grid.intersection(source.grid))
+        if claimed.grid is not None:
+            return claimed
+    return Spectrum.from_row(row, narrower, block, grid)
+
+
+@functools.cache
+def _source_of(dtype: torch.dtype) -> Source:
+    return Source(dtype)
+
+
+def _check_block(block: object) -> None:
+    if block is None:
+        return
+    if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block & (block - 1):
+        raise ArgumentError(
+            f"measure: expected block to be None or a power of two of 2 or more; got block={block!r}. "
+            "MX formats need 32, NVFP4 needs 16."
+        )
+
+
+def _one_source(source: object) -> Source | None:
+    if source is None or isinstance(source, Source):
+        return source
+    raise ArgumentError(
+        f"measure: expected source to be a Source or None, or one for each tensor in the same form as x; got "
+        f'source={source!r}. Write Source("fp16", scale).'
+    )
+
+
+def _sources_in_order(source: object, number: int) -> list[Source | None]:
+    if not isinstance(source, list | tuple):
+        return [_one_source(source)] * number
+    listed = cast("Sequence[object]", source)
+    if len(listed) != number:
+        raise ArgumentError(
+            f"measure: expected one source for each of {number} tensors; got {len(listed)} sources. "
+            "Give None where nothing is known."
+        )
+    return [_one_source(each) for each in listed]
+
+
+def _sources_by_key(source: object, named: Mapping[object, object]) -> list[Source | None]:
+    if not isinstance(source, Mapping):
+        return [_one_source(source)] * len(named)
+    given = cast("Mapping[object, object]", source)
+    unknown = sorted(repr(key) for key in given if key not in named)
+    if unknown:
+        raise ArgumentError(
+            f"measure: expected sources for tensors that are measured; got sources for {', '.join(unknown)}. "
+            "A tensor without one needs no key."
+        )
+    return [_one_source(given.get(key)) for key in named]

@@ -1,0 +1,102 @@
+"""Spectra from spectra: merging two, and multiplying the values of one by a power of two."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import _layout as layout
+from plimsoll.spectrum._blocks import BlockRecord, moved, read_only
+from plimsoll.spectrum._source import Grid, Source, narrowest
+
+if TYPE_CHECKING:
+    from plimsoll.spectrum._spectrum import Spectrum
+
+LOWEST = math.ldexp(1.0, layout.LOWEST_BINADE)
+BEYOND = math.ldexp(1.0, layout.LOWEST_BINADE + layout.BINADES)
+
+
+def merged(a: "Spectrum", b: "Spectrum") -> "Spectrum":
+    """The spectrum of the values of both."""
+    return replace(
+        a,
+        count=a.count + b.count,
+        zeros=a.zeros + b.zeros,
+        nans=a.nans + b.nans,
+        pos_infs=a.pos_infs + b.pos_infs,
+        neg_infs=a.neg_infs + b.neg_infs,
+        binades=read_only(a.binades + b.binades),
+        min=_extreme(min, a.min, b.min),
+        max=_extreme(max, a.max, b.max),
+        absmin=_extreme(min, a.absmin, b.absmin),
+        absmax=_extreme(max, a.absmax, b.absmax),
+        sum=a.sum + b.sum,
+        abssum=a.abssum + b.abssum,
+        sumsq=a.sumsq + b.sumsq,
+        source=narrowest(a.source, b.source),
+        blocks=_merged_blocks(a, b),
+        grid=_merged_grids(a, b),
+    )
+
+
+def scaled(s: "Spectrum", shift: int) -> "Spectrum":
+    """The spectrum of the values times ``2**shift`` (`Spectrum.scaled`)."""
+    _check_scalable(s, shift)
+    return replace(
+        s,
+        binades=moved(s.binades, shift),
+        min=times_power(s.min, shift),
+        max=times_power(s.max, shift),
+        absmin=times_power(s.absmin, shift),
+        absmax=times_power(s.absmax, shift),
+        sum=times_power(s.sum, shift),
+        abssum=times_power(s.abssum, shift),
+        sumsq=times_power(s.sumsq, 2 * shift),
+        source=s.source and Source(s.source.format, times_power(s.source.scale, -shift)),
+        blocks=s.blocks and s.blocks.scaled(shift),
+        grid=s.grid and s.grid.shifted(shift),
+    )
+
+
+def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
+    """The smaller or larger of two extremes; NaN, which stands for no value, gives way."""
+    if math.isnan(a):
+        return b
+    return a if math.isnan(b) else choose(a, b)
+
+
+def _merged_blocks(a: "Spectrum", b: "Spectrum") -> BlockRecord | None:
+    """No values say nothing about blocks; values without a record, or of another block length, spoil it for good."""
+    if not a.count or not b.count:
+        return a.blocks if a.count else b.blocks
+    return None if a.blocks is None or b.blocks is None else a.blocks.merged(b.blocks)
+
+
+def _merged_grids(a: "Spectrum", b: "Spectrum") -> Grid | None:
+    if not a.nonzero or not b.nonzero:
+        return a.grid if a.nonzero else b.grid
+    return None if a.grid is None or b.grid is None else a.grid.union(b.grid)
+
+
+def _check_scalable(s: "Spectrum", shift: int) -> None:
+    returning = (shift > 0 and s.absmin < LOWEST) or (shift < 0 and s.absmax >= BEYOND)
+    if returning:
+        raise ArgumentError(
+            f"Spectrum.scaled: expected values between 2^-149 and 2^128, whose binades are known one by one; got "
+            f"absmin={s.absmin!r}, absmax={s.absmax!r}, shift={shift}. Measure the scaled tensor itself."
+        )
+    extremes = (s.absmin, s.absmax) if s.nonzero else ()
+    if any(times_power(times_power(x, shift), -shift) != x for x in extremes):
+        raise ArgumentError(
+            f"Spectrum.scaled: expected a shift that keeps absmin={s.absmin!r} and absmax={s.absmax!r} inside "
+            f"float64's range; got shift={shift}. Measure the scaled tensor itself."
+        )
+
+
+def times_power(x: float, exponent: int) -> float:
+    """``x * 2**exponent``; Inf where float64 cannot hold it."""
+    try:
+        return math.ldexp(x, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, x)

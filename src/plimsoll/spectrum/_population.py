@@ -1,0 +1,226 @@
+"""Values known by their binades: how many lie below a threshold, and what rounding them costs.
+
+Magnitudes are compared as whole numbers, *ordinals*: the binade's exponent times 2^53 plus the position in the binade
+in units of its 2^-53. So every float64 and every half-way point of a format with 52 mantissa bits is one exactly, a
+multiplication by a power of two is an addition, and nothing overflows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.formats import Format
+from plimsoll.spectrum._source import Grid
+
+BINADE = 1 << 53
+_SMALLEST_TRUSTED_SUMSQ = 1e-290  # below, squares of the values have underflown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """A number of values that is not known exactly: at least `low`, at most `high`, about `estimate`."""
+
+    low: int
+    high: int
+    estimate: float
+
+    @classmethod
+    def exactly(cls, number: int) -> "Tally":
+        """A number that is known."""
+        return cls(low=number, high=number, estimate=float(number))
+
+    @classmethod
+    def within(cls, low: int, high: int, estimate: float) -> "Tally":
+        """A number between bounds, with the estimate held to them."""
+        return cls(low=low, high=high, estimate=min(max(estimate, float(low)), float(high)))
+
+    def out_of(self, total: int) -> "Tally":
+        """The number of the others, of `total`."""
+        return Tally(low=total - self.high, high=total - self.low, estimate=total - self.estimate)
+
+    def widened(self, total: int, *, fewer: int = 0, more: int = 0) -> "Tally":
+        """The number where so many may be fewer, and so many more."""
+        return Tally(low=max(self.low - fewer, 0), high=min(self.high + more, total), estimate=self.estimate)
+
+    def minus(self, other: "Tally", total: int) -> "Tally":
+        """The number in this one and not in the other, which is a part of it."""
+        low, high = max(self.low - other.high, 0), min(max(self.high - other.low, 0), total)
+        return Tally.within(low, high, self.estimate - other.estimate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Population:
+    """Nonzero magnitudes by binade, `counts[0]` being the binade of exponent `lowest`.
+
+    `first` and `last` are the ordinals of the smallest and the largest one, or bounds on them if not `attained`. The
+    end binades hold everything beyond them too. `sumsq` is the sum of squares, None if unknown.
+    """
+
+    counts: NDArray[np.int64]
+    lowest: int
+    first: int
+    last: int
+    attained: bool
+    grid: Grid | None
+    total: int
+    sumsq: float | None
+
+    def below(self, point: int, *, inclusive: bool) -> Tally:
+        """How many magnitudes are below the ordinal `point`, or at it if `inclusive`.
+
+        Values of the binade that holds the point are spread evenly over it (as far as `first` and `last` reach) for the
+        estimate: over the grid's numbers where there is a grid, and then the answer may be exact.
+        """
+        limit = point + inclusive
+        if not self.total or self.last < limit:
+            return Tally.exactly(self.total)
+        if self.first >= limit:
+            return Tally.exactly(0)
+        index = min(max(limit // BINADE - self.lowest, 0), len(self.counts) - 1)
+        under, inside = int(self.counts[:index].sum()), int(self.counts[index])
+        start, stop = self._extent(index)
+        if not inside or limit <= start:
+            return Tally.exactly(under)
+        if limit > stop:
+            return Tally.exactly(under + inside)
+        fraction = self._fraction(start, stop, point, limit)
+        if fraction in (0, 1) and self._grid_in(start, stop):
+            return Tally.exactly(under + int(fraction) * inside)
+        low = under + int(self.attained and start == self.first)
+        high = under + inside - int(self.attained and stop == self.last)
+        return Tally.within(low, high, under + fraction * inside)
+
+    def _extent(self, index: int) -> tuple[int, int]:
+        """The ordinals between which the values of one binade lie, both ends included."""
+        start = (self.lowest + index) * BINADE
+        stop = start + BINADE - 1
+        return (
+            self.first if index == 0 else max(start, self.first),
+            self.last if index == len(self.counts) - 1 else min(stop, self.last),
+        )
+
+    def _grid_in(self, start: int, stop: int) -> Grid | None:
+        binade = start // BINADE
+        usable = self.grid is not None and stop // BINADE == binade and self.grid.spacing_exponent(binade) <= binade
+        return self.grid if usable else None
+
+    def _fraction(self, start: int, stop: int, point: int, limit: int) -> float:
+        """The part of the values from `start` to `stop` that is below `limit`, all places being equally likely."""
+        grid, binade = self._grid_in(start, stop), start // BINADE
+        if grid is not None:
+            step = BINADE >> (binade - grid.spacing_exponent(binade))
+            before = -(-start // step)  # ordinals of a binade are multiples of the step, since its start is one
+            return (-(-limit // step) - before) / (stop // step + 1 - before)
+        if stop // BINADE == binade:
+            return (point - start) / (stop - start)
+        unit = stop // BINADE
+        span = magnitude(stop, unit) - magnitude(start, unit)
+        return min(max((magnitude(point, unit) - magnitude(start, unit)) / span, 0.0), 1.0)
+
+
+def ordinal(x: float) -> int:
+    """The ordinal of a positive float.
+
+    >>> ordinal(1.0), ordinal(1.5) == BINADE // 2, ordinal(2.0) == BINADE
+    (0, True, True)
+    """
+    fraction, exponent = math.frexp(x)
+    return (exponent - 2) * BINADE + int(fraction * 2 * BINADE)
+
+
+def magnitude(position: int, unit: int) -> float:
+    """The value of an ordinal in units of ``2**unit``, rounded to float64; 0 where that is too small for it."""
+    exponent, rest = divmod(position, BINADE)
+    return math.ldexp(1 + rest / BINADE, exponent - unit)
+
+
+def lost_point(fmt: Format) -> int:
+    """Half the smallest value. What is at or below it rounds to zero: the tie goes to zero, whose code is even."""
+    return (fmt.quantum_exponent - 1) * BINADE
+
+
+def normal_point(fmt: Format) -> int:
+    """The tie between the largest subnormal and the smallest normal value. It goes up: only below is subnormal."""
+    return fmt.min_exponent * BINADE - (BINADE >> fmt.mantissa_bits)
+
+
+def overflow_point(fmt: Format) -> int:
+    """The tie between the largest value and what would follow it (in integers: FP64's is no float64)."""
+    return ordinal(fmt.max) + (BINADE >> (fmt.mantissa_bits + 1))
+
+
+def snr_db(values: Population, fmt: Format, shift: int) -> float:
+    """Signal over rounding noise in decibels, as expected from the binades alone; Inf where nothing is rounded.
+
+    A value that the format holds as a normal or subnormal number errs by its spacing's even distribution; a lost one by
+    itself; an overflowing one by its distance to the format's largest value (it is taken to saturate).
+    """
+    occupied = np.flatnonzero(values.counts)
+    if not len(occupied):
+        return math.inf
+    binades, counts = occupied + values.lowest, values.counts[occupied].astype(np.float64)
+    unit = int(binades[-1])
+    energies = counts * _mean_squares(binades, values.grid, unit)
+    signal = _signal(values, energies, unit)
+
+    overflow = overflow_point(fmt) - shift * BINADE
+    over = values.below(overflow, inclusive=not fmt.overflow_at_threshold).out_of(values.total)
+    top = overflow // BINADE
+    spilled = np.where(binades > top, counts, 0.0)
+    spilled[binades == top] = max(over.estimate - float(spilled.sum()), 0.0)
+    lost = binades < fmt.quantum_exponent - 1 - shift
+
+    noise = min(float(energies[lost].sum()), signal)
+    noise += float(((counts - spilled) * _rounding(binades, values.grid, fmt, shift, unit))[~lost].sum())
+    # An even spread makes the top binades heavier than the sum of squares says; the excess scales with the energy.
+    surplus = min(signal / float(energies.sum()), 1.0)
+    for index in np.flatnonzero(spilled):
+        error = _saturation(int(binades[index]), overflow, values, fmt, shift, unit)
+        noise += surplus * float(spilled[index]) * error
+    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+
+def _signal(values: Population, energies: NDArray[np.float64], unit: int) -> float:
+    if values.sumsq is not None and _SMALLEST_TRUSTED_SUMSQ < values.sumsq < math.inf:
+        return math.ldexp(values.sumsq, -2 * unit)
+    return float(energies.sum())
+
+
+def _mean_squares(binades: NDArray[np.int64], grid: Grid | None, unit: int) -> NDArray[np.float64]:
+    """The mean square of each binade's values, in units of ``4**unit``: 7/3 of its start's square if spread evenly."""
+    squares = np.ldexp(1.0, 2 * (binades - unit))
+    if grid is None:
+        return squares * (7 / 3)
+    spacing = np.maximum(binades - grid.mantissa_bits, grid.quantum_exponent)
+    places = np.ldexp(1.0, np.maximum(binades - spacing, 0))
+    return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
+
+
+def _rounding(binades: NDArray[np.int64], grid: Grid | None, fmt: Format, shift: int, unit: int) -> NDArray[np.float64]:
+    """The mean square of the error of rounding to the format's spacing q, in units of ``4**unit``.
+
+    q^2/12 for even spread; (q^2 + 2 g^2)/12 for values on a grid of spacing g < q, and nothing if g >= q. The values
+    of the binade right below the smallest one, [q/2, q), all round up to it: on a grid, g^2 (M+1)(2M+1)/6 for M places.
+    """
+    spacing = np.maximum(binades - fmt.mantissa_bits, fmt.quantum_exponent - shift)
+    spacing = np.minimum(spacing, binades + 1)  # only lost values have a wider one
+    even = np.ldexp(1.0, 2 * (spacing - unit)) / 12
+    if grid is None:
+        return even
+    fine = np.maximum(binades - grid.mantissa_bits, grid.quantum_exponent)
+    fine_square = np.ldexp(1.0, 2 * (np.minimum(fine, spacing) - unit))
+    places = np.ldexp(1.0, np.maximum(spacing - 1 - fine, 0))
+    upward = fine_square * (places + 1) * (2 * places + 1) / 6
+    error = np.where(spacing > binades, upward, even + fine_square / 6)
+    return np.where(fine >= spacing, 0.0, error)
+
+
+def _saturation(binade: int, overflow: int, values: Population, fmt: Format, shift: int, unit: int) -> float:
+    """The mean square distance of one binade's overflowing values to the largest value, in units of ``4**unit``."""
+    low = max(binade * BINADE, overflow)
+    high = max(min((binade + 1) * BINADE, values.last), low)
+    largest = math.ldexp(fmt.max, -shift - unit)
+    near, far = magnitude(low, unit) - largest, magnitude(high, unit) - largest
+    return (near * near + near * far + far * far) / 3

@@ -1,0 +1,168 @@
+"""Block formats whose scale has a mantissa, under one FP32 scale for the whole tensor (NVFP4).
+
+The tensor's scale is t = absmax / (element max * scale max), over the finite values, and a block's scale is its own
+absmax over (element max * t), rounded to the scale's format. So a value at depth d lands at ``element max * u/v *
+2**-d`` with u, v in [1, 2) the significands of the value and of its block's absmax, times the scale's relative
+rounding. Which depths that leaves undecided follows from the ends of these ranges; the estimates average over them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.formats import FP32, BlockFormat, Format
+from plimsoll.kernels import _layout as layout
+from plimsoll.spectrum._blocks import BlockRecord
+from plimsoll.spectrum._merge import BEYOND, LOWEST, times_power
+from plimsoll.spectrum._population import Tally
+
+if TYPE_CHECKING:
+    from plimsoll.spectrum._spectrum import Spectrum
+
+_SLACK = 2.0**-20  # FP32 rounding of t, and of our own arithmetic
+_PLACES = 24  # per averaged variable
+_Flags = NDArray[np.bool_]
+_Floats = NDArray[np.float64]
+
+
+def tallies(
+    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+) -> tuple[Tally, Tally, Tally, float]:
+    """Lost, subnormal and overflowing values of the finite blocks, and the signal-to-noise ratio."""
+    depths, total = record.depths, int(record.depths.sum())
+    table = _table(fmt)
+    lost, subnormal, overflow = (
+        Tally.within(int(depths[certain].sum()), int(depths[possible].sum()), float(depths @ share))
+        for certain, possible, share in (table.lost, table.subnormal, table.overflow)
+    )
+    small = _small_scales(s, record, fmt, shift)
+    loose = min(small.unsure + misplaced, total)
+    lost, subnormal, overflow = (x.widened(total, fewer=loose, more=loose) for x in (lost, subnormal, overflow))
+    # Each block whose scale is zero loses all its values, and has one at least.
+    lost = Tally.within(
+        lost.low + small.dead_blocks, lost.high, lost.estimate * (1 - small.dead_share) + total * small.dead_share
+    )
+    return lost, subnormal, overflow, _snr_db(record, table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SmallScales:
+    """Blocks so far below the tensor's absmax that their scale is subnormal, coarsely rounded, or zero.
+
+    `unsure`: how many values they may hold. `dead_blocks`: those whose scale is surely zero; `dead_share`: the part of
+    all blocks that this is true of, by estimate.
+    """
+
+    unsure: int
+    dead_blocks: int
+    dead_share: float
+
+
+def _small_scales(s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int) -> _SmallScales:
+    total = int(record.depths.sum())
+    tensor_scale = times_power(s.absmax, shift) / (fmt.element.max * fmt.scale.max)
+    if not FP32.smallest_normal * (1 + _SLACK) <= tensor_scale <= FP32.max * (1 - _SLACK):
+        return _SmallScales(unsure=total, dead_blocks=0, dead_share=0.0)
+    starts = np.ldexp(1.0, np.arange(layout.BINADES) + layout.LOWEST_BINADE)
+    coarse = starts < s.absmax * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK)
+    coarse[0] |= s.absmin < LOWEST
+    coarse[-1] |= s.absmax >= BEYOND
+    zero = s.absmax * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
+    dead = (2 * starts < zero * (1 - _SLACK)) & np.array([True] * (layout.BINADES - 1) + [s.absmax < BEYOND])
+    share = np.clip(zero / starts - 1, 0.0, 1.0)  # of a binade's maxima, evenly spread
+    return _SmallScales(
+        unsure=min(int(record.maxima[coarse].sum()) * record.block, total),
+        dead_blocks=int(record.maxima[dead].sum()),
+        dead_share=float(record.maxima @ share) / max(int(record.maxima.sum()), 1),
+    )
+
+
+_Depths = tuple[_Flags, _Flags, _Floats]  # by depth: all values surely so; some possibly so; the expected share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What becomes of the values at each depth, by the format alone; `energy` and `noise` are expected squares.
+
+    `maximum_energy` and `maximum_noise` speak of the blocks' largest values, which are at depth 0 too.
+    """
+
+    lost: _Depths
+    subnormal: _Depths
+    overflow: _Depths
+    energy: _Floats
+    noise: _Floats
+    maximum_energy: float
+    maximum_noise: float
+
+
+@functools.lru_cache(maxsize=16)
+def _table(fmt: BlockFormat) -> _Table:
+    element = fmt.element
+    down = np.ldexp(1.0, -np.arange(layout.BINADES))
+    rounding = 2.0 ** -(fmt.scale.mantissa_bits + 1)
+    rounding /= 1 + rounding  # relative to what is rounded: largest at the first tie of a binade
+    lowest = element.max * down / 2 / (1 + rounding) * (1 - _SLACK)
+    highest = element.max * np.minimum(2 * down, 1) / (1 - rounding) * (1 + _SLACK)
+    lost_at = element.smallest_subnormal / 2
+    normal_at = element.smallest_normal - math.ldexp(1.0, element.quantum_exponent - 1)
+    over_at = element.overflow_threshold
+
+    inner, top, maxima = _places(fmt.scale)
+    landed = [element.max * top, *(element.max * factor * inner for factor in down[1:])]
+
+    def share(of: Callable[[_Floats], _Flags]) -> _Floats:
+        return np.array([float(of(values).mean()) for values in landed])
+
+    errors = [_round(values, element) - values for values in landed]
+    largest = element.max * maxima
+    return _Table(
+        lost=(highest < lost_at, lowest < lost_at, share(lambda y: y <= lost_at)),
+        subnormal=(
+            (lowest > lost_at) & (highest < normal_at),
+            (lowest < normal_at) & (highest > lost_at),
+            share(lambda y: (y > lost_at) & (y < normal_at)),
+        ),
+        overflow=(lowest > over_at, highest >= over_at, share(lambda y: y >= over_at)),
+        energy=np.array([float((values * values).mean()) for values in landed]),
+        noise=np.array([float((error * error).mean()) for error in errors]),
+        maximum_energy=float((largest * largest).mean()),
+        maximum_noise=float(((_round(largest, element) - largest) ** 2).mean()),
+    )
+
+
+def _places(scale: Format) -> tuple[_Floats, _Floats, _Floats]:
+    """Where values land, over ``element max * 2**-depth``: below depth 0, at depth 0, and the blocks' largest ones.
+
+    The significands u, v and that of the scale before rounding are taken to be even in [1, 2); at depth 0, u <= v.
+    """
+    even = 1 + (np.arange(_PLACES) + 0.5) / _PLACES
+    steps = math.ldexp(1.0, scale.mantissa_bits)
+    rounding = even / (np.rint(even * steps) / steps)
+    ratio = even[:, None] / even
+    below = np.tril(np.ones_like(ratio)).T > 0  # u <= v
+    return (
+        np.outer(ratio, rounding).ravel(),
+        np.outer(ratio[below], rounding).ravel(),
+        rounding,
+    )
+
+
+def _round(values: _Floats, fmt: Format) -> _Floats:
+    exponents = np.frexp(values)[1] - 1
+    spacing = np.ldexp(1.0, np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits)
+    return np.minimum(np.rint(values / spacing) * spacing, fmt.max)
+
+
+def _snr_db(record: BlockRecord, table: _Table) -> float:
+    counts = record.depths.astype(np.float64)
+    maxima = float(record.maxima.sum())
+    counts[0] -= maxima  # each finite nonzero block's largest value
+    energy = float(counts @ table.energy) + maxima * table.maximum_energy
+    noise = float(counts @ table.noise) + maxima * table.maximum_noise
+    return 10 * math.log10(energy / noise) if noise > 0 else math.inf

@@ -1,0 +1,214 @@
+"""Measuring on every backend against the reference: exact in counts, blocks and extremes, 1e-12 in sums."""
+
+import math
+import os
+import threading
+
+import pytest
+import torch
+
+from plimsoll import kernels
+from plimsoll.kernels import _layout as layout
+from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
+
+DTYPES = (*FLOATING, *EIGHT_BIT)
+FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
+SUMS = slice(layout.SUM, layout.SUMSQ + 1)
+TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
+
+
+@pytest.fixture(params=FAST)
+def backend(request):
+    return request.param
+
+
+def rows_of(name: str, tensors: list[torch.Tensor], block: int = 0, rows: list[int] | None = None) -> torch.Tensor:
+    rows = list(range(len(tensors))) if rows is None else rows
+    bank = kernels.new_bank(max(rows, default=-1) + 1, block)
+    with kernels.use(name):
+        kernels.measure_into(tensors, bank, rows, block=block)
+    return bank
+
+
+def assert_agrees(name: str, tensors: list[torch.Tensor], block: int = 0, rows: list[int] | None = None) -> None:
+    expected, found = rows_of("torch", tensors, block, rows), rows_of(name, tensors, block, rows)
+    sums, wanted = found.view(torch.float64)[:, SUMS], expected.view(torch.float64)[:, SUMS]
+    scale = wanted[:, [1, 1, 2]]
+    assert bool(((sums - wanted).abs() <= TOLERANCE[name] * scale).all())
+    found[:, SUMS] = expected[:, SUMS] = 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def wide_values(count: int) -> torch.Tensor:
+    """Float64 values over hundreds of binades, with zeros, both infinities, NaN and -0 among them."""
+    values = torch.randn(count, dtype=torch.float64) * torch.exp(20 * torch.randn(count, dtype=torch.float64))
+    values[::7] = 0
+    values[5], values[9], values[11], values[count // 2] = math.nan, -math.inf, -0.0, math.inf
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [100, 4096, 10_007])
+def test_any_values(backend, dtype, count):
+    assert_agrees(backend, [wide_values(count).to(dtype)])
+    assert_agrees(backend, [torch.randn(count).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code(backend, dtype):
+    if dtype.itemsize == 1:
+        x = torch.arange(256, dtype=torch.uint8).view(dtype)
+    elif dtype.itemsize == 2:
+        x = (
+            torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+            .to(torch.int16)
+            .view(dtype)[:: 16 if backend == "triton" else 1]
+        )
+    else:
+        integers = torch.int32 if dtype == torch.float32 else torch.int64
+        x = torch.randint(torch.iinfo(integers).min, torch.iinfo(integers).max, (20_000,), dtype=integers).view(dtype)
+        if dtype == torch.float64:
+            x = x.where(x.abs() < 1e150, 1e-310)  # sums and squares of more would be infinite in float64 itself
+    assert_agrees(backend, [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [16, 32])
+def test_blocks(backend, dtype, block):
+    x = wide_values(41 * 30).to(dtype)
+    for shaped in (x, x.reshape(30, 41), x.reshape(41, 30).t(), x[3], x[:0], x[:1], torch.zeros(70).to(dtype)):
+        assert_agrees(backend, [shaped], block)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "empty",
+        "scalar",
+        "all_nan",
+        "all_inf",
+        "all_zero",
+        "negative_zero",
+        "subnormal",
+        "one_tiny",
+        "negative",
+        "positive",
+    ],
+)
+def test_one_kind_of_value(backend, name):
+    x = {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(-2.5),
+        "all_nan": torch.full((4097,), math.nan),
+        "all_inf": torch.tensor([math.inf, -math.inf, math.inf]).repeat(50),
+        "all_zero": torch.zeros(5000),
+        "negative_zero": torch.full((77,), -0.0),
+        "subnormal": torch.tensor([2.0**-149, -(2.0**-127), 1.5 * 2.0**-140]).repeat(99),
+        "one_tiny": torch.cat([torch.ones(4000), torch.tensor([1e-42])]),
+        "negative": -torch.rand(500) - 1,
+        "positive": torch.rand(500) + 1,
+    }[name]
+    assert_agrees(backend, [x])
+    assert_agrees(backend, [x.to(torch.bfloat16), x.to(torch.float64), x.to(torch.float16)])
+
+
+def test_any_strides(backend):
+    x = torch.randn(6, 7, 8)
+    views = [
+        x[::2],
+        x.transpose(0, 2),
+        x[:, 1:3],
+        x[..., 5],
+        x.flip(1),
+        x[:1].expand(5, 7, 8),
+        x[0, :, :1].expand(7, 9),
+    ]
+    for block in (0, 16):
+        assert_agrees(backend, views, block)
+
+
+def test_many_tensors_and_rows_that_repeat(backend):
+    tensors = [torch.randn(size) for size in (0, 1, 5, 63, 64, 65, 1000, 3, 4097)]
+    assert_agrees(backend, tensors)
+    assert_agrees(backend, tensors, rows=[0, 1, 0, 2, 2, 2, 4, 0, 1])
+
+
+def test_accumulating_adds_and_overwriting_does_not(backend):
+    x, y = torch.randn(1000), torch.randn(500) * 100
+    bank = kernels.new_bank(2)
+    with kernels.use(backend):
+        kernels.measure_into([x], bank, [1])
+        kernels.measure_into([y], bank, [1])
+        assert int(bank[1, layout.COUNT]) == 1500 and int(bank[0].abs().sum()) == 0
+        kernels.measure_into([x], bank, [1], accumulate=False)
+    torch.testing.assert_close(bank[1:], rows_of(backend, [x]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2], ids=str
+)
+def test_threads_cut_tensors_anywhere(dtype, monkeypatch):
+    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    tensors = [wide_values(size).to(dtype) for size in (20, 100_003, 50, 7000, 30_000)]
+    assert_agrees("numba", tensors)
+
+
+def test_a_repeated_value_is_read_once():
+    count = (1 << 33) + 5  # far beyond 32 bits of index, and of time if each were read
+    bank = kernels.new_bank(1)
+    kernels.measure_into([torch.tensor([-3.0]).expand(count)], bank, [0])
+    assert int(bank[0, layout.COUNT]) == count
+    assert int(bank[0, layout.HISTOGRAM + 1 - layout.LOWEST_BINADE]) == count
+    assert float(bank.view(torch.float64)[0, layout.SUM]) == -3.0 * count
+
+
+def test_several_threads_at_once():
+    x = torch.randn(300_000)
+    expected = rows_of("numba", [x])
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        found.extend(rows_of("numba", [x]) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20
+    for row in found:
+        torch.testing.assert_close(row[:, : layout.SUM], expected[:, : layout.SUM], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_after_fork(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    x = torch.randn(300_000)
+    expected = rows_of("numba", [x])  # the parent's pool has threads now
+    child = os.fork()
+    if child == 0:
+        try:
+            equal = torch.equal(rows_of("numba", [x])[:, : layout.SUM], expected[:, : layout.SUM])
+            os._exit(0 if equal else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(rows_of("numba", [x])[:, : layout.SUM], expected[:, : layout.SUM])
+
+
+class _Measured(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return rows_of("numba", [torch.full((200_000,), float(index + 1))])[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_in_workers_of_a_data_loader():
+    rows_of("numba", [torch.randn(300_000)])
+    loader = torch.utils.data.DataLoader(_Measured(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert [float(row.view(torch.float64)[layout.SUM]) for row in loader] == [200_000.0 * i for i in (1, 2, 3, 4)]

@@ -1,0 +1,206 @@
+"""The operator family: schemas, fakes, mutation, graphs; and the choice of a backend."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from plimsoll import kernels
+from plimsoll.errors import ArgumentError, BackendError
+from plimsoll.formats import E4M3, MXFP4, NVFP4
+from plimsoll.kernels import _backend
+from plimsoll.kernels._spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+
+ELEMENT = list(CastSpec.of(E4M3, NEAREST_EVEN, saturate=True))
+NOISY = list(CastSpec.of(E4M3, STOCHASTIC, saturate=True))
+BLOCK = BlockSpec.of(MXFP4, NEAREST_EVEN, 0).to_ints()
+TWO_LEVEL = BlockSpec.of(NVFP4, NEAREST_EVEN, 0).to_ints()
+OPS = torch.ops.plimsoll
+
+
+def calls() -> dict[str, tuple[object, tuple[object, ...]]]:
+    x, key = torch.randn(6, 40), torch.tensor(5)
+    tail = (1.0, None, 0, None)
+    return {
+        "measure_": (OPS.measure_, ([x, x[0]], kernels.new_bank(3), [2, 0], True, 0)),
+        "measure_ blocks": (OPS.measure_, ([x], kernels.new_bank(1, 16), [0], False, 16)),
+        "absmax": (OPS.absmax, (x,)),
+        "cast": (OPS.cast, (x, ELEMENT, *tail, torch.float32)),
+        "cast other carrier": (OPS.cast, (x.bfloat16(), ELEMENT, *tail, torch.float64)),
+        "cast with key and scale": (OPS.cast, (x, NOISY, 1.0, torch.tensor(3.0).double(), 0, key, torch.float32)),
+        "cast_out": (OPS.cast_out, (x, ELEMENT, *tail, torch.empty_like(x))),
+        "block_cast": (OPS.block_cast, (x, BLOCK, None, *tail, torch.float16)),
+        "block_cast_out": (OPS.block_cast_out, (x, BLOCK, None, *tail, torch.empty_like(x))),
+        "pack": (OPS.pack, (x, ELEMENT, *tail)),
+        "block_pack": (OPS.block_pack, (x, TWO_LEVEL, torch.tensor(0.001), *tail)),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_schema_and_fake(name):
+    operator, arguments = calls()[name]
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+def test_only_the_named_arguments_are_mutated():
+    for name in ("measure_", "cast_out", "block_cast_out"):
+        schema = getattr(OPS, name).default._schema
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        assert written == (["bank"] if name == "measure_" else ["out"])
+
+
+def test_a_watched_function_compiles_without_a_break_and_counts_the_same():
+    def step(x, bank):
+        y = torch.relu(x) * 3
+        kernels.measure_into([x, y], bank, [0, 2])
+        return y.sum() + OPS.cast(y, ELEMENT, 1.0, None, 0, None, torch.float32).mean()
+
+    x = torch.randn(50, 33)
+    eager, compiled = kernels.new_bank(3), kernels.new_bank(3)
+    expected = step(x, eager)
+    address = compiled.data_ptr()
+    found = torch.compile(step, fullgraph=True)(x, compiled)
+    torch.testing.assert_close(found, expected)
+    assert compiled.data_ptr() == address
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def test_a_compiled_training_step_counts_both_directions():
+    class Tap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, bank):
+            ctx.bank = bank
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            kernels.measure_into([gradient], ctx.bank, [0])
+            return gradient, None
+
+    def step(x, weight, forward_bank, backward_bank):
+        hidden = x @ weight
+        kernels.measure_into([hidden], forward_bank, [0])
+        return Tap.apply(hidden, backward_bank).square().mean()
+
+    x, weight = torch.randn(8, 5), torch.randn(5, 4, requires_grad=True)
+    banks = [kernels.new_bank(1) for _ in range(4)]
+    step(x, weight, *banks[:2]).backward()
+    expected = weight.grad.clone()
+    weight.grad = None
+    torch.compile(step, fullgraph=True)(x, weight, *banks[2:]).backward()
+    torch.testing.assert_close(weight.grad, expected)
+    assert torch.equal(banks[0][:, :8], banks[2][:, :8]) and torch.equal(banks[1][:, :8], banks[3][:, :8])
+    assert int(banks[3][0, 0]) == 32
+
+
+def test_backend_is_automatic_forced_and_refused(monkeypatch):
+    x = torch.randn(3)
+    assert _backend.choose(x).__name__.endswith("_numba")
+    assert _backend.choose(torch.empty(3, device="meta")).__name__.endswith("_torch")
+    with kernels.use("torch"):
+        assert _backend.choose(x).__name__.endswith("_torch")
+        assert kernels.forced() == "torch"
+    monkeypatch.setenv("PLIMSOLL_BACKEND", "torch")
+    assert _backend.choose(x).__name__.endswith("_torch")
+    monkeypatch.setenv("PLIMSOLL_BACKEND", "cuda")
+    with pytest.raises(ArgumentError, match="PLIMSOLL_BACKEND: expected one of torch, numba, triton; got 'cuda'"):
+        _backend.choose(x)
+    with pytest.raises(ArgumentError, match="expected one of torch, numba, triton; got 'fast'"), kernels.use("fast"):
+        pass
+
+
+MISSING = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch, plimsoll
+from plimsoll import kernels
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert plimsoll.measure(torch.ones(4)).count == 4
+        assert float(plimsoll.cast(torch.tensor(0.1), "e4m3")) == 0.1015625
+messages = [str(w.message) for w in said if w.category is RuntimeWarning]
+assert len(messages) == 1 and "the numba backend is not available" in messages[0], messages
+try:
+    with kernels.use("numba"):
+        pass
+except plimsoll.BackendError as error:
+    print(error)
+"""
+
+UNWRITABLE = """
+import warnings
+from numba.core import caching
+caching.CacheImpl._locator_classes = []  # as on a read-only system without a home
+import torch
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import plimsoll
+    assert plimsoll.measure(torch.ones(4)).count == 4
+    from plimsoll.kernels import _numba
+messages = [str(w.message) for w in said if "writable cache folder" in str(w.message)]
+assert len(messages) == 1, messages
+assert _numba.cache_folder() is None
+print(_numba.describe())
+"""
+
+READ_ONLY = """
+from numba.core import caching
+def refuse(self):
+    raise OSError("read-only file system")
+caching.InTreeCacheLocator.ensure_cache_path = refuse
+import torch, plimsoll
+from plimsoll.kernels import _numba
+assert plimsoll.measure(torch.ones(4)).count == 4
+print(_numba.cache_folder())
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_missing_backend_is_said_once_and_refused_by_name():
+    assert "expected a backend that runs here; got 'numba'" in run(MISSING)
+
+
+def test_without_a_place_for_compiled_code_it_is_said_once_and_works():
+    assert "memory only" in run(UNWRITABLE)
+
+
+def test_a_read_only_install_caches_elsewhere(tmp_path):
+    folder = run(READ_ONLY, XDG_CACHE_HOME=str(tmp_path), HOME=str(tmp_path)).strip()
+    assert folder.startswith(str(tmp_path)) and any(tmp_path.rglob("*.nbi"))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: synchronisation and graphs exist only there"
+)
+def test_on_cuda_nothing_synchronises_and_graphs_capture():
+    x, bank = torch.randn(1000, device="cuda"), kernels.new_bank(2, device="cuda")
+    kernels.measure_into([x, x], bank, [0, 1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels.measure_into([x, x], bank, [0, 1])
+        OPS.cast(x, NOISY, 1.0, None, 0, torch.zeros((), dtype=torch.int64, device="cuda"), torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    bank.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.measure_into([x, x], bank, [0, 1])
+    graph.replay()
+    graph.replay()
+    assert bank[:, 0].tolist() == [2000, 2000]
+
+
+def test_errors_name_the_backend():
+    assert issubclass(BackendError, RuntimeError)
