@@ -31,7 +31,8 @@ def _measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accum
 def _cast_out(
     x: Tensor, spec: list[int], scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None, out: Tensor
 ) -> None:
-    _backend.choose(x).cast(x, out, CastSpec(*spec), scale, scale_tensor, seed, key)
+    if x.numel():
+        _backend.choose(x).cast(x, out, CastSpec(*spec), scale, scale_tensor, seed, key)
 
 
 def _cast(
@@ -59,7 +60,8 @@ def _block_cast_out(
     out: Tensor,
 ) -> None:
     block = BlockSpec.from_ints(spec)
-    _backend.choose(x).block_cast(x, out, block, tensor_scale, scale, scale_tensor, seed, key)
+    if x.numel():
+        _backend.choose(x).block_cast(x, out, block, tensor_scale, scale, scale_tensor, seed, key)
 
 
 def _block_cast(
@@ -82,7 +84,8 @@ def _pack(
 ) -> Tensor:
     cast_spec = CastSpec(*spec)
     codes = _empty_codes(x, cast_spec)
-    _backend.choose(x).pack(x, codes, cast_spec, scale, scale_tensor, seed, key)
+    if x.numel():
+        _backend.choose(x).pack(x, codes, cast_spec, scale, scale_tensor, seed, key)
     return codes
 
 
@@ -97,7 +100,8 @@ def _block_pack(
 ) -> tuple[Tensor, Tensor]:
     block = BlockSpec.from_ints(spec)
     codes, scales = _empty_codes(x, block.element), _empty_scales(x, block)
-    _backend.choose(x).block_pack(x, codes, scales, block, tensor_scale, scale, scale_tensor, seed, key)
+    if x.numel():
+        _backend.choose(x).block_pack(x, codes, scales, block, tensor_scale, scale, scale_tensor, seed, key)
     return codes, scales
 
 

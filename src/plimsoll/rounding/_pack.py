@@ -115,12 +115,14 @@ def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
     fmt = packed.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     values = _decode(packed.single_codes(), element)
-    matrix = values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
+    matrix = rows_of(values, -1, "unpack")
     if isinstance(fmt, BlockFormat) and packed.scales is not None:
-        factors = _decode(packed.scales.reshape(matrix.shape[0], -1), fmt.scale)
+        factors = _decode(rows_of(packed.scales, -1, "unpack"), fmt.scale)
         if packed.tensor_scale is not None:
             factors = factors * packed.tensor_scale.to(torch.float64)
-        matrix = matrix * factors.repeat_interleave(fmt.block, dim=1)[:, : matrix.shape[1]]
+        ragged = -matrix.shape[1] % fmt.block
+        blocks = torch.nn.functional.pad(matrix, (0, ragged)).reshape(*factors.shape, fmt.block)
+        matrix = (blocks * factors[..., None]).flatten(1)[:, : matrix.shape[1]]
     if packed.scale is not None:
         matrix = matrix / packed.scale
     return from_rows(to_carrier(matrix, dtype or packed.dtype), packed.shape, packed.axis).contiguous()
