@@ -43,7 +43,10 @@ def test_a_value_is_cast_from_its_own_dtype(backend, dtype, fmt):
     x = torch.randn(3, 40).to(dtype)
     found = cast(x, fmt)
     assert found.dtype == dtype
-    assert_same(found, cast(cast(x.double(), fmt), dtype, dtype=dtype) if dtype in EIGHT_BIT else cast(x.double(), fmt).to(dtype))
+    assert_same(
+        found,
+        cast(cast(x.double(), fmt), dtype, dtype=dtype) if dtype in EIGHT_BIT else cast(x.double(), fmt).to(dtype),
+    )
 
 
 def test_another_carrier_rounds_once_more(backend):
@@ -78,7 +81,9 @@ def test_strides_change_nothing(backend, fmt, rounding):
     generator = {"generator": 3} if rounding == "stochastic" else {}
     x = torch.randn(6, 7, 40)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[::2], x[..., ::3], x[:1].expand(3, 7, 40), x[0, 0, 0], x[:0]):
-        assert_same(cast(view, fmt, rounding=rounding, **generator), cast(view.clone(), fmt, rounding=rounding, **generator))
+        assert_same(
+            cast(view, fmt, rounding=rounding, **generator), cast(view.clone(), fmt, rounding=rounding, **generator)
+        )
 
 
 def test_large_tensors_in_pieces_and_threads(monkeypatch):
@@ -154,7 +159,9 @@ def test_compiled_equals_eager(fmt):
         return (
             cast(x, fmt),
             cast(x, fmt, rounding="stochastic", generator=key),
-            cast(x, fmt, rounding="up", scale=4.0) if fmt in ("e4m3", "mxfp4") else cast(x, fmt, rounding="toward_zero"),
+            cast(x, fmt, rounding="up", scale=4.0)
+            if fmt in ("e4m3", "mxfp4")
+            else cast(x, fmt, rounding="toward_zero"),
             cast(cast(x, "bf16"), torch.float32),  # a round trip that a compiler might remove
         )
 
@@ -180,23 +187,51 @@ def test_vmap_refuses_a_scale_for_each_example():
 
 BAD_ARGUMENTS = {
     "format": ({"fmt": "e4n3"}, FormatError, r"expected a format's name.*got 'e4n3'.*Nearest: e4m3"),
-    "rounding": ({"rounding": "nearest"}, ArgumentError, "expected rounding to be one of nearest_even, .*; got 'nearest'"),
-    "scale rule": ({"fmt": "mxfp4", "scale_rule": "up"}, ArgumentError, "scale_rule to be one of floor, ceil, rceil, even"),
+    "rounding": (
+        {"rounding": "nearest"},
+        ArgumentError,
+        "expected rounding to be one of nearest_even, .*; got 'nearest'",
+    ),
+    "scale rule": (
+        {"fmt": "mxfp4", "scale_rule": "up"},
+        ArgumentError,
+        "scale_rule to be one of floor, ceil, rceil, even",
+    ),
     "rule without blocks": ({"scale_rule": "ceil"}, ArgumentError, "scale_rule and axis with a block format only"),
     "axis without blocks": ({"axis": 0}, ArgumentError, "scale_rule and axis with a block format only; got .*axis=0"),
-    "axis": ({"fmt": "mxfp4", "axis": 2}, ArgumentError, r"expected axis to be one of -2 to 1; got 2 for shape \(2, 3\)"),
+    "axis": (
+        {"fmt": "mxfp4", "axis": 2},
+        ArgumentError,
+        r"expected axis to be one of -2 to 1; got 2 for shape \(2, 3\)",
+    ),
     "saturate": ({"fmt": "e2m1", "saturate": False}, ArgumentError, "neither Inf nor NaN to overflow to"),
     "block saturate": ({"fmt": "mxfp4", "saturate": False}, ArgumentError, "whose elements always saturate"),
     "scale": ({"scale": 0.0}, ArgumentError, "scale to be a finite number above zero; got 0.0"),
     "scale kind": ({"scale": "2"}, ArgumentError, "scale to be a finite number above zero; got '2'"),
     "scale shape": ({"scale": torch.ones(3)}, ArgumentError, r"floating tensor of one value; got .*shape \(3,\)"),
     "generator unused": ({"generator": 3}, ArgumentError, "generator with rounding='stochastic' only; got generator=3"),
-    "generator": ({"rounding": "stochastic", "generator": 0.5}, ArgumentError, r"int or an int64 key tensor; got 0.5 \(float\)"),
-    "key": ({"rounding": "stochastic", "generator": torch.ones(1)}, ArgumentError, "key tensor to be one int64; got torch.float32"),
+    "generator": (
+        {"rounding": "stochastic", "generator": 0.5},
+        ArgumentError,
+        r"int or an int64 key tensor; got 0.5 \(float\)",
+    ),
+    "key": (
+        {"rounding": "stochastic", "generator": torch.ones(1)},
+        ArgumentError,
+        "key tensor to be one int64; got torch.float32",
+    ),
     "dtype": ({"dtype": torch.int8}, ArgumentError, "dtype to be a floating torch dtype .*; got torch.int8"),
     "out shape": ({"out": torch.empty(3, 2)}, ArgumentError, r"out to be of x's shape \(2, 3\)"),
-    "out dtype": ({"out": torch.empty(2, 3), "dtype": torch.float16}, ArgumentError, "out to be of dtype torch.float16"),
-    "out grad": ({"out": torch.empty(2, 3, requires_grad=True)}, ArgumentError, "out to be a tensor that needs no gradient"),
+    "out dtype": (
+        {"out": torch.empty(2, 3), "dtype": torch.float16},
+        ArgumentError,
+        "out to be of dtype torch.float16",
+    ),
+    "out grad": (
+        {"out": torch.empty(2, 3, requires_grad=True)},
+        ArgumentError,
+        "out to be a tensor that needs no gradient",
+    ),
     "out expanded": ({"out": torch.empty(1, 3).expand(2, 3)}, ArgumentError, "memory of its own for each value"),
 }
 
@@ -213,7 +248,10 @@ BAD_TENSORS = {
     "bool": (lambda: torch.ones(2, dtype=torch.bool), "dtype torch.bool"),
     "complex": (lambda: torch.ones(2, dtype=torch.complex64), "view_as_real"),
     "sparse": (lambda: torch.eye(3).to_sparse(), r"coalesce\(\).values\(\)"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), r"x.values\(\)"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"x.values\(\)",
+    ),
     "number": (lambda: 3.0, "torch tensor; got float"),
 }
 

@@ -6,7 +6,14 @@ import torch
 from plimsoll import cast, fake_quantize
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 
-PAIRS = [("e4m3", "e5m2"), ("bf16", "bf16"), (None, "e5m2"), ("e4m3", None), ("mxfp8_e4m3", "mxfp8_e5m2"), ("nvfp4", "fp16")]
+PAIRS = [
+    ("e4m3", "e5m2"),
+    ("bf16", "bf16"),
+    (None, "e5m2"),
+    ("e4m3", None),
+    ("mxfp8_e4m3", "mxfp8_e5m2"),
+    ("nvfp4", "fp16"),
+]
 
 
 def directions(x, upstream, *arguments, **keywords):

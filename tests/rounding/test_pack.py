@@ -62,7 +62,11 @@ def test_the_parts_rebuild_the_values(backend):
 
 def test_every_argument_comes_back(backend):
     x = torch.randn(40, 3, dtype=torch.float64)
-    for fmt, arguments in (("mxfp8_e4m3", {"axis": 0}), ("e4m3", {"scale": 3.7}), ("nvfp4", {"axis": -2, "scale": 0.3})):
+    for fmt, arguments in (
+        ("mxfp8_e4m3", {"axis": 0}),
+        ("e4m3", {"scale": 3.7}),
+        ("nvfp4", {"axis": -2, "scale": 0.3}),
+    ):
         packed = pack(x, fmt, **arguments)
         assert torch.equal(unpack(packed), cast(x, fmt, **arguments))
         assert unpack(packed, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -89,9 +93,13 @@ def test_compiled_equals_eager():
 
 
 def test_refusals():
-    with pytest.raises(ArgumentError, match="pack: expected no NaN for e2m1, which has no code for it; got 2 in torch.fl"):
+    with pytest.raises(
+        ArgumentError, match="pack: expected no NaN for e2m1, which has no code for it; got 2 in torch.fl"
+    ):
         pack(torch.tensor([1.0, math.nan, math.nan]), "e2m1")
-    with pytest.raises(ArgumentError, match=r"pack: expected an element format of at most 16 bits; got tf32 \(19 bits\)"):
+    with pytest.raises(
+        ArgumentError, match=r"pack: expected an element format of at most 16 bits; got tf32 \(19 bits\)"
+    ):
         pack(torch.ones(2), "tf32")
     with pytest.raises(UnsupportedTensorError, match="pack: expected a tensor of plain floating values"):
         pack(torch.ones(2, dtype=torch.int32), "e4m3")

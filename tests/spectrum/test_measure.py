@@ -34,7 +34,7 @@ def same_counts(a: Spectrum, b: Spectrum) -> bool:
     return all(repr(getattr(a, n)) == repr(getattr(b, n)) for n in names) and np.array_equal(a.binades, b.binades)
 
 
-@pytest.mark.parametrize("dtype", (*FLOATING, *EIGHT_BIT))
+@pytest.mark.parametrize("dtype", [*FLOATING, *EIGHT_BIT])
 @pytest.mark.parametrize("kind", ["2-d", "0-d", "empty", "special", "subnormal"])
 def test_every_dtype(dtype: torch.dtype, kind: str) -> None:
     smallest = torch.finfo(dtype).tiny / 4 if dtype != torch.float64 else 2.0**-140

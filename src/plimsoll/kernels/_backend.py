@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -36,7 +36,7 @@ class BackendStatus:
 
 
 @contextlib.contextmanager
-def use(name: Name) -> Iterator[None]:
+def use(name: Name) -> Generator[None]:
     """Forces one backend inside the block, for this thread or task; `BackendError` where it cannot run here."""
     if name not in NAMES:
         raise ArgumentError(f"kernels.use: expected one of {', '.join(NAMES)}; got {name!r}.")
@@ -77,7 +77,7 @@ def status(name: Name) -> BackendStatus:
     """Whether the backend of that name can run here; tried once a process."""
     try:
         detail = _load(name).describe()
-    except Exception as error:  # a broken install may fail in any way, and must not stop training
+    except Exception as error:  # noqa: BLE001  (a broken install may fail in any way, and must not stop training)
         return BackendStatus(name=name, available=False, detail=f"{type(error).__name__}: {error}")
     return BackendStatus(name=name, available=True, detail=detail)
 
@@ -99,7 +99,9 @@ def _from_environment(value: str | None) -> Name | None:
                     f"PLIMSOLL_BACKEND: expected a backend that runs here; got {value!r}. {found.detail}"
                 )
             return name
-    raise ArgumentError(f"PLIMSOLL_BACKEND: expected one of {', '.join(NAMES)}; got {value!r}. Unset it to choose freely.")
+    raise ArgumentError(
+        f"PLIMSOLL_BACKEND: expected one of {', '.join(NAMES)}; got {value!r}. Unset it to choose freely."
+    )
 
 
 @functools.cache

@@ -6,7 +6,7 @@ counters, the next 256 word 1 of the same ones, and so on. Words are thus indepe
 a vector unit computes 256 counters side by side without transposing its four outputs.
 
 The key's low and high halves are Philox's two key words; the counter's, its first two counter words.
-A value with discarded fraction f (of the spacing at it) rounds away from zero if its word is below ``floor(f * 2**32)``.
+A value with discarded fraction f of the spacing at it rounds away from zero if its word is below ``floor(f * 2**32)``.
 """
 
 import torch

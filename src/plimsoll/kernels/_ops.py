@@ -18,6 +18,7 @@ from plimsoll.kernels._spec import BlockSpec, CastSpec
 from plimsoll.kernels._tensors import FLOATING
 
 _library = torch.library.Library("plimsoll", "DEF")
+_MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
 # What every cast takes beside the tensor: the spec, a scale (number or tensor), a seed (number or key tensor).
 _CAST = "int[] spec, float scale, Tensor? scale_tensor, int seed, Tensor? key"
 _BLOCK = "int[] spec, Tensor? tensor_scale, float scale, Tensor? scale_tensor, int seed, Tensor? key"
@@ -152,7 +153,7 @@ def _fake_block_pack(x: Tensor, spec: list[int], *_: object) -> tuple[Tensor, Te
 
 
 _OPERATORS = (
-    ("measure_", "(Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block) -> ()", _measure, _fake_nothing),
+    ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
     ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
     ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),
     ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _cast_out, _fake_nothing),

@@ -1,4 +1,4 @@
-"""Which tensors the operations take: those with floating values in plain memory. The others are told what to use instead."""
+"""Which tensors the operations take: floating values in plain memory. Others are told what to use instead."""
 
 from typing import NoReturn
 

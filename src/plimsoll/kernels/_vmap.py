@@ -34,7 +34,7 @@ def _pack(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, in
     return _ops.pack(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
 
 
-def _absmax(info: Any, dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, int]:
+def _absmax(_: Any, dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, int]:
     return torch.stack([_ops.absmax(example) for example in x.unbind(dims[0])]), 0
 
 

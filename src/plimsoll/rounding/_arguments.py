@@ -1,7 +1,8 @@
-"""From what a user writes to what a kernel takes: names become specs, generators become seeds, mistakes become errors."""
+"""From what a user writes to what a kernel takes: names become specs, generators seeds, and mistakes errors."""
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,9 +37,7 @@ class Numbers:
     key: Tensor | None
 
 
-def plan(
-    operation: str, fmt: object, *, rounding: str, saturate: bool | None, scale_rule: str, axis: int
-) -> Plan:
+def plan(operation: str, fmt: object, *, rounding: str, saturate: bool | None, scale_rule: str, axis: int) -> Plan:
     """Checks what does not depend on the tensor."""
     found = get(fmt)
     mode = _index(operation, "rounding", rounding, ROUNDINGS)
@@ -88,9 +87,10 @@ def _scale(operation: str, x: Tensor, scale: float | Tensor | None) -> tuple[flo
                 f"{scale.dtype}, shape {tuple(scale.shape)}. For a scale per channel, multiply before and divide after."
             )
         return 1.0, scale.detach().reshape(()).to(device=x.device, dtype=torch.float64, non_blocking=True)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+    number = cast("object", scale)  # whatever came, in spite of the annotation
+    if isinstance(number, bool) or not isinstance(number, int | float) or not (math.isfinite(number) and number > 0):
         raise ArgumentError(f"{operation}: expected scale to be a finite number above zero; got {scale!r}.")
-    return float(scale), None
+    return float(number), None
 
 
 def _seed(operation: str, x: Tensor, generator: Generator) -> tuple[int, Tensor | None]:

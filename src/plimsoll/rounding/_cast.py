@@ -122,7 +122,8 @@ def rows_of(x: Tensor, axis: int, operation: str) -> Tensor:
         x = x.reshape(1)
     if not -x.dim() <= axis < x.dim():
         raise ArgumentError(
-            f"{operation}: expected axis to be one of {-x.dim()} to {x.dim() - 1}; got {axis} for shape {tuple(x.shape)}."
+            f"{operation}: expected axis to be one of {-x.dim()} to {x.dim() - 1}; "
+            f"got {axis} for shape {tuple(x.shape)}."
         )
     moved = x.movedim(axis, -1)
     return moved.reshape(moved.numel() // max(moved.shape[-1], 1), moved.shape[-1])

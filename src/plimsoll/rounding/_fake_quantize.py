@@ -1,6 +1,6 @@
 """`fake_quantize`: a cast under autograd, with a format for each direction."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def fake_quantize(
             )
     check_tensor(x, "fake_quantize")
     arguments = _Arguments(**cast_arguments)
-    return _FakeQuantize.apply(x, _plan(forward, arguments), _plan(backward, arguments), arguments)
+    return cast("Tensor", _FakeQuantize.apply(x, _plan(forward, arguments), _plan(backward, arguments), arguments))
 
 
 class _Arguments(NamedTuple):
@@ -57,13 +57,13 @@ class _FakeQuantize(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, forward: Plan | None, backward: Plan | None, arguments: _Arguments) -> Tensor:
+    def forward(x: Tensor, forward: Plan | None, _backward: Plan | None, arguments: _Arguments) -> Tensor:
         if forward is None:
             return x.view_as(x)
         return cast_checked(x, forward, arguments.scale, arguments.generator if forward.stochastic else None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004  (torch's names)
         _, _, ctx.backward_plan, ctx.arguments = inputs
 
     @staticmethod
@@ -71,7 +71,7 @@ class _FakeQuantize(torch.autograd.Function):
         if ctx.backward_plan is None:
             return gradient, None, None, None
         arguments = ctx.arguments._replace(generator=_other_key(ctx.arguments.generator))
-        return _FakeQuantize.apply(gradient, ctx.backward_plan, None, arguments), None, None, None
+        return cast("Tensor", _FakeQuantize.apply(gradient, ctx.backward_plan, None, arguments)), None, None, None
 
 
 def _plan(fmt: object | None, arguments: _Arguments) -> Plan | None:

@@ -21,12 +21,13 @@ def is_sharded(x: Tensor) -> bool:
 
 def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: "Plan") -> Tensor:
     """A DTensor like `x` of `operation` over the local part."""
-    whole = typed(Any, x)
+    whole = typed("Any", x)
     _check_placements(whole, plan)
     local = operation(whole.to_local().detach())
-    return type(whole).from_local(
+    whole_again = type(whole).from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    return typed("Tensor", whole_again)
 
 
 def _check_placements(whole: Any, plan: "Plan") -> None:

@@ -74,8 +74,8 @@ def _is_hollow(x: Tensor) -> bool:
 def _local(x: Tensor, place: str) -> Tensor:
     sharded = cast("Any", x)
     if any(placement.is_partial() for placement in sharded.placements):
-        fail(x, "measure", place, f"a DTensor with a Partial placement, {sharded.placements}, whose values are not summed yet",
-              "Redistribute it first: x.redistribute(placements=[Replicate()]).")  # fmt: skip
+        problem = f"a DTensor with a Partial placement, {sharded.placements}, whose values are not summed yet"
+        fail(x, "measure", place, problem, "Redistribute it first: x.redistribute(placements=[Replicate()]).")
     local: Tensor = sharded.detach().to_local()
     where = sharded.device_mesh.get_coordinate()
     counts = where is not None and all(
@@ -89,7 +89,13 @@ def _local(x: Tensor, place: str) -> Tensor:
 def _check_data(x: Tensor, place: str) -> None:
     if _is_transformed(x):
         remedy = "Return the tensor from the transformed function and measure it there."
-        fail(x, "measure", place, "a tensor inside a torch.func transform (vmap, grad, jvp), which stands for others", remedy)
+        fail(
+            x,
+            "measure",
+            place,
+            "a tensor inside a torch.func transform (vmap, grad, jvp), which stands for others",
+            remedy,
+        )
 
 
 def _kind(module: str, name: str) -> type | None:

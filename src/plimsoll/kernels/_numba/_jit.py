@@ -6,12 +6,14 @@ it at once. Kernels here are serial and release the GIL; `_pool` runs several of
 Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
 NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile anew in each process: said once.
 Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other share a file.
+After a change to this one, remove the compiled code.
 """
 
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -38,9 +40,9 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 def cache_folder() -> str | None:
     """Where compiled kernels are kept, or None where nowhere can be written."""
-    from plimsoll.kernels._numba import _measure
+    from plimsoll.kernels._numba import _measure_kernels
 
-    return None if _uncached else str(_measure.measure_float32.stats.cache_path)
+    return None if _uncached else str(_measure_kernels.measure_float32.stats.cache_path)
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Any:
@@ -59,7 +61,7 @@ def _compile(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def _bitcast(to: Any) -> Any:
-    """An intrinsic that reads a number's bits as `to`; integers are cut to its width, since Numba widens them to 64 bits."""
+    """An intrinsic that reads a number's bits as `to`; integers are cut to its width: Numba widens them."""
 
     @intrinsic
     def reinterpret(_: Any, value: Any) -> Any:
@@ -111,7 +113,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
-    """How many bytes of ``buffer[: 32 * chunks]`` equal top, top - 1, top - 2 and top - 3: four 16-bit counts in an int64.
+    """How many bytes of ``buffer[: 32 * chunks]`` equal top, top - 1, top - 2 and top - 3: 16 bits for each.
 
     Written in LLVM's vectors because a loop that adds up comparisons is compiled into 64-bit lanes, eight times slower.
     A lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a
@@ -147,4 +149,18 @@ def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
 def _splat(builder: Any, value: Any, lanes: Any) -> Any:
     empty = ir.Constant(lanes, ir.Undefined)
     single = builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(single, empty, ir.Constant(ir.VectorType(ir.IntType(32), lanes.count), [0] * lanes.count))
+    return builder.shuffle_vector(
+        single, empty, ir.Constant(ir.VectorType(ir.IntType(32), lanes.count), [0] * lanes.count)
+    )
+
+
+@inlined
+def widen_half(bits):
+    """Float32 bits of a float16, subnormals included, without reading a float32 subnormal."""
+    magnitude = np.uint32(bits & np.uint32(0x7FFF))
+    sign = np.uint32(np.uint32(bits & np.uint32(0x8000)) << np.uint32(16))
+    normal = np.uint32((magnitude << np.uint32(13)) + np.uint32(112 << 23))
+    special = np.uint32(normal + np.uint32(112 << 23))
+    small = as_uint32(np.float32(magnitude) * np.float32(2.0**-24))
+    wide = small if magnitude < np.uint32(0x0400) else (normal if magnitude < np.uint32(0x7C00) else special)
+    return wide | sign

@@ -1,13 +1,7 @@
-"""Measuring on the CPU: one pass over memory, in blocks of 4,096 values that stay in the first-level cache.
+"""Measuring on the CPU, from tensors to kernels: one call for many tensors, cut into even shares for the threads.
 
-Per block: (1) one vector loop takes the exponent byte of every value and the three extremes as integers; (2) bytes are
-counted for the occupied binades only, from the highest down, 64 at a time (`count_four`): a block of real data spans
-15 to 40 binades, and this beats a scalar histogram up to about 28; (3) moments are summed in float64 by a loop that may
-reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
-float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers.
-
-Kernels take addresses, so that a call with a thousand tensors is one call. All are in this one file because Numba's
-cache notices a change of a kernel's own file only.
+Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
+values at a time, so that nothing of their size is allocated.
 """
 
 import functools
@@ -16,503 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from plimsoll.formats import get_element
 from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba import _pool
-from plimsoll.kernels._numba._jit import (
-    as_float32,
-    as_float64,
-    as_int64,
-    as_uint32,
-    as_uint64,
-    count_four,
-    inlined,
-    kernel,
-    pointer,
-    summing_kernel,
-)
+from plimsoll.kernels._numba import _measure_kernels as kernels, _pool
 from plimsoll.kernels._torch._cast import from_codes
-_BLOCK = 4096
-_MOST_BINADES = 32  # in a block; beyond, a scalar histogram is faster than counting each
+
 _SPLIT = 1 << 12  # parts of one tensor begin at a multiple of this many values
-
-_INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
-_TINY32 = 2.0**-149
-
-# Row fields as plain integers, which kernels take as constants.
-_COUNT, _ZEROS, _NANS, _POS_INFS, _NEG_INFS = range(5)
-_POSITIVE, _NEGATIVE, _NEAREST, _SUM, _ABSSUM, _SUMSQ = 5, 6, 7, 8, 9, 10
-_HISTOGRAM, _BINADES = layout.HISTOGRAM, layout.BINADES
-_BLOCKS, _ZERO_BLOCKS, _NONFINITE_BLOCKS, _POISONED = layout.BLOCKS, layout.BLOCKS + 1, layout.BLOCKS + 2, layout.BLOCKS + 3
-_DEPTHS, _MAXIMA, _ABSMIN_TOP = layout.DEPTHS, layout.MAXIMA, layout.ABSMIN_TOP
-
-
-# -- the parts of one block of float32 bits ---------------------------------------------------------------------------
-
-
-@inlined
-def _extremes(bits, exponents, n):  # noqa: ANN001
-    """Exponent bytes of `n` values; largest signed and unsigned bits; smallest magnitude's bits less one (zero wraps)."""
-    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
-    for i in range(n):
-        value = bits[i]
-        magnitude = value & np.uint32(0x7FFF_FFFF)
-        exponents[i] = np.uint8(magnitude >> np.uint32(23))
-        positive = max(positive, np.int32(value))
-        negative = max(negative, value)
-        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
-    return np.uint32(positive), negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0), nearest
-
-
-@inlined
-def _widen_bfloat(bits):  # noqa: ANN001
-    return np.uint32(bits << np.uint32(16))
-
-
-@inlined
-def _widen_half(bits):  # noqa: ANN001
-    """Float32 bits of a float16, subnormals included, without reading a float32 subnormal."""
-    magnitude = np.uint32(bits & np.uint32(0x7FFF))
-    sign = np.uint32(np.uint32(bits & np.uint32(0x8000)) << np.uint32(16))
-    normal = np.uint32((magnitude << np.uint32(13)) + np.uint32(112 << 23))
-    special = np.uint32(normal + np.uint32(112 << 23))
-    small = as_uint32(np.float32(magnitude) * np.float32(2.0**-24))
-    wide = small if magnitude < np.uint32(0x0400) else (normal if magnitude < np.uint32(0x7C00) else special)
-    return wide | sign
-
-
-@inlined
-def _extremes_16bit(narrow, n):  # noqa: ANN001
-    """As `_extremes`, over 16-bit patterns, twice as many to a vector, and without the exponents."""
-    positive, negative, nearest = np.int16(0), np.uint16(0), np.uint16(0xFFFF)
-    for i in range(n):
-        value = narrow[i]
-        positive = max(positive, np.int16(value))
-        negative = max(negative, value)
-        nearest = min(nearest, np.uint16(np.uint16(value & np.uint16(0x7FFF)) - np.uint16(1)))
-    largest = np.uint16(negative & np.uint16(0x7FFF)) if negative >> np.uint16(15) else np.uint16(0)
-    return np.uint32(np.uint16(positive)), np.uint32(largest), np.uint32(nearest)
-
-
-@inlined
-def _scan_bfloat(narrow, bits, exponents, n):  # noqa: ANN001
-    """Extremes and exponent bytes of bfloat16 patterns, and their float32 bits."""
-    positive, negative, nearest = _extremes_16bit(narrow, n)
-    for i in range(n):
-        exponents[i] = np.uint8(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(7))
-    for i in range(n):
-        bits[i] = _widen_bfloat(np.uint32(narrow[i]))
-    before = np.uint32(0xFFFF_FFFF)
-    if nearest != np.uint32(0xFFFF):
-        before = np.uint32(_widen_bfloat(nearest + np.uint32(1)) - np.uint32(1))
-    return _widen_bfloat(positive), _widen_bfloat(negative), before
-
-
-@inlined
-def _scan_half(narrow, bits, exponents, n):  # noqa: ANN001
-    """Extremes and exponent bytes of float16 patterns, and their float32 bits; fast where all are normal or zero."""
-    positive, negative, nearest = _extremes_16bit(narrow, n)
-    if max(positive, negative) >= np.uint32(0x7C00) or nearest + np.uint32(1) < np.uint32(0x0400):
-        return _extremes_half(narrow, bits, exponents, n)
-    for i in range(n):
-        exponents[i] = np.uint8(np.uint16(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(10)) + np.uint16(112))
-    for i in range(n):
-        value = np.uint32(narrow[i])
-        magnitude = np.uint32(value & np.uint32(0x7FFF))
-        wide = np.uint32((magnitude << np.uint32(13)) + np.uint32(112 << 23)) if magnitude else np.uint32(0)
-        bits[i] = wide | np.uint32(np.uint32(value & np.uint32(0x8000)) << np.uint32(16))
-    before = np.uint32(0xFFFF_FFFF)
-    if nearest != np.uint32(0xFFFF):
-        before = np.uint32(_widen_half(nearest + np.uint32(1)) - np.uint32(1))
-    return _widen_half(positive), _widen_half(negative), before
-
-
-@inlined
-def _extremes_half(narrow, bits, exponents, n):  # noqa: ANN001
-    """As `_extremes`, of any float16 patterns, whose float32 bits it writes."""
-    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
-    for i in range(n):
-        value = _widen_half(np.uint32(narrow[i]))
-        bits[i] = value
-        magnitude = value & np.uint32(0x7FFF_FFFF)
-        exponents[i] = np.uint8(magnitude >> np.uint32(23))
-        positive = max(positive, np.int32(value))
-        negative = max(negative, value)
-        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
-    return np.uint32(positive), negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0), nearest
-
-
-@summing_kernel
-def _moments(values):  # noqa: ANN001
-    total, absolute, squares = 0.0, 0.0, 0.0
-    for i in range(values.size):
-        value = np.float64(values[i])
-        total += value
-        absolute += abs(value)
-        squares += value * value
-    return total, absolute, squares
-
-
-@inlined
-def _clear_nonfinite(bits, clean, n, row):  # noqa: ANN001
-    """Counts NaN and Inf and copies the bits with zeros in their place; returns how many there were."""
-    nans, positive, negative = 0, 0, 0
-    for i in range(n):
-        value = bits[i]
-        magnitude = value & np.uint32(0x7FFF_FFFF)
-        nans += magnitude > np.uint32(_INF32)
-        positive += value == np.uint32(_INF32)
-        negative += value == np.uint32(_INF32 | 0x8000_0000)
-        clean[i] = value if magnitude < np.uint32(_INF32) else np.uint32(0)
-    row[_NANS] += nans
-    row[_POS_INFS] += positive
-    row[_NEG_INFS] += negative
-    return nans + positive + negative
-
-
-@inlined
-def _count_vector(exponents, n, top, lowest, counts, offset):  # noqa: ANN001
-    """Adds the number of bytes equal to each of `top` to `lowest` >= 1 to ``counts[0, byte + offset]``; returns the sum."""
-    chunks = (n + 31) // 32
-    found = 0
-    while top >= lowest:
-        packed = count_four(exponents, chunks, top)
-        for i in range(min(4, top - lowest + 1)):
-            equal = (packed >> (16 * i)) & 0xFFFF
-            counts[0, top - i + offset] += equal
-            found += equal
-        top -= 4
-    return found
-
-
-@inlined
-def _count_scalar(exponents, n, counts):  # noqa: ANN001
-    """As `_count_codes`, for exponents.
-
-    Returns how many are not zero, whose own count is left at zero.
-    """
-    _count_codes(exponents, n, counts)
-    zeros = counts[0, 0] + counts[1, 0] + counts[2, 0] + counts[3, 0]
-    counts[:, 0] = 0
-    return n - zeros
-
-
-@inlined
-def _count_codes(codes, n, counts):  # noqa: ANN001
-    """Adds one for each code to one of four histograms, so that equal neighbours do not wait for each other."""
-    quarter = n // 4
-    first, second, third, fourth = (
-        codes[:quarter], codes[quarter : 2 * quarter], codes[2 * quarter : 3 * quarter], codes[3 * quarter : n],
-    )  # fmt: skip
-    for i in range(quarter):
-        counts[0, first[i]] += 1
-        counts[1, second[i]] += 1
-        counts[2, third[i]] += 1
-        counts[3, fourth[i]] += 1
-    for i in range(quarter, n - 3 * quarter):
-        counts[0, fourth[i]] += 1
-
-
-@inlined
-def _count_zeros(bits, n, row, cleared, low):  # noqa: ANN001
-    """Of `low` values with a zero exponent, `cleared` NaN or Inf among them: counts zeros, and subnormals by binade."""
-    zeros = 0
-    for i in range(n):
-        zeros += (bits[i] & np.uint32(0x7FFF_FFFF)) == np.uint32(0)
-    row[_ZEROS] += zeros - cleared
-    if low > zeros:
-        for i in range(n):
-            magnitude = bits[i] & np.uint32(0x7FFF_FFFF)
-            if magnitude != 0 and magnitude < np.uint32(0x0080_0000):
-                row[_HISTOGRAM + np.int64(as_uint32(np.float32(magnitude)) >> np.uint32(23)) - 127] += 1
-
-
-@inlined
-def _key(magnitude):  # noqa: ANN001
-    """The bits of the float64 with the value of float32 magnitude bits; in integers for subnormals, flushed or not."""
-    if magnitude < np.uint32(0x0080_0000):
-        return as_int64(np.float64(magnitude) * _TINY32)
-    return as_int64(np.float64(as_float32(magnitude)))
-
-
-@inlined
-def _add_block(bits, n, extremes, exponents, clean, row, sums, counts):  # noqa: ANN001
-    """Counts one block of `n` scanned float32 bit patterns into the row and into `counts` (by biased exponent)."""
-    positive, negative, nearest = extremes
-    cleared = 0
-    if max(positive, negative) >= np.uint32(_INF32):
-        cleared = _clear_nonfinite(bits, clean, n, row)
-        bits = clean
-        positive, negative, nearest = _extremes(bits, exponents, n)
-    for i in range(n, (n + 31) // 32 * 32):
-        exponents[i] = 255
-    found = 0
-    if nearest != np.uint32(0xFFFF_FFFF):
-        top = np.int64(max(positive, negative) >> np.uint32(23))
-        lowest = max(np.int64((nearest + np.uint32(1)) >> np.uint32(23)), 1)
-        if top - lowest < _MOST_BINADES:
-            found = _count_vector(exponents, n, top, lowest, counts, 0)
-        else:
-            found = _count_scalar(exponents, n, counts)
-    if found < n:
-        _count_zeros(bits, n, row, cleared, n - found)
-    total, absolute, squares = _moments(bits[:n].view(np.float32))
-    sums[_SUM] += total
-    sums[_ABSSUM] += absolute
-    sums[_SUMSQ] += squares
-    row[_POSITIVE] = max(row[_POSITIVE], _key(positive))
-    row[_NEGATIVE] = max(row[_NEGATIVE], _key(negative))
-    if nearest != np.uint32(0xFFFF_FFFF):
-        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - _key(nearest + np.uint32(1)))
-
-
-@inlined
-def _fold(counts, row):  # noqa: ANN001
-    """Moves the counts by biased float32 exponent to the row. Exponents 0 and 255 were counted one by one."""
-    for e in range(1, 255):
-        row[_HISTOGRAM + e + 22] += counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]  # index 0: binade -149
-    counts[:, :] = 0
-
-
-# -- kernels: each over a list of parts, given by address, length and row ---------------------------------------------
-# A row index below zero, -1 - i, is row i of `scratch`: a part of a tensor that several threads share.
-
-
-@kernel
-def measure_float32(addresses, lengths, rows, bank, scratch):  # noqa: ANN001, D103
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint32)
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            part_bits = bits[start : start + n]  # an index that cannot be negative keeps the loops vectors
-            found = _extremes(part_bits, exponents, n)
-            _add_block(part_bits, n, found, exponents, clean, row, sums, counts)
-        _fold(counts, row)
-
-
-@kernel
-def measure_16bit(addresses, lengths, rows, bank, scratch, is_half):  # noqa: ANN001, D103
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    wide = np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint16)
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            part_bits = bits[start : start + n]
-            if is_half:
-                found = _scan_half(part_bits, wide, exponents, n)
-            else:
-                found = _scan_bfloat(part_bits, wide, exponents, n)
-            _add_block(wide, n, found, exponents, clean, row, sums, counts)
-        _fold(counts, row)
-
-
-@kernel
-def measure_float64(addresses, lengths, rows, bank, scratch):  # noqa: ANN001, D103
-    clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
-    counts = np.zeros((4, 2048), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint64)
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            _add_block64(bits[start : start + n], n, exponents, wide, clean, row, sums, counts)
-        for e in range(2047):
-            found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
-            row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found
-        counts[:, :] = 0
-
-
-@inlined
-def _add_block64(bits, n, exponents, wide, clean, row, sums, counts):  # noqa: ANN001
-    positive, negative, nearest, zeros, bad = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0, 0
-    for i in range(n):
-        value = bits[i]
-        magnitude = value & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
-        finite = magnitude < np.uint64(_INF64)
-        kept = value if finite else np.uint64(0)
-        clean[i] = kept
-        bad += not finite
-        zeros += magnitude == np.uint64(0)
-        positive = max(positive, np.int64(kept))
-        negative = max(negative, kept)
-        nearest = min(nearest, np.uint64((kept & np.uint64(0x7FFF_FFFF_FFFF_FFFF)) - np.uint64(1)))
-    if bad:
-        for i in range(n):
-            magnitude = bits[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
-            if magnitude > np.uint64(_INF64):
-                row[_NANS] += 1
-            elif magnitude == np.uint64(_INF64):
-                row[_NEG_INFS if bits[i] >> np.uint64(63) else _POS_INFS] += 1
-    if zeros + bad < n:
-        top = max(positive, np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF))) >> 52
-        lowest = np.int64((nearest + np.uint64(1)) >> np.uint64(52))
-        if 0 < lowest and top - lowest < _MOST_BINADES:
-            for i in range(n):  # zeros end at byte 0 or wrap to below 254 - 32
-                exponents[i] = np.uint8(254 - top + np.int64((clean[i] >> np.uint64(52)) & np.uint64(0x7FF)))
-                exponents[i] = exponents[i] if clean[i] << np.uint64(1) else np.uint8(0)
-            for i in range(n, (n + 31) // 32 * 32):
-                exponents[i] = 0
-            _count_vector(exponents, n, np.int64(254), 254 - top + lowest, counts, top - 254)
-        else:
-            for i in range(n):
-                wide[i] = np.uint16((clean[i] >> np.uint64(52)) & np.uint64(0x7FF))
-            subnormal = n - zeros - bad - _count_scalar(wide, n, counts)
-            row[_HISTOGRAM] += subnormal  # far below the lowest binade
-    row[_ZEROS] += zeros
-    total, absolute, squares = _moments(clean[:n].view(np.float64))
-    sums[_SUM] += total
-    sums[_ABSSUM] += absolute
-    sums[_SUMSQ] += squares
-    row[_POSITIVE] = max(row[_POSITIVE], positive)
-    if negative >> np.uint64(63):
-        row[_NEGATIVE] = max(row[_NEGATIVE], np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF)))
-    if nearest != np.uint64(0xFFFF_FFFF_FFFF_FFFF):
-        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - np.int64(nearest + np.uint64(1)))
-
-
-@kernel
-def measure_codes(addresses, lengths, rows, bank, scratch, table):  # noqa: ANN001, D103
-    counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        codes = carray(pointer(addresses[part]), (length,), np.uint8)
-        _count_codes(codes, length, counts)
-        for code in range(256):
-            found = counts[0, code] + counts[1, code] + counts[2, code] + counts[3, code]
-            if found:
-                _add_repeated(as_uint64(table[code]), found, row, sums)
-        counts[:, :] = 0
-
-
-@inlined
-def _add_repeated(bits, found, row, sums):  # noqa: ANN001
-    """Counts one float64 value, given by its bits, `found` times."""
-    magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
-    negative = np.int64(bits >> np.uint64(63))
-    if magnitude > _INF64:
-        row[_NANS] += found
-    elif magnitude == _INF64:
-        row[_NEG_INFS if negative else _POS_INFS] += found
-    elif magnitude == 0:
-        row[_ZEROS] += found
-    else:
-        value = as_float64(np.uint64(bits))
-        sums[_SUM] += value * found
-        sums[_ABSSUM] += abs(value) * found
-        sums[_SUMSQ] += value * value * found
-        key = _NEGATIVE if negative else _POSITIVE
-        row[key] = max(row[key], magnitude)
-        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - magnitude)
-        row[_HISTOGRAM + min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)] += found
-
-
-@kernel
-def measure_blocks(address, kind, height, columns, block, row, table):  # noqa: ANN001, D103
-    """The block record of a matrix, of any dtype (`kind`, an index of _KINDS)."""
-    index = np.empty(block, np.int64)  # binade index of each value; -1 for zero, -2 for NaN and Inf
-    bits32 = carray(pointer(address), (height * columns,), np.uint32)
-    bits16 = carray(pointer(address), (height * columns,), np.uint16)
-    bits64 = carray(pointer(address), (height * columns,), np.uint64)
-    codes = carray(pointer(address), (height * columns,), np.uint8)
-    for line in range(height):
-        for first in range(0, columns, block):
-            n = min(block, columns - first)
-            at = line * columns + first
-            if kind == 0:
-                for i in range(n):
-                    index[i] = _binade_index(bits32[at + i] & np.uint32(0x7FFF_FFFF))
-            elif kind == 1:
-                for i in range(n):
-                    index[i] = _binade_index(np.uint32(bits16[at + i] & np.uint32(0x7FFF)) << np.uint32(16))
-            elif kind == 2:
-                for i in range(n):
-                    index[i] = _binade_index(_widen_half(np.uint32(bits16[at + i] & np.uint32(0x7FFF))))
-            elif kind == 3:
-                for i in range(n):
-                    index[i] = _binade_index64(bits64[at + i])
-            else:
-                for i in range(n):
-                    index[i] = _binade_index64(as_uint64(table[codes[at + i]]))
-            _add_one_block(index, n, row)
-
-
-@inlined
-def _binade_index(magnitude):  # noqa: ANN001
-    if magnitude >= np.uint32(_INF32):
-        return -2
-    if magnitude < np.uint32(0x0080_0000):
-        return np.int64(as_uint32(np.float32(magnitude)) >> np.uint32(23)) - 127 if magnitude else -1
-    return np.int64(magnitude >> np.uint32(23)) + 22
-
-
-@inlined
-def _binade_index64(bits):  # noqa: ANN001
-    magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
-    if magnitude >= _INF64:
-        return -2
-    if magnitude == 0:
-        return -1
-    return min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)
-
-
-@inlined
-def _add_one_block(index, n, row):  # noqa: ANN001
-    top, bad, nonzero = -1, False, 0
-    for i in range(n):
-        top = max(top, index[i])
-        bad |= index[i] == -2
-        nonzero += index[i] >= 0
-    row[_BLOCKS] += 1
-    if bad:
-        row[_NONFINITE_BLOCKS] += 1
-        row[_POISONED] += nonzero
-    elif top < 0:
-        row[_ZERO_BLOCKS] += 1
-    else:
-        row[_MAXIMA + top] += 1
-        for i in range(n):
-            if index[i] >= 0:
-                row[_DEPTHS + top - index[i]] += 1
-
-
-@kernel
-def merge_rows(bank, rows, scratch):  # noqa: ANN001, D103
-    """Adds each scratch row to its row of the bank, as _layout says."""
-    for i in range(rows.size):
-        row, part = bank[rows[i]], scratch[i]
-        sums, part_sums = row.view(np.float64), part.view(np.float64)
-        for field in range(row.size):
-            if _POSITIVE <= field <= _NEAREST:
-                row[field] = max(row[field], part[field])
-            elif _SUM <= field <= _SUMSQ:
-                sums[field] += part_sums[field]
-            else:
-                row[field] += part[field]
-
-
-# -- from tensors to kernels ------------------------------------------------------------------------------------------
-
 _PIECE = 1 << 16  # values copied at a time from a tensor whose memory is not dense
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CODES = 4
@@ -552,7 +57,7 @@ def _measure_parts(dtype: torch.dtype, parts: list[tuple[int, int, int]], table:
     cut, rows = _cut(parts, shares, dtype.itemsize)
     scratch = np.zeros((len(rows), table.shape[1]), np.int64)
     _pool.run([lambda share=share: _launch(dtype, share, table, scratch) for share in cut])
-    merge_rows(table, np.array(rows, np.int64), scratch)
+    kernels.merge_rows(table, np.array(rows, np.int64), scratch)
 
 
 def _cut(
@@ -584,17 +89,17 @@ def _cut(
 def _launch(dtype: torch.dtype, parts: list[tuple[int, int, int]], table: Any, scratch: Any) -> None:
     addresses, lengths, rows = np.array(parts, np.int64).T.copy()
     if dtype == torch.float32:
-        measure_float32(addresses, lengths, rows, table, scratch)
+        kernels.measure_float32(addresses, lengths, rows, table, scratch)
     elif dtype == torch.float64:
-        measure_float64(addresses, lengths, rows, table, scratch)
+        kernels.measure_float64(addresses, lengths, rows, table, scratch)
     elif dtype in _KINDS:
-        measure_16bit(addresses, lengths, rows, table, scratch, dtype == torch.float16)
+        kernels.measure_16bit(addresses, lengths, rows, table, scratch, dtype == torch.float16)
     else:
-        measure_codes(addresses, lengths, rows, table, scratch, _values_of_codes(dtype))
+        kernels.measure_codes(addresses, lengths, rows, table, scratch, _values_of_codes(dtype))
 
 
 def _measure_strided(x: Tensor, row: Any) -> None:
-    """Measures a tensor with gaps or repeats in its memory, 64K values at a time; repeated ones once, then multiplied."""
+    """Measures a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
     repeats = 1
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -605,10 +110,10 @@ def _measure_strided(x: Tensor, row: Any) -> None:
         held = piece.contiguous()
         _launch(x.dtype, [(held.data_ptr(), held.numel(), 0)], once, once[:0])
     counts, sums = once[0], once[0].view(np.float64)
-    counts[: _POSITIVE] *= repeats
-    sums[_SUM : _SUMSQ + 1] *= repeats
-    counts[_HISTOGRAM:] *= repeats
-    merge_rows(row.reshape(1, -1), np.zeros(1, np.int64), once)
+    counts[: layout.POSITIVE] *= repeats
+    sums[layout.SUM : layout.SUMSQ + 1] *= repeats
+    counts[layout.HISTOGRAM :] *= repeats
+    kernels.merge_rows(row.reshape(1, -1), np.zeros(1, np.int64), once)
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:
@@ -634,7 +139,7 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
     for start in range(0, height, step):
         held = matrix[start : start + step].contiguous()
-        measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
+        kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def cast(
 def pack(
     x: Tensor, codes: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
 ) -> None:
-    """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two codes a byte for 4-bit formats.
+    """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats.
 
     The first of two codes takes the low half of the byte. A NaN where the format has none takes the code of zero.
     """
@@ -103,7 +103,7 @@ def _quantize_blocks(
     ragged = -x.shape[1] % spec.block
 
     def in_blocks(flat: Tensor) -> Tensor:
-        return torch.nn.functional.pad(flat, (0, ragged)).unflatten(1, (-1, spec.block))
+        return torch.nn.functional.pad(flat, (0, ragged)).reshape(flat.shape[0], -1, spec.block)
 
     values = in_blocks(x.to(torch.float64) * factor)
     noise = _noise_for(x, spec.element, seed, key)
@@ -154,8 +154,8 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _dense(codes: Tensor, spec: CastSpec) -> Tensor:
     if spec.format.bits != 4:
         return codes
-    pairs = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
 
 def _factor(scale: float, scale_tensor: Tensor | None) -> float | Tensor:
@@ -189,7 +189,7 @@ def to_codes(values: Tensor, spec: CastSpec, noise: Tensor | None) -> Tensor:
         code = code - 1
         remainder = torch.where(exponent < lowest, 0, remainder)
         code = torch.where(exponent < lowest, 0, code)
-    code = code + _rounds_away(spec.rounding, code, remainder, shift, negative, significand, noise)
+    code = code + _rounds_away(spec.rounding, code, remainder, shift, negative, noise)
 
     infinite = magnitude == _INF
     toward_zero = ~infinite & _is_toward_zero(spec.rounding, negative)
@@ -209,7 +209,6 @@ def _rounds_away(
     remainder: Tensor,
     shift: Tensor,
     negative: Tensor,
-    significand: Tensor,
     noise: Tensor | None,
 ) -> Tensor:
     inexact = remainder != 0
@@ -278,7 +277,7 @@ def from_codes(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def to_carrier(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float64 values rounded once to nearest even into `dtype`; `.to` alone would go through float32 to the 16-bit ones."""
+    """Float64 values rounded once to nearest even into `dtype`; `.to` would go through float32 to the 16-bit ones."""
     if dtype == torch.float64:
         return values
     fmt = get_element(dtype, "cast")

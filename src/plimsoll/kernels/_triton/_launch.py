@@ -15,9 +15,11 @@ from plimsoll.kernels._triton import _bits
 from plimsoll.kernels._triton._measure import MAP_SHIFT, WARPS, measure_one, measure_table
 from plimsoll.kernels._triton._tables import Tables
 
-# 32 values a thread: enough bytes in flight with the four programs that an SM holds at 128 registers a thread. What
-# does not fit in these are a few constants of the loop (see the compile test), and four programs beat three.
-_TILE, _WIDE_TILE = 4096, 2048
+# Values of a tile, by the bytes of one: 32 to a thread (16 of float64) are enough bytes in flight with four programs
+# an SM, its number at 128 registers a thread. What these do not hold are mostly constants of the loop (the compile test
+# looks), and four programs should beat three. The block record needs registers of its own.
+_TILES = {1: 4096, 2: 4096, 4: 4096, 8: 2048}
+_BLOCK_TILES = {1: 2048, 2: 1024, 4: 1024, 8: 512}
 _REGISTERS = 128
 _PROGRAMS = 4  # for each SM, before any takes a second tile: as many as run at once, so that atomics are few
 _MOST_TILES = 32  # of one program, so that programs of a large tensor end at about the same time
@@ -65,7 +67,7 @@ def _job(x: Tensor, row: int, block: int) -> _Job:
 
 
 def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> None:
-    tile = _WIDE_TILE if dtype == torch.float64 else _TILE
+    tile = (_BLOCK_TILES if block else _TILES)[dtype.itemsize]
     tiles = sum(-(-job.slots // tile) for job in jobs)
     per_program = min(-(-tiles // (_PROGRAMS * processors(bank.device))), _MOST_TILES)
     programs = [-(-job.slots // (tile * per_program)) for job in jobs]

@@ -1,0 +1,151 @@
+"""`plimsoll doctor`: what it tells of a machine, whole or broken."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from plimsoll import kernels
+from plimsoll.cli import app
+from plimsoll.cli._doctor import _print
+from plimsoll.cli._machine import EXTRAS, Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*arguments: str, width: int = 80, **environment: str) -> Result:
+    return CliRunner(env={"COLUMNS": str(width), **environment}).invoke(app, ["doctor", *arguments])
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    result = doctor(width=width)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= width
+    assert "…" not in result.stdout
+
+
+def test_it_tells_versions_devices_backends_cache_and_extras() -> None:
+    shown = doctor().stdout
+    assert f"torch    {torch.__version__}" in shown
+    for heading in ("Versions", "Devices", "Kernel backends", "Cache of compiled kernels", "Optional parts"):
+        assert re.search(rf"^{heading}$", shown, re.MULTILINE)
+    assert f"{torch.get_num_threads()} threads" in shown
+    for name in EXTRAS:
+        assert name in shown
+
+
+def test_json_says_the_same() -> None:
+    told = json.loads(doctor("--json").stdout)
+    assert told == json.loads(json.dumps(dataclasses.asdict(examine())))
+    assert told["devices"][0]["name"] == "cpu"
+    assert [backend["name"] for backend in told["backends"]] == ["torch", "numba", "triton"]
+
+
+def test_the_backend_it_names_is_the_one_that_runs() -> None:
+    for name in ("torch", "numba"):
+        if kernels.report()[("torch", "numba").index(name)].available:
+            with kernels.use(name):
+                machine = examine()
+            assert (machine.forced_backend, machine.devices[0].backend) == (name, name)
+
+
+def test_a_forced_backend_is_told() -> None:
+    shown = doctor(PLIMSOLL_BACKEND="torch").stdout
+    assert "torch is forced on every device (PLIMSOLL_BACKEND)." in shown
+    assert "kernels: torch" in shown
+
+
+def test_a_wrong_backend_is_told_and_the_rest_with_it() -> None:
+    result = doctor(PLIMSOLL_BACKEND="nmba", width=200)
+    assert result.exit_code == 0
+    assert "PLIMSOLL_BACKEND: expected one of torch, numba, triton; got 'nmba'." in result.stdout
+    assert "Optional parts" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((6, 1), ()),
+        ((7, 0), ("fp16",)),
+        ((8, 6), ("fp16", "bf16", "tf32")),
+        ((8, 9), ("fp16", "bf16", "tf32", "e4m3", "e5m2")),
+        ((9, 0), ("fp16", "bf16", "tf32", "e4m3", "e5m2")),
+        ((10, 0), ("fp16", "bf16", "tf32", "e4m3", "e5m2", "mxfp8", "mxfp6", "mxfp4", "nvfp4")),
+        ((12, 0), ("fp16", "bf16", "tf32", "e4m3", "e5m2", "mxfp8", "mxfp6", "mxfp4", "nvfp4")),
+    ],
+)
+def test_formats_in_hardware_follow_the_compute_capability(
+    capability: tuple[int, int], expected: tuple[str, ...]
+) -> None:
+    assert cuda_formats(capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("", ()),
+        ("flags\t\t: fpu avx2 f16c", ()),
+        ("flags\t\t: fpu avx512_bf16", ("bf16",)),
+        ("flags\t\t: amx_bf16 avx512_fp16", ("fp16", "bf16")),
+        ("model name\t: avx512_bf16\nFeatures\t: fp asimd asimdhp", ("fp16",)),
+    ],
+)
+def test_formats_of_a_processor_follow_its_flags(cpuinfo: str, expected: tuple[str, ...]) -> None:
+    assert cpu_formats(cpuinfo) == expected
+
+
+def test_extras_are_those_of_pyproject() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {
+        name: tuple(re.split(r"[<>=\[;]", entry)[0] for entry in entries if not entry.startswith("plimsoll["))
+        for name, entries in declared.items()
+        if name not in ("all", "bench", "dev")
+    }
+    assert packages == EXTRAS
+
+
+def test_a_missing_extra_names_its_install_line() -> None:
+    machine = dataclasses.replace(
+        examine(),
+        extras=(
+            Extra(name="report", versions={"plotly": None}, install="pip install 'plimsoll[report]'"),
+            Extra(name="sql", versions={"duckdb": "1.2.3"}, install=None),
+        ),
+    )
+    shown = _shown(machine)
+    assert re.search(r"– +report +pip install 'plimsoll\[report\]'", shown)
+    assert re.search(r"✓ +sql +duckdb 1\.2\.3", shown)
+
+
+def test_a_gpu_a_broken_backend_and_a_lost_cache_are_told() -> None:
+    gpu = Device(
+        name="cuda:0", model="NVIDIA H200", detail="sm_90", memory_bytes=139 * 2**30,
+        formats=cuda_formats((9, 0)), backend="triton",
+    )  # fmt: skip
+    machine = examine()
+    machine = dataclasses.replace(
+        machine,
+        devices=(*machine.devices, gpu),
+        backends=(Backend(name="numba", available=False, detail="ImportError: no llvmlite"),),
+        kernel_cache=Cache(folder=None, writable=False),
+    )
+    shown = _shown(machine)
+    assert "no GPU" not in shown
+    assert re.search(r"cuda:0 +NVIDIA H200 +sm_90, 139\.0 GiB", shown)
+    assert re.search(r"computes in fp32, fp16, bf16, tf32, e4m3, e5m2 +kernels: triton", shown)
+    assert re.search(r"– +numba +ImportError: no llvmlite", shown)
+    assert "set NUMBA_CACHE_DIR to a writable folder" in " ".join(shown.split())
+
+
+def _shown(machine: object) -> str:
+    console = Console(width=100, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        _print(machine, console)
+    return captured.get()

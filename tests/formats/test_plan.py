@@ -1,0 +1,142 @@
+"""The precision plan: lookup, round trips, and files that are none."""
+
+import copy
+import dataclasses
+import pickle
+import re
+
+import pytest
+from hypothesis import given, strategies as st
+
+from plimsoll.errors import ArgumentError, FormatError
+from plimsoll.formats import BF16, E4M3, FP32, MXFP8_E4M3, Plan
+
+FULL = Plan(
+    target="fp8",
+    formats={"blocks.*.mlp": "e4m3", "blocks.*": "mxfp8_e4m3", "blocks.3.mlp": "FP32", "odd[0]": "e5m7"},
+    default="bf16",
+    source="runs/exp1",
+    notes={"blocks.*": "nothing lost", "blocks.3.mlp": 'overflows: "7 %"\n\ttwice \\ \x00\x7f\u2028 é 𝄞'},
+)
+
+
+def test_exact_names_come_first_then_globs_in_order_then_the_default():
+    found = [FULL.format_for(name) for name in ("blocks.3.mlp", "blocks.4.mlp", "blocks.4.mlp.2", "blocks.4", "head")]
+    assert found == [FP32, E4M3, MXFP8_E4M3, MXFP8_E4M3, BF16]
+    assert FULL.format_for("odd[0]").name == "e5m7"  # as a glob it would match odd0 only
+    assert FULL.format_for("odd0").name == "e5m7"
+    assert FULL.format_for("Blocks.4") is BF16
+    assert dataclasses.replace(FULL, default=None).format_for("head") is None
+
+
+def test_every_field_survives_the_file(tmp_path):
+    path = tmp_path / "plan.toml"
+    FULL.save(path)
+    loaded = Plan.load(path)
+    assert loaded == FULL
+    assert list(loaded.formats) == list(FULL.formats)
+    assert [item.name for item in tmp_path.iterdir()] == ["plan.toml"]
+    for field in dataclasses.fields(Plan):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        assert required or getattr(FULL, field.name) != Plan(target="x", formats={}).__getattribute__(field.name)
+
+
+def test_a_plan_of_nothing_survives_too(tmp_path):
+    plan = Plan(target="fp16", formats={})
+    plan.save(str(tmp_path / "plan.toml"))
+    assert Plan.load(str(tmp_path / "plan.toml")) == plan
+
+
+def test_saving_again_replaces_the_file(tmp_path):
+    path = tmp_path / "plan.toml"
+    FULL.save(path)
+    Plan(target="fp16", formats={}).save(path)
+    assert Plan.load(path).target == "fp16"
+
+
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+@given(
+    target=text,
+    formats=st.dictionaries(text, st.sampled_from(["e4m3", "BF16", "nvfp4"])),
+    default=st.none() | st.just("fp32"),
+    source=st.none() | text,
+    notes=st.dictionaries(text, text),
+)
+def test_any_plan_survives_the_file(tmp_path_factory, target, formats, default, source, notes):
+    plan = Plan(target=target, formats=formats, default=default, source=source, notes=notes)
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    assert list(loaded.formats.items()) == list(formats.items())
+
+
+def test_copies_pickles_and_hashes():
+    for other in (copy.deepcopy(FULL), _pickled(FULL), dataclasses.replace(FULL)):
+        assert other == FULL
+        assert hash(other) == hash(FULL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FULL.target = "fp16"
+
+
+def test_a_plan_by_hand_needs_target_and_formats_only(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('# mine\ntarget = "fp8"\n[formats]\n"head" = "bf16"  # never fp8\nbody = \'e4m3\'\n')
+    assert Plan.load(path) == Plan(target="fp8", formats={"head": "bf16", "body": "e4m3"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"target = ", r"Plan\.load: expected a TOML file; got .*plan\.toml"),
+        (b"\xff\xfe", r"expected a TOML file; got .*plan\.toml.*decode"),
+        (b"", r"expected the fields target and formats \(missing formats, target\)"),
+        (b'target = "fp8"', r"\(missing formats\)"),
+        (b'target = "fp8"\nformats = "e4m3"', r"formats and notes to be tables.*\(wrong: formats\)"),
+        (b'[target]\na = "b"\n[formats]', r"\(wrong: target\)"),
+        (b'target = "fp8"\ndefualt = "bf16"\n[formats]', r"the fields target, .*default.*\(found defualt\)"),
+        (b'schema = 2\ntarget = "fp8"\n[formats]', r"expected schema 1, .*\(found 2\)"),
+        (b"target = 8\n[formats]", r"expected Unicode text throughout; got 'target' = 8"),
+        (b'target = "fp8"\n[formats]\na = 4', r"expected Unicode text throughout; got 'a' = 4"),
+        (b'target = "fp8"\n[formats.blocks]\nmlp = "e4m3"', r"got 'blocks' = \{'mlp': 'e4m3'\}"),
+    ],
+)
+def test_damaged_files_say_what_is_wrong(tmp_path, content, message):
+    path = tmp_path / "plan.toml"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=message):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_pythons_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape("plan.toml")):
+        Plan.load(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize("fields", [{"formats": {"head": "fp61"}}, {"formats": {}, "default": "fp61"}])
+def test_unknown_formats_are_named_with_their_place(fields):
+    with pytest.raises(
+        FormatError, match=r"Plan: expected a format for '(head|default)'\. .*got 'fp61'\. Nearest: fp64, fp16"
+    ):
+        Plan(target="fp8", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target": "\ud800"},
+        {"formats": {"\ud800": "e4m3"}},
+        {"notes": {"a": "\ud800"}},
+        {"target": None},
+        {"source": 3},
+    ],
+)
+def test_what_no_file_could_hold_is_refused(fields):
+    with pytest.raises(ArgumentError, match="Plan: expected Unicode text throughout; got"):
+        Plan(**({"target": "fp8", "formats": {}} | fields))
+
+
+def _pickled(record):
+    return pickle.loads(pickle.dumps(record))  # noqa: S301 - our own bytes

@@ -1,0 +1,165 @@
+"""The Triton kernels compile for an H200 (sm_90), through the same host code that launches them, with no GPU at hand.
+
+A second process, in which kernels are not interpreted, replaces Triton's driver by one that only names the target, and
+stops every launch after compiling. What the interpreter does not see shows here: types, constants that must be known
+when compiling, recompilation, instructions that flush subnormals, loads that are not vectors, registers that spill.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    triton = pytest.importorskip("triton", reason="the package triton is not installed")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for tool in ("ptxas", "cuobjdump"):
+        if not (tools / tool).exists():
+            pytest.skip(f"this triton comes without {tool}, so nothing can be compiled for sm_90")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, __file__, str(tools / "cuobjdump")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of(compiled: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    return [kernel for kernel in compiled if kernel["case"].startswith(case)]
+
+
+def test_every_kernel_and_dtype_compiles(compiled: list[dict[str, Any]]) -> None:
+    names = {kernel["name"] for kernel in compiled}
+    assert names == {"measure_one", "measure_table", "cast_dense", "cast_ragged"}
+    for case in ("measure", "cast"):
+        assert len({kernel["case"] for kernel in of(compiled, case)}) == 8, "one for each dtype"
+
+
+def test_nothing_flushes_subnormals(compiled: list[dict[str, Any]]) -> None:
+    assert [kernel["case"] for kernel in compiled if kernel["ftz"]] == []
+
+
+def test_fp32_measuring_loads_vectors_and_hardly_spills(compiled: list[dict[str, Any]]) -> None:
+    for kernel in of(compiled, "fp32 one") + of(compiled, "fp32 table"):
+        assert kernel["vector_loads"] >= 8, kernel
+        assert kernel["registers"] <= 128, "four programs to an SM"
+        assert kernel["stack_bytes"] <= 256, "constants of the loop, and no more"
+
+
+def test_sizes_and_formats_do_not_recompile(compiled: list[dict[str, Any]]) -> None:
+    for case in ("fp32 one", "fp32 table", "fp32 cast"):
+        assert len({kernel["hash"] for kernel in of(compiled, case)}) == 1, case
+        assert len(of(compiled, case)) > 1
+
+
+def main(cuobjdump: str) -> None:
+    """Compiles everything, and prints a line of JSON a kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return device
+
+    driver.set_active(Driver())
+    run, case = jit.JITFunction.run, [""]
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        line = {"case": case[0], "name": self.fn.__name__, **examine(kernel, cuobjdump)}
+        sys.stdout.write(json.dumps(line) + "\n")
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    launch_measuring(case)
+    launch_casting(case)
+
+
+def launch_measuring(case: list[str]) -> None:
+    import torch
+
+    from plimsoll.kernels import _layout as layout, _triton as fast
+    from plimsoll.kernels._triton import _bits, _launch
+
+    def measure(lengths: tuple[int, ...], dtype: torch.dtype, block: int) -> None:
+        bank = torch.zeros(4, layout.width(block), dtype=torch.int64)
+        tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
+        fast.measure(tensors, bank, range(len(tensors)), True, block)
+
+    for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
+        case[0] = "fp32 one" if len(lengths) == 1 else "fp32 table"
+        measure(lengths, torch.float32, 0)
+    for dtype in (torch.bfloat16, torch.float64):
+        case[0] = f"block record {dtype}"
+        measure((7,), dtype, 32)
+    _launch._TILES = dict.fromkeys(_launch._TILES, 2048)  # for the rest, code half as long
+    for dtype in _bits.DTYPES:
+        case[0] = f"measure {dtype}"
+        measure((7,), dtype, 0)
+
+
+def launch_casting(case: list[str]) -> None:
+    import torch
+
+    from plimsoll.formats import E4M3, E5M2, E8M0, MXFP8_E4M3, NVFP4
+    from plimsoll.kernels import _triton as fast
+    from plimsoll.kernels._spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+    from plimsoll.kernels._triton import _bits, _quantize
+
+    _quantize.GROUPS = 1  # code a quarter as long
+    for dtype in _bits.DTYPES:
+        case[0] = f"cast {dtype}"
+        x = torch.zeros(8, dtype=dtype)
+        fast.cast(x, x, CastSpec.of(E4M3, NEAREST_EVEN, True), 1.0, None, 0, None)
+    x, nothing = torch.zeros(4, 32), None
+    case[0] = "fp32 cast"
+    for fmt, count, seed in ((E4M3, 128, 3), (NVFP4.element, 31, 16), (E5M2, 1, 1)):
+        part = x.flatten()[:count]
+        fast.cast(part, part, CastSpec.of(fmt, STOCHASTIC, True), 1.0, nothing, seed, nothing)
+    case[0] = "wide"
+    fast.cast(x, x, CastSpec.of(E8M0, STOCHASTIC, True), 1.0, x[0, 0], 3, torch.tensor(1))
+    case[0] = "pairs"
+    codes = torch.zeros(4, 16, dtype=torch.uint8)
+    fast.pack(x, codes, CastSpec.of(NVFP4.element, NEAREST_EVEN, True), 1.0, nothing, 3, nothing)
+    case[0] = "blocks"
+    scales = torch.zeros(4, 2, dtype=torch.uint8)
+    fast.block_pack(x, codes, scales, BlockSpec.of(NVFP4, STOCHASTIC, 0), torch.tensor(1.0), 1.0, nothing, 3, nothing)
+    fast.block_cast(x, x, BlockSpec.of(MXFP8_E4M3, NEAREST_EVEN, 0), nothing, 1.0, nothing, 3, nothing)
+    ragged = torch.zeros(4, 33)
+    fast.block_cast(ragged, ragged, BlockSpec.of(MXFP8_E4M3, STOCHASTIC, 0), nothing, 1.0, nothing, 3, nothing)
+
+
+def examine(kernel: Any, cuobjdump: str) -> dict[str, Any]:
+    """What a compiled kernel uses; `vector_loads` are its 16-byte ones."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ptx = kernel.asm["ptx"]
+    return {
+        "hash": kernel.hash,
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "vector_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx)),
+        "ftz": len(re.findall(r"\.ftz\b", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

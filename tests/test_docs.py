@@ -1,0 +1,42 @@
+"""The Python code blocks of README and docs run, page by page, each in the names of the blocks before it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The line number and text of each Python block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in _BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__docs__"}
+    for line, block in blocks(page):
+        exec(compile("\n" * line + block, str(page), "exec"), names)
+
+
+def test_the_readme_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    exec(_BLOCK.findall(text)[0], {})
+    assert capsys.readouterr().out == shown[1]
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert blocks(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
