@@ -24,7 +24,7 @@ def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: "Plan") ->
     whole = typed("Any", x)
     _check_placements(whole, plan)
     local = operation(whole.to_local().detach())
-    whole_again = type(whole).from_local(
+    whole_again: Any = type(whole).from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return typed("Tensor", whole_again)

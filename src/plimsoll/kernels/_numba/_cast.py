@@ -41,7 +41,7 @@ def cast(
         reference.cast(x, out, spec, scale, scale_tensor, seed, key)
         return
     factor = float(scale_tensor) if scale_tensor is not None else scale
-    number = _key(seed, key) if spec.rounding == STOCHASTIC else 0
+    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
     same_memory = x.stride() == out.stride() and spec.rounding != STOCHASTIC and is_dense(x)
     if same_memory or (x.is_contiguous() and out.is_contiguous()):
         _cast_flat(x, out, spec, factor, number, 0)
@@ -62,7 +62,7 @@ def pack(
         reference.pack(x, codes, spec, scale, scale_tensor, seed, key)
         return
     factor = float(scale_tensor) if scale_tensor is not None else scale
-    number = _key(seed, key) if spec.rounding == STOCHASTIC else 0
+    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
     single = codes if codes.shape == x.shape else torch.empty(x.shape, dtype=torch.uint8)
     _cast_flat(x.contiguous(), single, spec, factor, number, 0)
     if single is not codes:
@@ -109,22 +109,23 @@ def block_pack(
     _cast_blocks(x, codes, kind, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
 
 
-def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: int, offset: int) -> None:
+def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, offset: int) -> None:
     """Runs the kernel over two stretches of memory of equal length; `offset` is the index of the first value."""
     count = x.numel()
     source_kind, target_kind = _KINDS[x.dtype], _KINDS[out.dtype]
+    code_kind = None if out.dtype.is_floating_point else target_kind
     exponent = _exponent_of(factor)
     narrow = exponent is not None and source_kind != 3 and target_kind != 3 and _fits_float32(spec, exponent)
     plan = _plan(spec, 32 if narrow else 64, -exponent if narrow and exponent is not None else 0)
     carrier = _carrier_plan(out.dtype, spec if factor == 1.0 else None, 32 if narrow else 64)
-    word = np.uint64(key)
 
     def task(first: int, last: int) -> None:
-        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, first, last, offset, spec.rounding)
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset)
+        numbers = (_directed(spec), plan, carrier, key)
         if narrow:
-            kernels.cast32(*ends, plan, carrier, word)
+            kernels.cast32(*ends, *numbers)
         else:
-            kernels.cast64(*ends, factor, plan, carrier, word)
+            kernels.cast64(*ends, *numbers, factor)
 
     _pool.run([functools.partial(task, *cut) for cut in _cuts(count, count, kernels.SPAN)])
 
@@ -145,8 +146,8 @@ def _cast_blocks(
     rows, columns = _shape_for_threads(x, spec.block)
     factor = float(scale_tensor) if scale_tensor is not None else scale
     mode, source_kind = spec.element.rounding, _KINDS[x.dtype]
-    over = float(tensor_scale) if tensor_scale is not None else 0.0
-    narrow = factor == 1.0 and over == 0.0 and source_kind != 3 and target_kind != 3 and _blocks_fit_float32(spec)
+    over = float(tensor_scale) if tensor_scale is not None else None
+    narrow = factor == 1.0 and over is None and source_kind != 3 and target_kind != 3 and _blocks_fit_float32(spec)
     width = 32 if narrow else 64
     element, carrier = _plan(spec.element, width, 0), _carrier_plan(out.dtype, None, width)
     scale_format = spec.scale.format
@@ -157,12 +158,15 @@ def _cast_blocks(
         ),
         np.int64,
     )  # fmt: skip
-    number = np.uint64(_key(seed, key) if mode == STOCHASTIC else 0)
+    number = _key(seed, key) if mode == STOCHASTIC else None
+
+    code_kind = None if scales is None else target_kind
+    place = None if scales is None else scales.data_ptr()
+    rule = spec.rule if over is None else None
 
     def task(first: int, last: int) -> None:
-        place = scales.data_ptr() if scales is not None else 0
-        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, place, first, last, columns)
-        numbers = (spec.block, spec.rule, mode, element, scale_numbers, carrier)
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns)
+        numbers = (spec.block, rule, _directed(spec.element), element, scale_numbers, carrier)
         if narrow:
             kernels.cast_blocks32(*ends, *numbers)
         else:
@@ -196,8 +200,13 @@ def _cuts(count: int, values: int, step: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _key(seed: int, key: Tensor | None) -> int:
-    return (int(key) if key is not None else seed) & 0xFFFF_FFFF_FFFF_FFFF
+def _directed(spec: CastSpec) -> bool | None:
+    """None for rounding to nearest even (and stochastic), which then costs no compilation of the other modes."""
+    return None if spec.rounding in (NEAREST_EVEN, STOCHASTIC) else True
+
+
+def _key(seed: int, key: Tensor | None) -> Any:
+    return np.uint64((int(key) if key is not None else seed) & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def _exponent_of(factor: float) -> int | None:
@@ -241,8 +250,10 @@ def _plan(spec: CastSpec, width: int, shift: int) -> Any:
 
 
 def _carrier_plan(dtype: torch.dtype, spec: CastSpec | None, width: int) -> Any:
-    """How to round to the carrier once more; empty where it holds every value of the format, and for codes."""
-    if not dtype.is_floating_point or dtype == torch.float64:
+    """How to round to the carrier once more; empty where it holds every value of the format, None for codes."""
+    if not dtype.is_floating_point:
+        return None
+    if dtype == torch.float64:
         return _NO_PLAN
     carrier = get_element(dtype, "cast")
     if width == 32 and (dtype == torch.float32 or (spec is not None and _holds(carrier, spec.format))):

@@ -31,7 +31,7 @@ from plimsoll.kernels._numba._jit import (
     shift_right,
     widen_half,
 )
-from plimsoll.kernels._spec import CEIL, EVEN, NEAREST_EVEN, RCEIL, STOCHASTIC
+from plimsoll.kernels._spec import CEIL, EVEN, RCEIL
 
 SPAN = noise.GROUP
 
@@ -71,9 +71,9 @@ def _round_nearest_even(bits, n, plan, work):
     U = bits.dtype.type  # noqa: N806
     one, width, sign_mask, mask, fraction_mask, implicit, infinity, quiet, most = work
     mantissa, lowest, largest = U(plan[MANTISSA]), U(plan[LOWEST]), U(plan[LARGEST])
-    beyond, infinite, quantum = U(plan[BEYOND_POSITIVE]), U(plan[INFINITE]), U(plan[QUANTUM])
+    beyond, quantum = U(plan[INFINITE]), U(plan[QUANTUM])  # infinities go where finite values beyond go
     parity = U(plan[NO_MANTISSA])
-    keeps_sign = plan[KEEPS_SIGN] != 0
+    sign_of_zero = sign_mask if plan[KEEPS_SIGN] else U(0)
     for i in range(n):
         value = bits[i]
         magnitude = U(value & mask)
@@ -86,8 +86,8 @@ def _round_nearest_even(bits, n, plan, work):
         kept = shift_right(U(doubled + shift_left(one, U(drop - one)) - one + odd), drop)
         rounded = U(magnitude + shift_left(kept, U(drop - one)) - significand)
         rounded = (quantum if kept else U(0)) if drop > width + one else rounded
-        rounded = (infinite if magnitude == infinity else beyond) if rounded > largest else rounded
-        signed = U(rounded | U(value & sign_mask)) if keeps_sign or rounded else rounded
+        rounded = beyond if rounded > largest else rounded
+        signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
         bits[i] = U(value | quiet) if magnitude > infinity else signed
 
 
@@ -100,7 +100,7 @@ def _round_other(bits, n, plan, work):
     beyond_positive, beyond_negative = U(plan[BEYOND_POSITIVE]), U(plan[BEYOND_NEGATIVE])
     infinite, quantum = U(plan[INFINITE]), U(plan[QUANTUM])
     away_positive, away_negative, ties_away = plan[AWAY] & 1 != 0, plan[AWAY] & 2 != 0, plan[AWAY] & 4 != 0
-    keeps_sign = plan[KEEPS_SIGN] != 0
+    sign_of_zero = sign_mask if plan[KEEPS_SIGN] else U(0)
     for i in range(n):
         value = bits[i]
         negative = value >= sign_mask
@@ -116,7 +116,7 @@ def _round_other(bits, n, plan, work):
         rounded = (quantum if kept else U(0)) if drop > width + one else rounded
         beyond = beyond_negative if negative else beyond_positive
         rounded = (infinite if magnitude == infinity else beyond) if rounded > largest else rounded
-        signed = U(rounded | U(value & sign_mask)) if keeps_sign or rounded else rounded
+        signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
         bits[i] = U(value | quiet) if magnitude > infinity else signed
 
 
@@ -126,8 +126,8 @@ def _round_stochastic(bits, words, n, plan, work):
     U = bits.dtype.type  # noqa: N806
     one, width, sign_mask, mask, fraction_mask, implicit, infinity, quiet, most = work
     mantissa, lowest, largest = U(plan[MANTISSA]), U(plan[LOWEST]), U(plan[LARGEST])
-    beyond, infinite, quantum = U(plan[BEYOND_POSITIVE]), U(plan[INFINITE]), U(plan[QUANTUM])
-    keeps_sign = plan[KEEPS_SIGN] != 0
+    beyond, quantum = U(plan[INFINITE]), U(plan[QUANTUM])  # infinities go where finite values beyond go
+    sign_of_zero = sign_mask if plan[KEEPS_SIGN] else U(0)
     for i in range(n):
         value = bits[i]
         magnitude = U(value & mask)
@@ -142,17 +142,15 @@ def _round_stochastic(bits, words, n, plan, work):
         kept = U(kept + (one if U(words[i]) < threshold else U(0)))
         rounded = U(magnitude + shift_left(kept, drop) - significand)
         rounded = (quantum if kept else U(0)) if drop > width else rounded
-        rounded = (infinite if magnitude == infinity else beyond) if rounded > largest else rounded
-        signed = U(rounded | U(value & sign_mask)) if keeps_sign or rounded else rounded
+        rounded = beyond if rounded > largest else rounded
+        signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
         bits[i] = U(value | quiet) if magnitude > infinity else signed
 
 
 @inlined
-def _round(bits, words, n, mode, plan, work):
-    if mode == NEAREST_EVEN:
+def _round(bits, n, directed, plan, work):
+    if directed is None:
         _round_nearest_even(bits, n, plan, work)
-    elif mode == STOCHASTIC:
-        _round_stochastic(bits, words, n, plan, work)
     else:
         _round_other(bits, n, plan, work)
 
@@ -321,43 +319,78 @@ def _write64(bits, target, kind, start, n, factor, carrier, half):
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
+# Numba leaves out the branch that an argument None rules out before it compiles, which halves the time of a first use:
+# `code_kind` is None where values are written and `carrier` where codes are, `rule` where there is a `tensor_scale` and
+# the other way round, `directed` for rounding to nearest even, `key` for all but stochastic rounding.
 
 
 @kernel
-def cast32(source, source_kind, target, target_kind, first, last, offset, mode, plan, carrier, key):
+def cast32(
+    source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key,
+):  # fmt: skip
     bits, words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
     group = np.full(1, -1, np.int64)
     for start in range(first, last, SPAN):
         n = min(SPAN, last - start)
         _read32(source, source_kind, start, n, bits)
-        if mode == STOCHASTIC:
-            _noise_at(words, group_words, group, offset + start, n, key)
-        _round(bits, words, n, mode, plan, _WORK32)
-        if target_kind >= 4:
-            _encode(bits, n, plan, _WORK32)
-            _write_codes(bits, target, target_kind, start, n)
+        if key is None:
+            _round(bits, n, directed, plan, _WORK32)
         else:
-            if carrier.size:
-                _round_nearest_even(bits, n, carrier, _WORK32)
-            _write32(bits, target, target_kind, start, n)
+            _noise_at(words, group_words, group, offset + start, n, key)
+            _round_stochastic(bits, words, n, plan, _WORK32)
+        if code_kind is None:
+            if carrier is not None:
+                if carrier.size:
+                    _round_nearest_even(bits, n, carrier, _WORK32)
+                _write32(bits, target, target_kind, start, n)
+        else:
+            _encode(bits, n, plan, _WORK32)
+            _write_codes(bits, target, code_kind, start, n)
 
 
 @kernel
-def cast64(source, source_kind, target, target_kind, first, last, offset, mode, factor, plan, carrier, key):
+def cast64(
+    source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key, factor,
+):  # fmt: skip
     bits, half = np.empty(SPAN, np.uint64), np.empty(SPAN, np.uint32)
     words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
     group = np.full(1, -1, np.int64)
     for start in range(first, last, SPAN):
         n = min(SPAN, last - start)
         _read64(source, source_kind, start, n, factor, half, bits)
-        if mode == STOCHASTIC:
-            _noise_at(words, group_words, group, offset + start, n, key)
-        _round(bits, words, n, mode, plan, _WORK64)
-        if target_kind >= 4:
-            _encode(bits, n, plan, _WORK64)
-            _write_codes(bits, target, target_kind, start, n)
+        if key is None:
+            _round(bits, n, directed, plan, _WORK64)
         else:
-            _write64(bits, target, target_kind, start, n, factor, carrier, half)
+            _noise_at(words, group_words, group, offset + start, n, key)
+            _round_stochastic(bits, words, n, plan, _WORK64)
+        if code_kind is None:
+            if carrier is not None:
+                _write64(bits, target, target_kind, start, n, factor, carrier, half)
+        else:
+            _encode(bits, n, plan, _WORK64)
+            _write_codes(bits, target, code_kind, start, n)
+
+
+@inlined
+def _power_of_two(exponent):
+    """A normal float64 power of two, from its bits."""
+    return as_float64((exponent + 1023) << 52)
+
+
+@inlined
+def _largest_of(bits, size, mask):
+    """The largest magnitude's bits."""
+    U = bits.dtype.type  # noqa: N806
+    largest = U(0)
+    for i in range(size):
+        largest = max(largest, U(bits[i] & mask))
+    return largest
+
+
+@inlined
+def _multiply(values, size, factor):
+    for i in range(size):
+        values[i] *= factor
 
 
 @inlined
@@ -374,9 +407,7 @@ def _scale_down(bits, values, n, block, factors, codes, rule, element, work, sca
     for index in range((n + block - 1) // block):
         inside, inner = bits[index * block : (index + 1) * block], values[index * block : (index + 1) * block]
         size = min(block, n - index * block)
-        largest = U(0)
-        for i in range(size):
-            largest = max(largest, U(inside[i] & mask))
+        largest = _largest_of(inside, size, mask)
         if largest >= infinity:
             factors[index], codes[index] = math.nan, nan
             inside[:size] = U(0)
@@ -390,10 +421,8 @@ def _scale_down(bits, values, n, block, factors, codes, rule, element, work, sca
         elif rule == EVEN:
             exponent += U(fraction + half_ulp) >= implicit
         exponent = min(max(exponent, lowest), highest)
-        factors[index], codes[index] = 2.0**exponent, exponent + bias
-        inverse = values.dtype.type(2.0**-exponent)
-        for i in range(size):
-            inner[i] *= inverse
+        factors[index], codes[index] = _power_of_two(exponent), exponent + bias
+        _multiply(inner, size, values.dtype.type(_power_of_two(-exponent)))
 
 
 @inlined
@@ -406,9 +435,7 @@ def _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, eleme
     for index in range((n + block - 1) // block):
         inside, inner = bits[index * block : (index + 1) * block], values[index * block : (index + 1) * block]
         size = min(block, n - index * block)
-        largest = np.uint64(0)
-        for i in range(size):
-            largest = max(largest, np.uint64(inside[i] & _WORK64[3]))
+        largest = _largest_of(inside, size, _WORK64[3])
         if largest >= _WORK64[6]:
             factors[index], codes[index] = math.nan, scale_numbers[3]
             inside[:size] = np.uint64(0)
@@ -427,7 +454,7 @@ def _round_scale(ideal, scale_numbers, upward):
     """A positive number as a scale format with a mantissa holds it, to nearest even or upward, and its code."""
     lowest, highest_code, mantissa = scale_numbers[1], scale_numbers[4], scale_numbers[5]
     exponent = max(np.int64(as_uint64(ideal) >> np.uint64(52)) - 1023, lowest)
-    exact = ideal * 2.0 ** (mantissa - exponent)
+    exact = ideal * _power_of_two(mantissa - exponent)
     kept = np.int64(exact)
     rest = exact - kept
     if (rest > 0.0) if upward else (rest > 0.5 or (rest == 0.5 and kept & 1)):
@@ -436,23 +463,22 @@ def _round_scale(ideal, scale_numbers, upward):
     code = min(kept + ((exponent - lowest) << mantissa), highest_code)
     field = code >> mantissa
     if field == 0:
-        return code * 2.0 ** (lowest - mantissa), code
+        return code * _power_of_two(lowest - mantissa), code
     fraction = code & ((1 << mantissa) - 1)
-    return ((1 << mantissa) + fraction) * 2.0 ** (field - 1 + lowest - mantissa), code
+    return ((1 << mantissa) + fraction) * _power_of_two(field - 1 + lowest - mantissa), code
 
 
 @inlined
 def _scale_up(values, n, block, factors):
     for index in range((n + block - 1) // block):
         inner, factor = values[index * block : (index + 1) * block], values.dtype.type(factors[index])
-        for i in range(min(block, n - index * block)):
-            inner[i] *= factor
+        _multiply(inner, min(block, n - index * block), factor)
 
 
 @kernel
 def cast_blocks32(
-    source, source_kind, target, target_kind, scales, first, last, columns, block, rule, mode, element, scale_numbers,
-    carrier,
+    source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
+    scale_numbers, carrier,
 ):  # fmt: skip
     span = max(SPAN // block, 1) * block
     bits = np.empty(span, np.uint32)
@@ -464,22 +490,23 @@ def cast_blocks32(
             at = row * columns + start
             _read32(source, source_kind, at, n, bits)
             _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK32, scale_numbers)
-            _write_scales(codes, scales, row, start, n, columns, block)
-            _round(bits, bits, n, mode, element, _WORK32)
-            if target_kind >= 4:
-                _encode(bits, n, element, _WORK32)
-                _write_any_codes(bits, target, target_kind, row, start, n, columns)
+            _round(bits, n, directed, element, _WORK32)
+            if code_kind is None:
+                if carrier is not None:
+                    _scale_up(values, n, block, factors)
+                    if carrier.size:
+                        _round_nearest_even(bits, n, carrier, _WORK32)
+                    _write32(bits, target, target_kind, at, n)
             else:
-                _scale_up(values, n, block, factors)
-                if carrier.size:
-                    _round_nearest_even(bits, n, carrier, _WORK32)
-                _write32(bits, target, target_kind, at, n)
+                _write_scales(codes, scales, row, start, n, columns, block)
+                _encode(bits, n, element, _WORK32)
+                _write_any_codes(bits, target, code_kind, row, start, n, columns)
 
 
 @kernel
 def cast_blocks64(
-    source, source_kind, target, target_kind, scales, first, last, columns, block, rule, mode, element, scale_numbers,
-    carrier, factor, tensor_scale, upward, key,
+    source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
+    scale_numbers, carrier, factor, tensor_scale, upward, key,
 ):  # fmt: skip
     span = max(SPAN // block, 1) * block
     bits, half, words = np.empty(span, np.uint64), np.empty(span, np.uint32), np.empty(span, np.uint32)
@@ -491,30 +518,35 @@ def cast_blocks64(
             n = min(span, columns - start)
             at = row * columns + start
             _read64(source, source_kind, at, n, factor, half, bits)
-            if mode == STOCHASTIC:
-                _noise_at(words, group_words, group, at, n, key)
-            if tensor_scale == 0.0:
+            if rule is None:
+                if tensor_scale is not None:
+                    _divide_by_scale(
+                        bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward
+                    )
+            else:
                 _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK64, scale_numbers)
+            if key is None:
+                _round(bits, n, directed, element, _WORK64)
             else:
-                _divide_by_scale(bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward)
-            _write_scales(codes, scales, row, start, n, columns, block)
-            _round(bits, words, n, mode, element, _WORK64)
-            if target_kind >= 4:
+                _noise_at(words, group_words, group, at, n, key)
+                _round_stochastic(bits, words, n, element, _WORK64)
+            if code_kind is None:
+                if carrier is not None:
+                    _scale_up(values, n, block, factors)
+                    _write64(bits, target, target_kind, at, n, factor, carrier, half)
+            else:
+                _write_scales(codes, scales, row, start, n, columns, block)
                 _encode(bits, n, element, _WORK64)
-                _write_any_codes(bits, target, target_kind, row, start, n, columns)
-            else:
-                _scale_up(values, n, block, factors)
-                _write64(bits, target, target_kind, at, n, factor, carrier, half)
+                _write_any_codes(bits, target, code_kind, row, start, n, columns)
 
 
 @inlined
 def _write_scales(codes, scales, row, start, n, columns, block):
-    if scales:
-        count = (n + block - 1) // block
-        place = scales + row * ((columns + block - 1) // block) + start // block
-        written = carray(pointer(place), (count,), np.uint8)
-        for i in range(count):
-            written[i] = codes[i]
+    count = (n + block - 1) // block
+    place = scales + row * ((columns + block - 1) // block) + start // block
+    written = carray(pointer(place), (count,), np.uint8)
+    for i in range(count):
+        written[i] = codes[i]
 
 
 @inlined
