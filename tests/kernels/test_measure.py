@@ -155,6 +155,14 @@ def test_threads_cut_tensors_anywhere(dtype, monkeypatch):
     assert_agrees("numba", tensors)
 
 
+def test_threads_do_not_race_for_a_row(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    x = torch.randn(70)
+    for _ in range(10):
+        bank = rows_of("numba", [x] * 5000, rows=[0] * 5000)
+        assert int(bank[0, layout.COUNT]) == 5000 * x.numel() == int(bank[0, layout.HISTOGRAM :].sum())
+
+
 def test_a_repeated_value_is_read_once():
     count = (1 << 33) + 5  # far beyond 32 bits of index, and of time if each were read
     bank = kernels.new_bank(1)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from plimsoll import cast, kernels
+from plimsoll import cast, kernels, pack, unpack
 from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from plimsoll.formats import BLOCKS, E4M3, Format
 
@@ -95,9 +95,13 @@ def test_large_tensors_in_pieces_and_threads(monkeypatch):
                 expected = cast(view, "e4m3", **arguments)
             with kernels.use("numba"):
                 assert_same(cast(view, "e4m3", **arguments), expected)
-    with kernels.use("torch"):
-        expected = cast(x, "mxfp4")
-    assert_same(cast(x, "mxfp4"), expected)
+    for matrix in (x, x[0, :96_000], x[:, :2048], x[:1, :99_968]):
+        for arguments in ({}, {"rounding": "stochastic", "generator": 9}):
+            with kernels.use("torch"):
+                expected = cast(matrix, "mxfp4", **arguments)
+            with kernels.use("numba"):
+                assert_same(cast(matrix, "mxfp4", **arguments), expected)
+                assert_same(unpack(pack(matrix, "mxfp4", **arguments)), expected)
 
 
 @pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
@@ -301,9 +305,10 @@ def peak():
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 x = torch.randn(1 << 25).to(getattr(torch, "{dtype}"))
 out = torch.zeros_like(x)
-plimsoll.measure(x[:100_000]); plimsoll.cast(x[:100_000], "{fmt}"); plimsoll.measure(x[:100_000])
+for few in (x[:200_000], x[:400_000].view(2, -1)[:, 1::2]):  # compiled code is loaded
+    plimsoll.measure(few); plimsoll.cast(few, "{fmt}")
 before = peak()
-plimsoll.measure(x)
+plimsoll.measure(x); plimsoll.measure(x.view(2, -1)[:, 1::2])
 measured = peak() - before
 plimsoll.cast(x, "{fmt}", out=out)
 print(measured, peak() - before - measured)

@@ -2,10 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from plimsoll import cast, kernels, pack, unpack
+from plimsoll.formats import E4M3
+from plimsoll.kernels import _noise
+from plimsoll.kernels._numba import _cast as numba_cast
+from plimsoll.kernels._spec import STOCHASTIC, CastSpec
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FORMATS = ["e4m3", "fp16", "bf16", "e2m1", "e5m7", "mxfp8_e5m2", "nvfp4"]
@@ -93,6 +98,17 @@ def test_noise_is_independent_from_value_to_value():
     for lag in (1, 2, 4, 64, 256, 512, 1024):
         correlation = float((ups[:-lag] * ups[lag:]).mean()) * 4
         assert abs(correlation) < SIGMAS / math.sqrt(count - lag)
+
+
+def test_indices_beyond_32_bits_have_noise_of_their_own():
+    """The CPU kernel at a place no test could fill memory up to, against the reference words of that place."""
+    start, count = (1 << 33) + 700, 3000
+    x, out = torch.full((count,), 1 + 1 / 16), torch.empty(count)
+    spec = CastSpec.of(E4M3, STOCHASTIC, saturate=True)
+    numba_cast._cast_flat(x, out, spec, 1.0, np.uint64(42), start)
+    up = _noise.words(torch.tensor(42), count, start) < 1 << 31
+    assert torch.equal(out, torch.where(up, 1.125, 1.0))
+    assert not torch.equal(up, _noise.words(torch.tensor(42), count))
 
 
 def test_overflow_is_drawn_too():

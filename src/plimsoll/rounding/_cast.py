@@ -35,7 +35,8 @@ def cast(
     Overflow: nearest modes and stochastic overflow where the rounded value would exceed `Format.max`; a directed mode
     that rounds toward zero stops at the largest value. If the carrier (x's dtype, or `dtype`) cannot hold a result, it
     is rounded to it once more, to nearest even. The result carries no gradient: `fake_quantize` is the differentiable
-    form.
+    form. One exception to exactness: in a block of float64 values, one more than 2**900 below the largest may count as
+    zero in the modes up and down.
 
     Args:
         x: floating, of any strides; a DTensor of shards or replicas is cast locally.

@@ -55,7 +55,8 @@ def measure_one(
     """One tensor, described by the arguments."""
     first = tl.program_id(0).to(tl.int64) * per_program
     counters = bank + row.to(tl.int64) * WIDTH
-    _measure(address, length, row_length, counters, first, per_program, KIND, POINTEE, BLOCK, TILE)
+    # The interpreter makes an int32 of an address below 2**31, whatever the annotation says.
+    _measure(address.to(tl.int64), length, row_length, counters, first, per_program, KIND, POINTEE, BLOCK, TILE)
 
 
 @triton.jit(do_not_specialize=["table", "programs", "bank", "per_program"])

@@ -1,0 +1,63 @@
+# Every target does its own set-up: a virtual environment in .venv, with the versions of constraints.txt.
+# VENV=folder uses another environment, PYTHON=python3.x another interpreter (3.11 or newer).
+
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(v)),$(v))))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.plimsoll-ready
+BENCH_READY := $(VENV)/.plimsoll-bench-ready
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help demo test lint format bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    a tour of what works, in under two minutes'
+	@echo 'make test    all tests; PYTEST_ARGS="-k name" for some'
+	@echo 'make lint    format, lint, types, order of the rooms, spelling'
+	@echo 'make format  rewrite the code as the linter wants it'
+	@echo 'make bench   the benchmarks, with their tables'
+	@echo 'make docs    the documentation, into site/'
+	@echo 'make clean   remove what the targets above have made'
+
+# torch first, by itself: a build for this machine that the package index offers is taken, and what follows keeps it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Plimsoll needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo 'Setting up $(VENV) (once; a few minutes)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet -c constraints.txt $(TORCH)
+	@$(PIP) install --quiet -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@$(PIP) install --quiet -c constraints.txt --editable '.[bench]'
+	@touch $@
+
+# Idle threads sleep and do not spin: on a machine that is busy with other work this is ten times as fast.
+demo: $(READY)
+	@OMP_WAIT_POLICY=passive $(BIN)/python examples/00_tour.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(BENCH_READY)
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) demo site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
