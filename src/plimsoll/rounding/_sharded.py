@@ -24,10 +24,9 @@ def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: "Plan") ->
     whole = typed("Any", x)
     _check_placements(whole, plan)
     local = operation(whole.to_local().detach())
-    whole_again: Any = type(whole).from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return typed("Tensor", whole_again)
+    sharded: Any = type(whole)
+    shape, stride = whole.shape, whole.stride()
+    return sharded.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check_placements(whole: Any, plan: "Plan") -> None:
