@@ -24,7 +24,7 @@ def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: "Plan") ->
     whole = typed("Any", x)
     _check_placements(whole, plan)
     local = operation(whole.to_local().detach())
-    sharded: Any = type(whole)
+    sharded = typed("Any", sys.modules["torch.distributed.tensor"]).DTensor
     shape, stride = whole.shape, whole.stride()
     return sharded.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
