@@ -4,7 +4,7 @@
     python benchmarks/cast.py --quick           a smoke run
     python benchmarks/cast.py --device cuda     on a GPU: torch's and torchao's casts and ours
 
-The goals (issue 2), as ratios to the native round trip on two threads: `cast(out=...)` to any eXmY 0.40, MXFP8 to codes
+The goals, as ratios to the native round trip on two threads: `cast(out=...)` to any eXmY 0.40, MXFP8 to codes
 and scales 0.30, MXFP4 2; stochastic rounding at most twice our own nearest-even; no memory beyond the result.
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/measure.py --quick           a smoke run
     python benchmarks/measure.py --device cuda     on a GPU, with the fraction of the measured read bandwidth
 
-The goals (docs: issue 2): at most 4 times aminmax and 15 times faster than torch operations for 16M float32 values on
+The goals: at most 4 times aminmax and 15 times faster than torch operations for 16M float32 values on
 one thread, under 1 MB of memory whatever the size; on a GPU 70 % of the read bandwidth.
 """
 

@@ -231,7 +231,7 @@ def _plan(spec: CastSpec, width: int, shift: int) -> Any:
     beyond = {
         OVERFLOW_MAX: largest, OVERFLOW_INF: _bits(math.inf, width)
     }.get(spec.overflow, _bits(math.nan, width))  # fmt: skip
-    plan = np.zeros(14, np.int64)
+    plan = np.zeros(15, np.int64)
     plan[kernels.MANTISSA] = fmt.mantissa_bits
     plan[kernels.LOWEST] = fmt.min_exponent + shift + bias
     plan[kernels.LARGEST] = largest
@@ -246,6 +246,9 @@ def _plan(spec: CastSpec, width: int, shift: int) -> Any:
     plan[kernels.INF_CODE] = fmt.max_code + 1
     plan[kernels.NAN_CODE] = nan_code(fmt)
     plan[kernels.SIGN_SHIFT] = fmt.bits - 1
+    plan[kernels.BEYOND_CODE] = {OVERFLOW_MAX: fmt.max_code, OVERFLOW_INF: fmt.max_code + 1}.get(
+        spec.overflow, nan_code(fmt)
+    )
     return plan
 
 

@@ -51,7 +51,8 @@ SPAN = noise.GROUP
     INF_CODE,
     NAN_CODE,
     SIGN_SHIFT,
-) = range(14)  # fmt: skip
+    BEYOND_CODE,  # the code that a value above the largest becomes
+) = range(15)  # fmt: skip
 
 # Working floats: one, mantissa bits, sign, magnitude, fraction, implicit bit, Inf, quiet bit, largest shift.
 _WORK32 = tuple(
@@ -88,7 +89,7 @@ def _round_nearest_even(bits, n, plan, work):
         rounded = (quantum if kept else U(0)) if drop > width + one else rounded
         rounded = beyond if rounded > largest else rounded
         signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
-        bits[i] = U(value | quiet) if magnitude > infinity else signed
+        bits[i] = U(infinity | quiet) if magnitude > infinity else signed
 
 
 @inlined
@@ -117,7 +118,7 @@ def _round_other(bits, n, plan, work):
         beyond = beyond_negative if negative else beyond_positive
         rounded = (infinite if magnitude == infinity else beyond) if rounded > largest else rounded
         signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
-        bits[i] = U(value | quiet) if magnitude > infinity else signed
+        bits[i] = U(infinity | quiet) if magnitude > infinity else signed
 
 
 @inlined
@@ -144,7 +145,7 @@ def _round_stochastic(bits, words, n, plan, work):
         rounded = (quantum if kept else U(0)) if drop > width else rounded
         rounded = beyond if rounded > largest else rounded
         signed = U(rounded | U(value & (sign_mask if rounded else sign_of_zero)))
-        bits[i] = U(value | quiet) if magnitude > infinity else signed
+        bits[i] = U(infinity | quiet) if magnitude > infinity else signed
 
 
 @inlined
@@ -161,7 +162,7 @@ def _encode(bits, n, plan, work):
     U = bits.dtype.type  # noqa: N806
     one, width, sign_mask, mask, fraction_mask, implicit, infinity, _, most = work
     mantissa, lowest, largest = U(plan[MANTISSA]), U(plan[LOWEST]), U(plan[LARGEST])
-    inf_code, nan_code_, shift = U(plan[INF_CODE]), U(plan[NAN_CODE]), U(plan[SIGN_SHIFT])
+    inf_code, nan, sign = U(plan[INF_CODE]), U(plan[NAN_CODE]), shift_left(one, U(plan[SIGN_SHIFT]))
     for i in range(n):
         value = bits[i]
         magnitude = U(value & mask)
@@ -172,8 +173,42 @@ def _encode(bits, n, plan, work):
         kept = shift_right(significand, min(U(width - mantissa + below), most))
         code = U(shift_left(above, mantissa) + kept)
         code = inf_code if magnitude > largest else code
-        code = U(code | (shift_left(one, shift) if value >= sign_mask else U(0)))
-        bits[i] = nan_code_ if magnitude > infinity else code
+        code = nan if magnitude > infinity else code
+        bits[i] = U(code | (sign if value >= sign_mask else U(0)))
+
+
+@inlined
+def _round_to_codes(bits, n, plan, work):
+    """`_round_nearest_even` and `_encode` in one: the code is what is kept, counted from its binade's first code."""
+    U = bits.dtype.type  # noqa: N806
+    one, width, sign_mask, mask, fraction_mask, implicit, infinity, _, most = work
+    mantissa, lowest, largest = U(plan[MANTISSA]), U(plan[LOWEST]), U(plan[MAX_CODE])
+    beyond, nan, sign = U(plan[BEYOND_CODE]), U(plan[NAN_CODE]), shift_left(one, U(plan[SIGN_SHIFT]))
+    parity = U(plan[NO_MANTISSA])
+    sign_of_zero = sign if plan[KEEPS_SIGN] else U(0)
+    for i in range(n):
+        value = bits[i]
+        magnitude = U(value & mask)
+        exponent = max(shift_right(magnitude, width), one)
+        significand = U(U(magnitude & fraction_mask) | (implicit if magnitude >= implicit else U(0)))
+        drop = min(U(width + one - mantissa + (U(lowest - exponent) if lowest > exponent else U(0))), most)
+        doubled = shift_left(significand, one)
+        above = U(exponent - lowest) if exponent > lowest else U(0)
+        odd = U(U(shift_right(doubled, drop) + U(above & parity)) & one)
+        kept = shift_right(U(doubled + shift_left(one, U(drop - one)) - one + odd), drop)
+        code = U(shift_left(above, mantissa) + kept)
+        code = beyond if code > largest else code
+        signed = U(code | (U(0) if value < sign_mask else (sign if code else sign_of_zero)))
+        bits[i] = nan if magnitude > infinity else signed
+
+
+@inlined
+def _round_and_encode(bits, n, directed, plan, work):
+    if directed is None:
+        _round_to_codes(bits, n, plan, work)
+    else:
+        _round_other(bits, n, plan, work)
+        _encode(bits, n, plan, work)
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -334,17 +369,21 @@ def cast32(
         n = min(SPAN, last - start)
         _read32(source, source_kind, start, n, bits)
         if key is None:
-            _round(bits, n, directed, plan, _WORK32)
+            if code_kind is None:
+                _round(bits, n, directed, plan, _WORK32)
+            else:
+                _round_and_encode(bits, n, directed, plan, _WORK32)
         else:
             _noise_at(words, group_words, group, offset + start, n, key)
             _round_stochastic(bits, words, n, plan, _WORK32)
+            if code_kind is not None:
+                _encode(bits, n, plan, _WORK32)
         if code_kind is None:
             if carrier is not None:
                 if carrier.size:
                     _round_nearest_even(bits, n, carrier, _WORK32)
                 _write32(bits, target, target_kind, start, n)
         else:
-            _encode(bits, n, plan, _WORK32)
             _write_codes(bits, target, code_kind, start, n)
 
 
@@ -359,15 +398,19 @@ def cast64(
         n = min(SPAN, last - start)
         _read64(source, source_kind, start, n, factor, half, bits)
         if key is None:
-            _round(bits, n, directed, plan, _WORK64)
+            if code_kind is None:
+                _round(bits, n, directed, plan, _WORK64)
+            else:
+                _round_and_encode(bits, n, directed, plan, _WORK64)
         else:
             _noise_at(words, group_words, group, offset + start, n, key)
             _round_stochastic(bits, words, n, plan, _WORK64)
+            if code_kind is not None:
+                _encode(bits, n, plan, _WORK64)
         if code_kind is None:
             if carrier is not None:
                 _write64(bits, target, target_kind, start, n, factor, carrier, half)
         else:
-            _encode(bits, n, plan, _WORK64)
             _write_codes(bits, target, code_kind, start, n)
 
 
@@ -490,16 +533,16 @@ def cast_blocks32(
             at = row * columns + start
             _read32(source, source_kind, at, n, bits)
             _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK32, scale_numbers)
-            _round(bits, n, directed, element, _WORK32)
             if code_kind is None:
                 if carrier is not None:
+                    _round(bits, n, directed, element, _WORK32)
                     _scale_up(values, n, block, factors)
                     if carrier.size:
                         _round_nearest_even(bits, n, carrier, _WORK32)
                     _write32(bits, target, target_kind, at, n)
             else:
                 _write_scales(codes, scales, row, start, n, columns, block)
-                _encode(bits, n, element, _WORK32)
+                _round_and_encode(bits, n, directed, element, _WORK32)
                 _write_any_codes(bits, target, code_kind, row, start, n, columns)
 
 
@@ -526,17 +569,21 @@ def cast_blocks64(
             else:
                 _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK64, scale_numbers)
             if key is None:
-                _round(bits, n, directed, element, _WORK64)
+                if code_kind is None:
+                    _round(bits, n, directed, element, _WORK64)
+                else:
+                    _round_and_encode(bits, n, directed, element, _WORK64)
             else:
                 _noise_at(words, group_words, group, at, n, key)
                 _round_stochastic(bits, words, n, element, _WORK64)
+                if code_kind is not None:
+                    _encode(bits, n, element, _WORK64)
             if code_kind is None:
                 if carrier is not None:
                     _scale_up(values, n, block, factors)
                     _write64(bits, target, target_kind, at, n, factor, carrier, half)
             else:
                 _write_scales(codes, scales, row, start, n, columns, block)
-                _encode(bits, n, element, _WORK64)
                 _write_any_codes(bits, target, code_kind, row, start, n, columns)
 
 
