@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,10 +58,10 @@ def interleave(
         clock(call, 1)  # compiles, warms caches and allocators
         repeats[name] = max(1, min(10_000, round(sample_seconds / max(clock(call, 1), 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for index in range(rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+    # In another order each round: what runs before a call (whose threads may still be spinning) touches its time.
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
             samples[name].append(clock(calls[name], repeats[name]))
     return {name: Timing(tuple(found)) for name, found in samples.items()}
 

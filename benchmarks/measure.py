@@ -147,7 +147,7 @@ def check(x: Tensor, device: str) -> None:
 def compare(tensors, labels, options, bandwidth):
     """Times one case; large ones in fewer rounds."""
     total = sum(x.numel() for x in tensors)
-    rounds = 3 if options.quick else 5 if total > 1 << 24 else 9
+    rounds = 3 if options.quick or total > 1 << 24 else 5 if total == 1 << 24 else 9
     found = interleave(contenders(tensors, options.device), device=options.device, rounds=rounds)
     return row(tensors, labels, found, bandwidth)
 

@@ -1,8 +1,8 @@
 """Measuring on the CPU: one pass over memory, in blocks of 4,096 values that stay in the first-level cache.
 
 Per block: (1) one vector loop takes the exponent byte of every value and the three extremes as integers; (2) bytes are
-counted for the occupied binades only, from the highest down, 64 at a time (`count_four`): a block of real data spans
-15 to 40 binades, and this beats a scalar histogram up to about 28; (3) moments are summed in float64 by a loop that may
+counted for the occupied binades only, from the highest down, 32 at a time (`count_four`): a block of real data spans
+15 to 40 binades, and this beats a scalar histogram up to about 60; (3) moments are summed in float64 by a loop that may
 reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
 float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers.
 
@@ -24,12 +24,13 @@ from plimsoll.kernels._numba._jit import (
     inlined,
     kernel,
     pointer,
+    shift_left,
     summing_kernel,
     widen_half,
 )
 
 _BLOCK = 4096
-_MOST_BINADES = 32  # in a block; beyond, a scalar histogram is faster than counting each
+_MOST_BINADES = 56  # in a block; beyond, a scalar histogram is faster than counting each
 
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 _TINY32 = 2.0**-149
@@ -109,10 +110,11 @@ def _scan_half(narrow, bits, exponents, n):
     for i in range(n):
         exponents[i] = np.uint8(np.uint16(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(10)) + np.uint16(112))
     for i in range(n):
-        value = np.uint32(narrow[i])
-        magnitude = np.uint32(value & np.uint32(0x7FFF))
-        wide = np.uint32((magnitude << np.uint32(13)) + np.uint32(112 << 23)) if magnitude else np.uint32(0)
-        bits[i] = wide | np.uint32(np.uint32(value & np.uint32(0x8000)) << np.uint32(16))
+        # Sign extension and one shift put sign, exponent and mantissa in their places; the bias is added.
+        extended = shift_left(np.uint32(np.int32(np.int16(narrow[i]))), np.uint32(13))
+        placed = np.uint32(extended & np.uint32(0x8FFF_E000))
+        is_zero = np.uint32(extended & np.uint32(0x0FFF_E000)) == np.uint32(0)
+        bits[i] = placed if is_zero else np.uint32(placed + np.uint32(112 << 23))
     before = np.uint32(0xFFFF_FFFF)
     if nearest != np.uint32(0xFFFF):
         before = np.uint32(widen_half(nearest + np.uint32(1)) - np.uint32(1))
@@ -358,7 +360,7 @@ def _add_block64(bits, n, exponents, wide, clean, row, sums, counts):
         top = max(positive, np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF))) >> 52
         lowest = np.int64((nearest + np.uint64(1)) >> np.uint64(52))
         if 0 < lowest and top - lowest < _MOST_BINADES:
-            for i in range(n):  # zeros end at byte 0 or wrap to below 254 - 32
+            for i in range(n):  # zeros end at byte 0 or wrap to below 254 - 56
                 exponents[i] = np.uint8(254 - top + np.int64((clean[i] >> np.uint64(52)) & np.uint64(0x7FF)))
                 exponents[i] = exponents[i] if clean[i] << np.uint64(1) else np.uint8(0)
             for i in range(n, (n + 31) // 32 * 32):
