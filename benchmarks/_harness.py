@@ -130,7 +130,7 @@ def machine(device: str) -> dict[str, str]:
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
