@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_SMALLEST_SHARE = 1 << 16  # values: below this, starting a thread costs more than it brings
+_SMALLEST_SHARE = 1 << 18  # values: below this, waking a thread (some 100 us) costs more than it brings
 _SHARES_PER_THREAD = 4  # so that one thread's delay (another process on its core) is not everyone's
 _FINE_SHARE = 1 << 19
 
