@@ -22,6 +22,14 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """Three threads, and shares so small that these tests' tensors are cut between them."""
+    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+
+
 def rows_of(name: str, tensors: list[torch.Tensor], block: int = 0, rows: list[int] | None = None) -> torch.Tensor:
     rows = list(range(len(tensors))) if rows is None else rows
     bank = kernels.new_bank(max(rows, default=-1) + 1, block)
@@ -147,16 +155,12 @@ def test_accumulating_adds_and_overwriting_does_not(backend):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2], ids=str
 )
-def test_threads_cut_tensors_anywhere(dtype, monkeypatch):
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+def test_threads_cut_tensors_anywhere(threads, dtype):
     tensors = [wide_values(size).to(dtype) for size in (20, 100_003, 50, 7000, 30_000)]
     assert_agrees("numba", tensors)
 
 
-def test_threads_do_not_race_for_a_row(monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+def test_threads_do_not_race_for_a_row(threads):
     x = torch.randn(70)
     for _ in range(10):
         bank = rows_of("numba", [x] * 5000, rows=[0] * 5000)
@@ -172,7 +176,7 @@ def test_a_repeated_value_is_read_once():
     assert float(bank.view(torch.float64)[0, layout.SUM]) == -3.0 * count
 
 
-def test_several_threads_at_once():
+def test_several_threads_at_once(threads):
     x = torch.randn(300_000)
     expected = rows_of("numba", [x])
     found: list[torch.Tensor] = []
@@ -180,11 +184,11 @@ def test_several_threads_at_once():
     def work() -> None:
         found.extend(rows_of("numba", [x]) for _ in range(5))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    callers = [threading.Thread(target=work) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
     assert len(found) == 20
     for row in found:
         torch.testing.assert_close(row[:, : layout.SUM], expected[:, : layout.SUM], rtol=0, atol=0)
@@ -192,8 +196,7 @@ def test_several_threads_at_once():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_after_fork(monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+def test_after_fork(threads):
     x = torch.randn(300_000)
     expected = rows_of("numba", [x])  # the parent's pool has threads now
     child = os.fork()
@@ -216,7 +219,7 @@ class _Measured(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_in_workers_of_a_data_loader():
+def test_in_workers_of_a_data_loader(threads):
     rows_of("numba", [torch.randn(300_000)])
     loader = torch.utils.data.DataLoader(_Measured(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert [float(row.view(torch.float64)[layout.SUM]) for row in loader] == [200_000.0 * i for i in (1, 2, 3, 4)]
