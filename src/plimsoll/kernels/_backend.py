@@ -58,6 +58,11 @@ def choose(x: Tensor) -> ModuleType:
         if not status(name).available:
             _say_missing(name)
             name = "torch"
+    elif name == "numba" and x.device.type != "cpu":
+        raise BackendError(
+            f"kernels: expected tensors in the CPU's memory for the forced backend 'numba'; got one on {x.device}. "
+            "Force 'torch', or none."
+        )
     return _load(name)
 
 

@@ -35,16 +35,14 @@ _MOST_BINADES = 56  # in a block; beyond, a scalar histogram is faster than coun
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 _TINY32 = 2.0**-149
 
-# Row fields as plain integers, which kernels take as constants.
-_COUNT, _ZEROS, _NANS, _POS_INFS, _NEG_INFS = range(5)
-_POSITIVE, _NEGATIVE, _NEAREST, _SUM, _ABSSUM, _SUMSQ = 5, 6, 7, 8, 9, 10
+# Row fields as globals of this module, which kernels take as constants.
+_COUNT, _ZEROS, _NANS = layout.COUNT, layout.ZEROS, layout.NANS
+_POS_INFS, _NEG_INFS = layout.POS_INFS, layout.NEG_INFS
+_POSITIVE, _NEGATIVE, _NEAREST = layout.POSITIVE, layout.NEGATIVE, layout.NEAREST
+_SUM, _ABSSUM, _SUMSQ = layout.SUM, layout.ABSSUM, layout.SUMSQ
 _HISTOGRAM, _BINADES = layout.HISTOGRAM, layout.BINADES
-_BLOCKS, _ZERO_BLOCKS, _NONFINITE_BLOCKS, _POISONED = (
-    layout.BLOCKS,
-    layout.BLOCKS + 1,
-    layout.BLOCKS + 2,
-    layout.BLOCKS + 3,
-)
+_BLOCKS, _ZERO_BLOCKS = layout.BLOCKS, layout.ZERO_BLOCKS
+_NONFINITE_BLOCKS, _POISONED = layout.NONFINITE_BLOCKS, layout.POISONED
 _DEPTHS, _MAXIMA, _ABSMIN_TOP = layout.DEPTHS, layout.MAXIMA, layout.ABSMIN_TOP
 
 
