@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 # torch's threads read this when it is imported: idle ones sleep, and do not spin while other workers need the cores.
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
+
+# In the background of a shell SIGINT is ignored, and so it would be by every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton reads this variable when it is imported, so it is set before any test module is.
 if not torch.cuda.is_available():
@@ -42,7 +47,9 @@ def _process_state() -> dict[str, object]:
         "deterministic, warning only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "numpy errors": np.geterr(),
-        "environment": {name: os.environ[name] for name in os.environ if name.startswith(("PLIMSOLL_", "TRITON_"))},
+        "environment": {
+            name: os.environ[name] for name in os.environ if name.startswith(("PLIMSOLL_", "TRITON_INTERPRET"))
+        },
         **hooks,
     }
 

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-LIBRARIES = ("torch", "numpy", "numba", "triton", "ml_dtypes", "gfloat", "torchao", "qtorch")
+LIBRARIES = ("torch", "numpy", "numba", "triton", "ml_dtypes", "gfloat", "torchao", "qtorch", "pyarrow")
+LIBRARIES += ("wandb", "transformers", "mindstudio-probe", "smdebug")
 
 
 @dataclass(frozen=True, slots=True)

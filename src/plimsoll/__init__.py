@@ -11,8 +11,10 @@ neither torch nor a kernel backend.
 import importlib
 from typing import TYPE_CHECKING
 
+from plimsoll._version import __version__
+
 if TYPE_CHECKING:
-    from plimsoll import errors, formats, rounding, spectrum
+    from plimsoll import errors, formats, rounding, runs, spectrum, watch
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
         MissingExtraError,
         NotRecordedError,
         PlimsollError,
+        RunError,
         UnsupportedTensorError,
     )
     from plimsoll.formats import BlockFormat, Format
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
+    from plimsoll.runs import Run, RunWriter
     from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
-
-__version__ = "0.1.0.dev0"
+    from plimsoll.watch import Watch
 
 __all__ = [
     "ArgumentError",
@@ -40,9 +43,13 @@ __all__ = [
     "NotRecordedError",
     "Packed",
     "PlimsollError",
+    "Run",
+    "RunError",
+    "RunWriter",
     "Source",
     "Spectrum",
     "UnsupportedTensorError",
+    "Watch",
     "__version__",
     "cast",
     "errors",
@@ -51,20 +58,24 @@ __all__ = [
     "measure",
     "pack",
     "rounding",
+    "runs",
     "spectrum",
     "unpack",
+    "watch",
 ]
 
 # Where each lazy name lives: the same as the block for type checkers above (a test compares them).
-_ROOMS = ("errors", "formats", "rounding", "spectrum")
+_ROOMS = ("errors", "formats", "rounding", "runs", "spectrum", "watch")
 _HOMES = {
     "errors": (
         "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",
-        "UnsupportedTensorError",
+        "RunError", "UnsupportedTensorError",
     ),
     "formats": ("BlockFormat", "Format"),
     "rounding": ("Packed", "cast", "fake_quantize", "pack", "unpack"),
+    "runs": ("Run", "RunWriter"),
     "spectrum": ("Fit", "Interval", "Source", "Spectrum", "measure"),
+    "watch": ("Watch",),
 }  # fmt: skip
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 

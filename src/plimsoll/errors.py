@@ -6,6 +6,7 @@
     ├── UnsupportedTensorError  (TypeError)       a tensor of a kind the operation cannot take
     ├── NotRecordedError        (LookupError)     a question that the record at hand cannot answer
     ├── BackendError            (RuntimeError)    a kernel backend that was asked for and is not there
+    ├── RunError                (OSError)         a folder that is no run, or that cannot be written or read
     └── MissingExtraError       (ImportError)     an optional dependency that is not installed
 
 Each also derives from the built-in exception beside it, so that code which does not know Plimsoll still catches it.
@@ -35,6 +36,10 @@ class NotRecordedError(PlimsollError, LookupError):
 
 class BackendError(PlimsollError, RuntimeError):
     """A kernel backend that was asked for by name and is not available here."""
+
+
+class RunError(PlimsollError, OSError):
+    """A folder that is no run, holds one of a newer schema, or that a run cannot be written to."""
 
 
 class MissingExtraError(PlimsollError, ImportError):

@@ -139,4 +139,4 @@ def test_what_no_file_could_hold_is_refused(fields):
 
 
 def _pickled(record):
-    return pickle.loads(pickle.dumps(record))  # noqa: S301 - our own bytes
+    return pickle.loads(pickle.dumps(record))

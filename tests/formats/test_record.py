@@ -70,4 +70,4 @@ def test_magnitudes_count_up_to_the_largest():
 
 
 def _pickled(record):
-    return pickle.loads(pickle.dumps(record))  # noqa: S301 - our own bytes
+    return pickle.loads(pickle.dumps(record))

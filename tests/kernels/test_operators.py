@@ -26,6 +26,8 @@ def calls() -> dict[str, tuple[object, tuple[object, ...]]]:
     return {
         "measure_": (OPS.measure_, ([x, x[0]], kernels.new_bank(3), [2, 0], True, 0)),
         "measure_ blocks": (OPS.measure_, ([x], kernels.new_bank(1, 16), [0], False, 16)),
+        "count_nonfinite_": (OPS.count_nonfinite_, ([x, x[0].bfloat16()], kernels.new_counts(3), 1)),
+        "update_": (OPS.update_, ([x, x], [x + 1, x], [x, x[:0]], kernels.new_bank(3), [2, 0], kernels.new_moves(3))),
         "absmax": (OPS.absmax, (x,)),
         "cast": (OPS.cast, (x, ELEMENT, *tail, torch.float32)),
         "cast other carrier": (OPS.cast, (x.bfloat16(), ELEMENT, *tail, torch.float64)),
@@ -46,10 +48,13 @@ def test_schema_and_fake(name):
 
 
 def test_only_the_named_arguments_are_mutated():
-    for name in ("measure_", "cast_out", "block_cast_out"):
+    mutated = {
+        "measure_": ["bank"], "count_nonfinite_": ["counts"], "update_": ["bank", "moves"], "cast_out": ["out"],
+        "block_cast_out": ["out"],
+    }  # fmt: skip
+    for name, expected in mutated.items():
         schema = getattr(OPS, name).default._schema
-        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        assert written == (["bank"] if name == "measure_" else ["out"])
+        assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == expected
 
 
 def test_a_watched_function_compiles_without_a_break_and_counts_the_same():
@@ -66,6 +71,38 @@ def test_a_watched_function_compiles_without_a_break_and_counts_the_same():
     torch.testing.assert_close(found, expected)
     assert compiled.data_ptr() == address
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def test_what_watching_does_in_a_step_compiles_without_a_break_and_counts_the_same():
+    def step(weight, gradient, bank, moves, counts):
+        old = weight.clone()
+        weight.sub_(gradient * 0.125)
+        kernels.measure_one(gradient, bank, 0)
+        kernels.count_nonfinite_into([gradient, old], counts, 1)
+        kernels.update_into([old], [weight], [gradient], bank, [1], moves)
+        return weight.sum()
+
+    def state():
+        gradient = torch.randint(-2, 3, (20, 30)).float()
+        gradient[0, 0] = torch.nan
+        return torch.ones(20, 30), gradient, kernels.new_bank(2) + 3, kernels.new_moves(2) + 3, kernels.new_counts(2)
+
+    torch.manual_seed(1)
+    eager = state()
+    torch.manual_seed(1)
+    compiled = state()
+    step(*eager)
+    torch.compile(step, fullgraph=True)(*compiled)
+    for found, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert eager[4].tolist() == [0, 1] and eager[3][1, 0] == torch.count_nonzero(eager[1])
+
+
+def test_fake_tensors_go_through_the_operators():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.ones(5)
+        kernels.measure_one(x, kernels.new_bank(2), 1)
+        kernels.count_nonfinite_into([x], kernels.new_counts(2), 1)
 
 
 def test_a_compiled_training_step_counts_both_directions():
@@ -187,10 +224,19 @@ def test_a_read_only_install_caches_elsewhere(tmp_path):
 )
 def test_on_cuda_nothing_synchronises_and_graphs_capture():
     x, bank = torch.randn(1000, device="cuda"), kernels.new_bank(2, device="cuda")
+    moves, counts = kernels.new_moves(2, device="cuda"), kernels.new_counts(1, device="cuda")
+
+    def watched_step():
+        kernels.measure_one(x, bank, 0)
+        kernels.count_nonfinite_into([x, x[1:]], counts, 0)
+        kernels.update_into([x, x], [x + 1, x], [x, x], bank, [0, 1], moves)
+
     kernels.measure_into([x, x], bank, [0, 1])
+    watched_step()
     torch.cuda.set_sync_debug_mode("error")
     try:
         kernels.measure_into([x, x], bank, [0, 1])
+        watched_step()
         OPS.cast(x, NOISY, 1.0, None, 0, torch.zeros((), dtype=torch.int64, device="cuda"), torch.float32)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -201,3 +247,4 @@ def test_on_cuda_nothing_synchronises_and_graphs_capture():
     graph.replay()
     graph.replay()
     assert bank[:, 0].tolist() == [2000, 2000]
+    assert moves[:, :2].tolist() == [[1000, 0], [1000, 1000]] and counts.tolist() == [0]

@@ -160,14 +160,14 @@ def test_measure_ragged_rows(shape: tuple[int, ...], block: int) -> None:
 
 def test_measure_launches_once_for_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[str] = []
-    for name in ("measure_one", "measure_table"):
+    for name in ("measure_tensor", "measure_table"):
         kernel = getattr(_launch, name)
         monkeypatch.setattr(_launch, name, _Counted(kernel, launches, name))
     bank = torch.zeros(9, layout.NARROW, dtype=torch.int64)
     fast.measure([torch.ones(3), torch.ones(5000), torch.ones(0)], bank, [1, 4, 7], True, 0)
     assert launches == ["measure_table"]
     fast.measure([torch.ones(5000)], bank, [1], True, 0)
-    assert launches == ["measure_table", "measure_one"]
+    assert launches == ["measure_table", "measure_tensor"]
 
 
 class _Counted:

@@ -39,8 +39,11 @@ def of(compiled: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 def test_every_kernel_and_dtype_compiles(compiled: list[dict[str, Any]]) -> None:
     names = {kernel["name"] for kernel in compiled}
-    assert names == {"measure_one", "measure_table", "cast_dense", "cast_ragged"}
-    for case in ("measure", "cast"):
+    assert names == {
+        "measure_tensor", "measure_table", "cast_dense", "cast_ragged", "update_tensor", "update_table", "count_tensor",
+        "count_table",
+    }  # fmt: skip
+    for case in ("measure", "cast", "update", "count"):
         assert len({kernel["case"] for kernel in of(compiled, case)}) == 8, "one for each dtype"
 
 
@@ -55,8 +58,20 @@ def test_fp32_measuring_loads_vectors_and_hardly_spills(compiled: list[dict[str,
         assert kernel["stack_bytes"] <= 256, "constants of the loop, and no more"
 
 
+def test_fp32_updates_and_counts_load_vectors_and_hardly_spill(compiled: list[dict[str, Any]]) -> None:
+    for kernel in of(compiled, "fp32 update"):
+        assert kernel["vector_loads"] >= 12, kernel
+        assert kernel["registers"] <= 128, "four programs to an SM"
+        assert kernel["stack_bytes"] <= 512, "constants of the loop, and no more"  # 392 by Triton 3.7.1, 16 by 3.9
+    for kernel in of(compiled, "fp32 count"):
+        assert kernel["vector_loads"] >= 8, kernel
+        # Memory sets its pace, so three programs to an SM do: 146 registers by Triton 3.7.1, under 128 by 3.9.
+        assert kernel["registers"] <= 168 and kernel["stack_bytes"] == 0
+
+
 def test_sizes_and_formats_do_not_recompile(compiled: list[dict[str, Any]]) -> None:
-    for case in ("fp32 one", "fp32 table", "fp32 cast"):
+    cases = ("fp32 one", "fp32 table", "fp32 cast", "fp32 update one", "fp32 update table", "fp32 count one")
+    for case in (*cases, "fp32 count table"):
         assert len({kernel["hash"] for kernel in of(compiled, case)}) == 1, case
         assert len(of(compiled, case)) > 1
 
@@ -88,6 +103,8 @@ def main(cuobjdump: str) -> None:
     jit.JITFunction.run = compile_only
     launch_measuring(case)
     launch_casting(case)
+    launch_updates(case)
+    launch_counts(case)
 
 
 def launch_measuring(case: list[str]) -> None:
@@ -111,6 +128,45 @@ def launch_measuring(case: list[str]) -> None:
     for dtype in _bits.DTYPES:
         case[0] = f"measure {dtype}"
         measure((7,), dtype, 0)
+
+
+def launch_updates(case: list[str]) -> None:
+    import torch
+
+    from plimsoll import kernels
+    from plimsoll.kernels import _triton as fast
+    from plimsoll.kernels._triton import _bits
+
+    def update(lengths: tuple[int, ...], dtype: torch.dtype, push: torch.dtype | None) -> None:
+        tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
+        pushes = [x.to(push) if push else x[:0] for x in tensors]
+        bank, moves = kernels.new_bank(len(lengths)), kernels.new_moves(len(lengths))
+        fast.update(tensors, tensors, pushes, bank, range(len(lengths)), moves)
+
+    for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
+        case[0] = "fp32 update one" if len(lengths) == 1 else "fp32 update table"
+        update(lengths, torch.float32, torch.float32)
+    for dtype in _bits.DTYPES:
+        case[0] = f"update {dtype}"
+        update((7,), dtype, dtype)
+    for push in (torch.float64, torch.float8_e5m2fnuz, None):
+        case[0] = f"push {push}"
+        update((7,), torch.bfloat16, push)
+
+
+def launch_counts(case: list[str]) -> None:
+    import torch
+
+    from plimsoll import kernels
+    from plimsoll.kernels import _triton as fast
+    from plimsoll.kernels._triton import _bits
+
+    for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
+        case[0] = "fp32 count one" if len(lengths) == 1 else "fp32 count table"
+        fast.count_nonfinite([torch.zeros(length) for length in lengths], kernels.new_counts(1), 0)
+    for dtype in _bits.DTYPES:
+        case[0] = f"count {dtype}"
+        fast.count_nonfinite([torch.zeros(7, dtype=dtype)], kernels.new_counts(1), 0)
 
 
 def launch_casting(case: list[str]) -> None:

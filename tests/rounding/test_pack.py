@@ -70,7 +70,7 @@ def test_every_argument_comes_back(backend):
         packed = pack(x, fmt, **arguments)
         assert torch.equal(unpack(packed), cast(x, fmt, **arguments))
         assert unpack(packed, dtype=torch.bfloat16).dtype == torch.bfloat16
-        copy = pickle.loads(pickle.dumps(packed))  # noqa: S301  (our own bytes)
+        copy = pickle.loads(pickle.dumps(packed))
         assert torch.equal(unpack(copy), unpack(packed)) and (copy.axis, copy.scale) == (packed.axis, packed.scale)
 
 

@@ -60,7 +60,7 @@ def test_merging_equals_measuring_together(x: torch.Tensor, y: torch.Tensor, blo
 @given(s=spectra())
 def test_round_trips_keep_everything(s: Spectrum) -> None:
     text = json.dumps(s.to_dict(), allow_nan=False)
-    for again in (Spectrum.from_dict(json.loads(text)), pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):  # noqa: S301
+    for again in (Spectrum.from_dict(json.loads(text)), pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
         assert again == s
         assert hash(again) == hash(s)
         assert not again.binades.flags.writeable

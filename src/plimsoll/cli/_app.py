@@ -5,14 +5,17 @@ defect of Plimsoll, and keeps its traceback.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from plimsoll import __version__
+from plimsoll._version import __version__
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
+from plimsoll.cli._run import run
+from plimsoll.cli._script import Handover
 from plimsoll.errors import PlimsollError
 
 
@@ -54,8 +57,16 @@ def _frame(
 
 app.command()(formats)
 app.command()(doctor)
+# What follows SCRIPT is the script's own.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def main() -> None:
     """Runs the command line; the entry point of ``plimsoll`` and of ``python -m plimsoll``."""
-    app(prog_name="plimsoll")
+    script: Callable[[], None] | None = None
+    try:
+        app(prog_name="plimsoll")
+    except Handover as handover:
+        script = handover.script
+    if script is not None:
+        script()

@@ -18,7 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
+    "mlflow": ("mlflow-skinny",),
     "lightning": ("lightning",),
     "transformers": ("transformers",),
     "sql": ("duckdb",),

@@ -1,14 +1,19 @@
 """The fast paths under `rounding`, `spectrum` and `watch`: registered operators and the backends behind them.
 
-Not public. `measure_into` fills a bank (`_layout` says what a row holds); `ops` are the operators of `_ops`.
+Not public. `measure_into` fills a bank (`_layout` says what a row holds); `ops` are the operators of `_ops`. The other
+functions are what `watch` does in every step: `measure_one` for one tensor in a hook, `count_nonfinite_into`,
+`update_into`; and `merge_rows` adds rows up.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.kernels import _layout, _ops as _ops
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import _backend, _layout, _ops as _ops
 from plimsoll.kernels._backend import (
     BackendStatus as BackendStatus,
     forced as forced,
@@ -32,3 +37,74 @@ def measure_into(
     Without `accumulate` the rows are emptied first. All tensors are on the bank's device.
     """
     ops.measure_(list(tensors), bank, list(rows), accumulate, block)
+
+
+def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
+    """As ``measure_into([x], bank, [row], accumulate=False)``, with less overhead: eagerly past torch's dispatcher.
+
+    `x` is a plain tensor: detached, strided, on the bank's device.
+    """
+    if torch.compiler.is_compiling() or type(bank) is not Tensor:  # a fake tensor, say
+        ops.measure_([x], bank, [row], False, 0)
+    else:
+        _backend.choose(bank).measure_one(x, bank, row)
+
+
+def new_counts(length: int, device: torch.device | str = "cpu") -> Tensor:
+    """Counts of zero, for `count_nonfinite_into`."""
+    return torch.zeros(length, dtype=torch.int64, device=device)
+
+
+def count_nonfinite_into(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
+    """Adds the number of NaN and Inf values of all tensors to ``counts[index]``; as fast as memory gives them.
+
+    Tensors are plain ones, as for `measure_one`, on the device of the int64 counts.
+    """
+    if torch.compiler.is_compiling() or type(counts) is not Tensor:
+        ops.count_nonfinite_(list(tensors), counts, index)
+    else:
+        _backend.choose(counts).count_nonfinite(tensors, counts, index)
+
+
+def new_moves(rows: int, device: torch.device | str = "cpu") -> Tensor:
+    """Empty rows of moves, for `update_into`."""
+    return torch.zeros((rows, _layout.MOVES), dtype=torch.int64, device=device)
+
+
+def update_into(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    pushes: Sequence[Tensor],
+    bank: Tensor,
+    rows: Sequence[int],
+    moves: Tensor,
+) -> None:
+    """Counts each change ``new - old`` into its row of the bank and of `moves`; both rows are emptied first.
+
+    The difference is a float32 (float64 of float64 values). A push is what asks a value to move: its gradient, in any
+    dtype; an empty one says that it is not known. A row of moves holds the number of pushes that are not zero (a NaN is
+    not), how many of those values are the same after as before (0 and -0 are, and NaN and NaN), and the float64 bits of
+    the sum of the old values' squares. No synchronisation, no graph break, and no memory of the tensors' size.
+    """
+    ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
+
+
+def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Adds each row j to ``target[groups[j]]`` by the layout's rules: counts and sums add up, keys take the larger.
+
+    Numba's kernel, which holds no global lock, or numpy. All are int64; target and rows have as many columns, and the
+    target is in one piece.
+    """
+    if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < len(target):
+        raise ArgumentError(
+            f"merge_rows: expected groups from 0 to {len(target) - 1}; got groups={groups}. Make more rows of target."
+        )
+    whole = target.flags.c_contiguous and target.dtype == rows.dtype == np.int64
+    if not whole or rows.shape != (groups.size, target.shape[1]):
+        raise ArgumentError(
+            f"merge_rows: expected int64 rows, one for each of {groups.size} groups, as wide as target, and target in "
+            f"one piece; got rows of {rows.dtype}, {rows.shape}, and target of {target.dtype}, {target.shape}. Give "
+            "them one layout."
+        )
+    groups, rows = np.ascontiguousarray(groups, np.int64), np.ascontiguousarray(rows)
+    _backend.choose_for_host().merge_rows(target, groups, rows)

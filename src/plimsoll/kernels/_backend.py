@@ -54,16 +54,18 @@ def choose(x: Tensor) -> ModuleType:
     """The backend module for a tensor on this device."""
     name = forced()
     if name is None:
-        name = _FOR_DEVICE.get(x.device.type, "torch")
-        if not status(name).available:
-            _say_missing(name)
-            name = "torch"
-    elif name == "numba" and x.device.type != "cpu":
+        return _automatic("cpu" if x.is_cpu else x.device.type)
+    if name == "numba" and not x.is_cpu:
         raise BackendError(
             f"kernels: expected tensors in the CPU's memory for the forced backend 'numba'; got one on {x.device}. "
             "Force 'torch', or none."
         )
     return _load(name)
+
+
+def choose_for_host() -> ModuleType:
+    """The backend module for numpy arrays: the CPU's, unless the reference is forced."""
+    return _load("torch") if forced() == "torch" else _automatic("cpu")
 
 
 def forced() -> Name | None:
@@ -85,6 +87,15 @@ def status(name: Name) -> BackendStatus:
     except Exception as error:  # noqa: BLE001  (a broken install may fail in any way, and must not stop training)
         return BackendStatus(name=name, available=False, detail=f"{type(error).__name__}: {error}")
     return BackendStatus(name=name, available=True, detail=detail)
+
+
+@functools.cache
+def _automatic(device: str) -> ModuleType:
+    name = _FOR_DEVICE.get(device, "torch")
+    if not status(name).available:
+        _say_missing(name)
+        name = "torch"
+    return _load(name)
 
 
 @functools.cache
@@ -114,5 +125,5 @@ def _say_missing(name: Name) -> None:
     warnings.warn(
         f"plimsoll: the {name} backend is not available, the slower torch one runs in its place. {status(name).detail}",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -39,6 +39,12 @@ WIDE = MAXIMA + BINADES + 2  # 848 words, padded to a multiple of 8
 
 ABSMIN_TOP = 0x7FF0_0000_0000_0000  # the bits of float64 Inf
 
+# A row of moves, beside the row of the bank that holds the spectrum of the same update. A push is what asks a value to
+# move: its gradient.
+PUSHED, UNMOVED = 0, 1  # values whose push is not zero; those among them that are the same after as before
+OLD_SUMSQ = 2  # sum of squares of the old values, float64 bits
+MOVES = 3  # words
+
 
 def width(block: int) -> int:
     """Words in a row: wide where a block length is given (0 means none)."""

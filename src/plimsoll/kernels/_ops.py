@@ -4,8 +4,9 @@ The operators are opaque to compilers: a graph holds the call, eager and compile
 Inductor gets no chance to remove a rounding. Formats travel as integers (`_spec`), scales and keys as numbers or as
 0-d tensors that only the kernel reads, so nothing here synchronises with a device.
 
-`measure_` mutates its bank and returns nothing; it allocates nothing of the tensors' size. The `*_out` forms mutate
-`out`. None of them carries a gradient: autograd is `plimsoll.rounding`'s business.
+`measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
+the tensors' size. The `*_out` forms mutate `out`. None of them carries a gradient: autograd is `plimsoll.rounding`'s
+business.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plimsoll.errors import ArgumentError
 from plimsoll.kernels import _backend, _layout as layout, _vmap
 from plimsoll.kernels._spec import BlockSpec, CastSpec
 from plimsoll.kernels._tensors import FLOATING
 
 _library = torch.library.Library("plimsoll", "DEF")
 _MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
+_UPDATE = "Tensor[] old, Tensor[] new, Tensor[] pushes, Tensor(a!) bank, int[] rows, Tensor(b!) moves"
 # What every cast takes beside the tensor: the spec, a scale (number or tensor), a seed (number or key tensor).
 _CAST = "int[] spec, float scale, Tensor? scale_tensor, int seed, Tensor? key"
 _BLOCK = "int[] spec, Tensor? tensor_scale, float scale, Tensor? scale_tensor, int seed, Tensor? key"
@@ -27,6 +30,28 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 def _measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
     _backend.choose(bank).measure(tensors, bank, rows, accumulate, block)
+
+
+def _update(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    pushes: Sequence[Tensor],
+    bank: Tensor,
+    rows: Sequence[int],
+    moves: Tensor,
+) -> None:
+    for before, after, push in zip(old, new, pushes, strict=True):
+        if before.shape != after.shape or before.dtype != after.dtype or (push.numel() and push.shape != after.shape):
+            raise ArgumentError(
+                "update_: expected old and new values of one dtype and shape, and a push of that shape or an empty "
+                f"one; got {before.dtype} {tuple(before.shape)}, {after.dtype} {tuple(after.shape)} and "
+                f"{tuple(push.shape)}. Give the tensors of one parameter."
+            )
+    _backend.choose(bank).update(old, new, pushes, bank, rows, moves)
+
+
+def _count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
+    _backend.choose(counts).count_nonfinite(tensors, counts, index)
 
 
 def _cast_out(
@@ -154,6 +179,8 @@ def _fake_block_pack(x: Tensor, spec: list[int], *_: object) -> tuple[Tensor, Te
 
 _OPERATORS = (
     ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
+    ("count_nonfinite_", "(Tensor[] tensors, Tensor(a!) counts, int index) -> ()", _count_nonfinite, _fake_nothing),
+    ("update_", f"({_UPDATE}) -> ()", _update, _fake_nothing),
     ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
     ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),
     ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _cast_out, _fake_nothing),

@@ -1,4 +1,7 @@
-"""Which tensors the operations take: floating values in plain memory. Others are told what to use instead."""
+"""Which tensors the operations take: floating values in plain memory. Others are told what to use instead.
+
+Also how their values lie in memory.
+"""
 
 from typing import NoReturn
 
@@ -9,6 +12,21 @@ from plimsoll.errors import UnsupportedTensorError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the values fill one stretch of memory, in whatever order."""
+    return x.is_contiguous() or _is_dense(x)
+
+
+def alike(*tensors: Tensor) -> bool:
+    """Whether tensors of one shape are dense and hold their values in the same order."""
+    if all([x.is_contiguous() for x in tensors]):  # noqa: C419  (a list is twice as fast as a generator here)
+        return True
+    first = tensors[0]
+    return _is_dense(first) and all(x.stride() == first.stride() for x in tensors)
 
 
 def check_tensor(x: object, operation: str, place: str = "") -> None:

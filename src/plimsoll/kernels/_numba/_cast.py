@@ -11,7 +11,7 @@ from torch import Tensor
 from plimsoll.formats import Format, get_element
 from plimsoll.kernels import _torch as reference
 from plimsoll.kernels._numba import _cast_kernels as kernels, _pool
-from plimsoll.kernels._numba._measure import is_dense, pieces
+from plimsoll.kernels._numba._memory import pieces
 from plimsoll.kernels._spec import (
     DOWN,
     NEAREST_AWAY,
@@ -24,6 +24,7 @@ from plimsoll.kernels._spec import (
     BlockSpec,
     CastSpec,
 )
+from plimsoll.kernels._tensors import is_dense
 from plimsoll.kernels._torch._cast import nan_code
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.uint8: 4, torch.uint16: 5}

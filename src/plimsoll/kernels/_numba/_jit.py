@@ -5,8 +5,8 @@ it at once. Kernels here are serial and release the GIL; `_pool` runs several of
 
 Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
 NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile anew in each process: said once.
-Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other share a file.
-After a change to this one, remove the compiled code.
+Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other share a file,
+or say in theirs that they do not. After a change to this one, remove the compiled code.
 """
 
 import warnings

@@ -5,7 +5,7 @@ values at a time, so that nothing of their size is allocated.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,121 +14,109 @@ from torch import Tensor
 
 from plimsoll.formats import get_element
 from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba import _measure_kernels as kernels, _pool
+from plimsoll.kernels._numba import _block_kernels, _measure_kernels as kernels, _pool
+from plimsoll.kernels._numba._memory import Words, pieces
+from plimsoll.kernels._numba._rows import empty_rows, merge_into, row_addresses
+from plimsoll.kernels._tensors import is_dense
 from plimsoll.kernels._torch._cast import from_codes
 
-_SPLIT = 1 << 12  # parts of one tensor begin at a multiple of this many values
-_PIECE = 1 << 16  # values copied at a time from a tensor whose memory is not dense
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CODES = 4
 _NO_TABLE = np.zeros(256)
+_SMALL = 1 << 18  # values: no tensor below is worth a second thread (_pool)
+_PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
     """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
-    table = bank.numpy()
+    places = row_addresses(bank, rows)
     if not accumulate:
-        for row in rows:
-            table[row] = 0
-    dense: dict[torch.dtype, list[tuple[int, int, int]]] = {}
-    for x, row in zip(tensors, rows, strict=True):
-        if x.numel() == 0:
-            continue
-        if is_dense(x):
-            dense.setdefault(x.dtype, []).append((x.data_ptr(), x.numel(), row))
-        else:
-            _measure_strided(x, table[row])
-        if block:
-            _measure_blocks(x, table[row], block)
+        empty_rows(places, bank.shape[1])
+    dense: dict[torch.dtype, list[int]] = {}
+    for x, place in zip(tensors, places, strict=True):
+        length = x.numel()
+        if length and (x.is_contiguous() or is_dense(x)):
+            parts = dense.get(x.dtype)
+            if parts is None:
+                parts = dense[x.dtype] = []
+            parts += (x.data_ptr(), length, place)
+        elif length:
+            _measure_strided(x, place)
     for dtype, parts in dense.items():
-        _measure_parts(dtype, parts, table)
+        _measure_parts(dtype, parts)
+    if block:
+        for x, row in zip(tensors, rows, strict=True):
+            if x.numel():
+                _measure_blocks(x, bank.numpy()[row], block)
 
 
-def is_dense(x: Tensor) -> bool:
-    """Whether the values fill one stretch of memory, in whatever order."""
-    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
-
-
-def _measure_parts(dtype: torch.dtype, parts: list[tuple[int, int, int]], table: Any) -> None:
-    shares = _pool.shares(sum(length for _, length, _ in parts))
-    if shares == 1 or len({row for _, _, row in parts}) < len(parts):  # two tensors of one row take turns
-        _launch(dtype, parts, table, table[:0])
-        return
-    cut, rows = _cut(parts, shares, dtype.itemsize)
-    scratch = np.zeros((len(rows), table.shape[1]), np.int64)
-    _pool.run([lambda share=share: _launch(dtype, share, table, scratch) for share in cut])
-    kernels.merge_rows(table, np.array(rows, np.int64), scratch)
-
-
-def _cut(
-    parts: list[tuple[int, int, int]], shares: int, itemsize: int
-) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
-    """Cuts the parts into shares of about equal size; a tensor in two shares gets scratch rows, listed by their row."""
-    size = -(-sum(length for _, length, _ in parts) // shares)
-    size = -(-size // _SPLIT) * _SPLIT
-    result: list[list[tuple[int, int, int]]] = [[]]
-    rows: list[int] = []
-    room = size
-    for address, length, row in parts:
-        start = 0
-        while start < length:
-            if room == 0:
-                result.append([])
-                room = size
-            taken = min(room, length - start)
-            target = row
-            if taken < length:
-                rows.append(row)
-                target = -len(rows)
-            result[-1].append((address + start * itemsize, taken, target))
-            start += taken
-            room -= taken
-    return result, rows
-
-
-def _launch(dtype: torch.dtype, parts: list[tuple[int, int, int]], table: Any, scratch: Any) -> None:
-    addresses, lengths, rows = np.array(parts, np.int64).T.copy()
-    if dtype == torch.float32:
-        kernels.measure_float32(addresses, lengths, rows, table, scratch)
-    elif dtype == torch.float64:
-        kernels.measure_float64(addresses, lengths, rows, table, scratch)
-    elif dtype in _KINDS:
-        kernels.measure_16bit(addresses, lengths, rows, table, scratch, dtype == torch.float16)
+def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
+    """As ``measure([x], bank, [row], False, 0)``, with next to no Python between tensor and kernel."""
+    length = x.numel()
+    count, words = bank.shape
+    simple = 0 < length < _SMALL and 0 <= row < count and bank.is_contiguous() and (x.is_contiguous() or is_dense(x))
+    if simple:
+        kernel, variant = entry(x.dtype)
+        kernel(0, 1, x.data_ptr(), length, bank.data_ptr() + 8 * words * row, words, variant)
     else:
-        kernels.measure_codes(addresses, lengths, rows, table, scratch, _values_of_codes(dtype))
+        measure([x], bank, [row], False, 0)
 
 
-def _measure_strided(x: Tensor, row: Any) -> None:
+@functools.cache
+def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
+    """The kernel of a dtype, and the variant it is called with."""
+    if dtype == torch.float32:
+        return kernels.measure_float32, 0
+    if dtype == torch.float64:
+        return kernels.measure_float64, 0
+    if dtype in _KINDS:
+        return kernels.measure_16bit, int(dtype == torch.float16)
+    return kernels.measure_codes, _values_of_codes(dtype).ctypes.data
+
+
+def _measure_parts(dtype: torch.dtype, words: list[int]) -> None:
+    """Measures parts of one dtype, given as a list of three words each."""
+    shares = _pool.shares(sum(words[1::3]))
+    if shares == 1 or len(set(words[2::3])) < len(words) // 3:  # two tensors of one row take turns
+        _launch(dtype, words)
+        return
+    shared, owners = _pool.cut(words[1::3], shares)
+    scratch = np.zeros((len(owners), layout.NARROW), np.int64)
+    first, step = scratch.ctypes.data, scratch.strides[0]
+
+    def work(share: list[_pool.Piece]) -> None:
+        listed: list[int] = []
+        for index, start, length, slot in share:
+            place = words[3 * index + 2] if slot is None else first + step * slot
+            listed += (words[3 * index] + start * dtype.itemsize, length, place)
+        _launch(dtype, listed)
+
+    _pool.run([functools.partial(work, share) for share in shared])
+    merge_into([words[3 * index + 2] for index in owners], scratch)
+
+
+def _launch(dtype: torch.dtype, words: list[int]) -> None:
+    kernel, variant = entry(dtype)
+    listed = Words(words)
+    kernel(listed.address, len(words) // 3, 0, 0, 0, 0, variant)
+
+
+def _measure_strided(x: Tensor, place: int) -> None:
     """Measures a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
     repeats = 1
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
             x = x.narrow(dim, 0, 1)
             repeats *= size
-    once = np.zeros((1, row.size), np.int64)
+    once = np.zeros((1, layout.NARROW), np.int64)
     for piece in pieces(x):
         held = piece.contiguous()
-        _launch(x.dtype, [(held.data_ptr(), held.numel(), 0)], once, once[:0])
+        _launch(x.dtype, [held.data_ptr(), held.numel(), once.ctypes.data])
     counts, sums = once[0], once[0].view(np.float64)
     counts[: layout.POSITIVE] *= repeats
     sums[layout.SUM : layout.SUMSQ + 1] *= repeats
     counts[layout.HISTOGRAM :] *= repeats
-    kernels.merge_rows(row.reshape(1, -1), np.zeros(1, np.int64), once)
-
-
-def pieces(x: Tensor) -> Iterator[Tensor]:
-    """The tensor in slices of at most 64K values, along its leading dimensions."""
-    if x.numel() <= _PIECE:
-        yield x
-        return
-    inner = x[0].numel()
-    step = max(1, _PIECE // inner)
-    for start in range(0, x.shape[0], step):
-        piece = x[start : start + step]
-        if inner > _PIECE:
-            yield from pieces(piece[0])
-        else:
-            yield piece
+    merge_into([place], once)
 
 
 def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
@@ -139,7 +127,7 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
     for start in range(0, height, step):
         held = matrix[start : start + step].contiguous()
-        kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
+        _block_kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
 
 
 @functools.cache

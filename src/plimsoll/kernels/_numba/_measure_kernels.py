@@ -6,8 +6,8 @@ counted for the occupied binades only, from the highest down, 32 at a time (`cou
 reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
 float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers.
 
-Kernels take addresses, so that a call with a thousand tensors is one call. All are in this one file because Numba's
-cache notices a change of a kernel's own file only.
+Kernels take addresses, so that a call with a thousand tensors is one call. They share this file because Numba's cache
+notices a change of a kernel's own file only; `_update_kernels` uses some of these parts too (see there).
 """
 
 import numpy as np
@@ -19,7 +19,6 @@ from plimsoll.kernels._numba._jit import (
     as_float64,
     as_int64,
     as_uint32,
-    as_uint64,
     count_four,
     inlined,
     kernel,
@@ -41,16 +40,14 @@ _POS_INFS, _NEG_INFS = layout.POS_INFS, layout.NEG_INFS
 _POSITIVE, _NEGATIVE, _NEAREST = layout.POSITIVE, layout.NEGATIVE, layout.NEAREST
 _SUM, _ABSSUM, _SUMSQ = layout.SUM, layout.ABSSUM, layout.SUMSQ
 _HISTOGRAM, _BINADES = layout.HISTOGRAM, layout.BINADES
-_BLOCKS, _ZERO_BLOCKS = layout.BLOCKS, layout.ZERO_BLOCKS
-_NONFINITE_BLOCKS, _POISONED = layout.NONFINITE_BLOCKS, layout.POISONED
-_DEPTHS, _MAXIMA, _ABSMIN_TOP = layout.DEPTHS, layout.MAXIMA, layout.ABSMIN_TOP
+_ABSMIN_TOP, _WORDS = layout.ABSMIN_TOP, layout.NARROW
 
 
 # -- the parts of one block of float32 bits ---------------------------------------------------------------------------
 
 
 @inlined
-def _extremes(bits, exponents, n):
+def scan(bits, exponents, n):
     """Exponent bytes of `n` values; largest bits of either sign; the smallest magnitude's less one (zero wraps)."""
     positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
     for i in range(n):
@@ -74,7 +71,7 @@ def _widen_bfloat(bits):
 
 @inlined
 def _extremes_16bit(narrow, n):
-    """As `_extremes`, over 16-bit patterns, twice as many to a vector, and without the exponents."""
+    """As `scan`, over 16-bit patterns, twice as many to a vector, and without the exponents."""
     positive, negative, nearest = np.int16(0), np.uint16(0), np.uint16(0xFFFF)
     for i in range(n):
         value = narrow[i]
@@ -121,7 +118,7 @@ def _scan_half(narrow, bits, exponents, n):
 
 @inlined
 def _extremes_half(narrow, bits, exponents, n):
-    """As `_extremes`, of any float16 patterns, whose float32 bits it writes."""
+    """As `scan`, of any float16 patterns, whose float32 bits it writes."""
     positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
     for i in range(n):
         value = widen_half(np.uint32(narrow[i]))
@@ -232,14 +229,17 @@ def _key(magnitude):
 
 
 @inlined
-def _add_block(bits, n, extremes, exponents, clean, row, sums, counts):
-    """Counts one block of `n` scanned float32 bit patterns into the row and into `counts` (by biased exponent)."""
+def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
+    """Counts one block of `n` scanned float32 bit patterns into the row and into `counts` (by biased exponent).
+
+    Returns the lowest and the highest exponent that it counted.
+    """
     positive, negative, nearest = extremes
-    cleared = 0
+    cleared, top, lowest = 0, 0, 255
     if max(positive, negative) >= np.uint32(_INF32):
         cleared = _clear_nonfinite(bits, clean, n, row)
         bits = clean
-        positive, negative, nearest = _extremes(bits, exponents, n)
+        positive, negative, nearest = scan(bits, exponents, n)
     for i in range(n, (n + 31) // 32 * 32):
         exponents[i] = 255
     found = 0
@@ -260,81 +260,120 @@ def _add_block(bits, n, extremes, exponents, clean, row, sums, counts):
     row[_NEGATIVE] = max(row[_NEGATIVE], _key(negative))
     if nearest != np.uint32(0xFFFF_FFFF):
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - _key(nearest + np.uint32(1)))
+    return lowest, top
 
 
 @inlined
-def _fold(counts, row):
-    """Moves the counts by biased float32 exponent to the row. Exponents 0 and 255 were counted one by one."""
-    for e in range(1, 255):
+def fold(counts, row, low, high):
+    """Moves counts by biased float32 exponent, from `low` to `high`, to the row.
+
+    Exponents 0 and 255 were counted one by one.
+    """
+    for e in range(low, high + 1):
         row[_HISTOGRAM + e + 22] += counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]  # index 0: binade -149
-    counts[:, :] = 0
+        for i in range(4):
+            counts[i, e] = 0
 
 
-# -- kernels: each over a list of parts, given by address, length and row ---------------------------------------------
-# A row index below zero, -1 - i, is row i of `scratch`: a part of a tensor that several threads share.
+# -- kernels: each over a list of parts, given by address, length and the address of the row they are counted into ----
+# `table` is the address of the list, three words a part; if it is 0, the arguments describe the only part. That is what
+# makes measuring a small tensor cheap: integers cost a call next to nothing. `fresh` is how many words of that only
+# part's row are emptied first. `variant` says more about the dtype, where there is more to say.
+
+
+@inlined
+def part_of(table, part, address, length, row):
+    """Address, length and row address of a part."""
+    if table:
+        words = carray(pointer(table + 24 * part), (3,), np.int64)
+        return words[0], words[1], words[2]
+    return address, length, row
+
+
+@inlined
+def row_at(address, fresh):
+    row = carray(pointer(address), (_WORDS,), np.int64)
+    if fresh:
+        carray(pointer(address), (fresh,), np.int64)[:] = 0
+    return row
 
 
 @kernel
-def measure_float32(addresses, lengths, rows, bank, scratch):
+def measure_float32(table, parts, address, length, row_address, fresh, _):
     exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
     counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
         sums = row.view(np.float64)
         row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint32)
+        bits = carray(pointer(address), (length,), np.uint32)
+        low, high = 255, 0
         for start in range(0, length, _BLOCK):
             n = min(_BLOCK, length - start)
             part_bits = bits[start : start + n]  # an index that cannot be negative keeps the loops vectors
-            found = _extremes(part_bits, exponents, n)
-            _add_block(part_bits, n, found, exponents, clean, row, sums, counts)
-        _fold(counts, row)
+            found = scan(part_bits, exponents, n)
+            lowest, top = add_block(part_bits, n, found, exponents, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold(counts, row, low, high)
 
 
 @kernel
-def measure_16bit(addresses, lengths, rows, bank, scratch, is_half):
+def measure_16bit(table, parts, address, length, row_address, fresh, variant):
+    """Float16 is variant 1, bfloat16 is 0."""
     exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
     wide = np.empty(_BLOCK, np.uint32)
     counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
         sums = row.view(np.float64)
         row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint16)
+        bits = carray(pointer(address), (length,), np.uint16)
+        low, high = 255, 0
         for start in range(0, length, _BLOCK):
             n = min(_BLOCK, length - start)
             part_bits = bits[start : start + n]
-            if is_half:
+            if variant == 1:
                 found = _scan_half(part_bits, wide, exponents, n)
             else:
                 found = _scan_bfloat(part_bits, wide, exponents, n)
-            _add_block(wide, n, found, exponents, clean, row, sums, counts)
-        _fold(counts, row)
+            lowest, top = add_block(wide, n, found, exponents, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold(counts, row, low, high)
 
 
 @kernel
-def measure_float64(addresses, lengths, rows, bank, scratch):
+def measure_float64(table, parts, address, length, row_address, fresh, _):
     clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
     counts = np.zeros((4, 2048), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
         sums = row.view(np.float64)
         row[_COUNT] += length
-        bits = carray(pointer(addresses[part]), (length,), np.uint64)
+        bits = carray(pointer(address), (length,), np.uint64)
+        low, high = 2047, 0
         for start in range(0, length, _BLOCK):
             n = min(_BLOCK, length - start)
-            _add_block64(bits[start : start + n], n, exponents, wide, clean, row, sums, counts)
-        for e in range(2047):
-            found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
-            row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found
-        counts[:, :] = 0
+            lowest, top = add_block64(bits[start : start + n], n, exponents, wide, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold64(counts, row, low, high)
 
 
 @inlined
-def _add_block64(bits, n, exponents, wide, clean, row, sums, counts):
+def fold64(counts, row, low, high):
+    for e in range(low, high + 1):
+        found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
+        row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found
+        for i in range(4):
+            counts[i, e] = 0
+
+
+@inlined
+def add_block64(bits, n, exponents, wide, clean, row, sums, counts):
+    """As `add_block`, of float64 bits, which it scans itself."""
+    top, lowest = 0, 2047
     positive, negative, nearest, zeros, bad = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0, 0
     for i in range(n):
         value = bits[i]
@@ -379,22 +418,25 @@ def _add_block64(bits, n, exponents, wide, clean, row, sums, counts):
         row[_NEGATIVE] = max(row[_NEGATIVE], np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF)))
     if nearest != np.uint64(0xFFFF_FFFF_FFFF_FFFF):
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - np.int64(nearest + np.uint64(1)))
+    return lowest, top
 
 
 @kernel
-def measure_codes(addresses, lengths, rows, bank, scratch, table):
+def measure_codes(table, parts, address, length, row_address, fresh, variant):
+    """The variant is the address of the float64 values of the 256 codes."""
+    values = carray(pointer(variant), (256,), np.uint64)
     counts = np.zeros((4, 256), np.int64)
-    for part in range(addresses.size):
-        length = lengths[part]
-        row = bank[rows[part]] if rows[part] >= 0 else scratch[-1 - rows[part]]
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
         sums = row.view(np.float64)
         row[_COUNT] += length
-        codes = carray(pointer(addresses[part]), (length,), np.uint8)
+        codes = carray(pointer(address), (length,), np.uint8)
         _count_codes(codes, length, counts)
         for code in range(256):
             found = counts[0, code] + counts[1, code] + counts[2, code] + counts[3, code]
             if found:
-                _add_repeated(as_uint64(table[code]), found, row, sums)
+                _add_repeated(values[code], found, row, sums)
         counts[:, :] = 0
 
 
@@ -418,87 +460,3 @@ def _add_repeated(bits, found, row, sums):
         row[key] = max(row[key], magnitude)
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - magnitude)
         row[_HISTOGRAM + min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)] += found
-
-
-@kernel
-def measure_blocks(address, kind, height, columns, block, row, table):
-    """The block record of a matrix, of any dtype (`kind`, an index of _KINDS)."""
-    index = np.empty(block, np.int64)  # binade index of each value; -1 for zero, -2 for NaN and Inf
-    bits32 = carray(pointer(address), (height * columns,), np.uint32)
-    bits16 = carray(pointer(address), (height * columns,), np.uint16)
-    bits64 = carray(pointer(address), (height * columns,), np.uint64)
-    codes = carray(pointer(address), (height * columns,), np.uint8)
-    for line in range(height):
-        for first in range(0, columns, block):
-            n = min(block, columns - first)
-            at = line * columns + first
-            if kind == 0:
-                for i in range(n):
-                    index[i] = _binade_index(bits32[at + i] & np.uint32(0x7FFF_FFFF))
-            elif kind == 1:
-                for i in range(n):
-                    index[i] = _binade_index(np.uint32(bits16[at + i] & np.uint32(0x7FFF)) << np.uint32(16))
-            elif kind == 2:
-                for i in range(n):
-                    index[i] = _binade_index(widen_half(np.uint32(bits16[at + i] & np.uint32(0x7FFF))))
-            elif kind == 3:
-                for i in range(n):
-                    index[i] = _binade_index64(bits64[at + i])
-            else:
-                for i in range(n):
-                    index[i] = _binade_index64(as_uint64(table[codes[at + i]]))
-            _add_one_block(index, n, row)
-
-
-@inlined
-def _binade_index(magnitude):
-    if magnitude >= np.uint32(_INF32):
-        return -2
-    if magnitude < np.uint32(0x0080_0000):
-        return np.int64(as_uint32(np.float32(magnitude)) >> np.uint32(23)) - 127 if magnitude else -1
-    return np.int64(magnitude >> np.uint32(23)) + 22
-
-
-@inlined
-def _binade_index64(bits):
-    magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
-    if magnitude >= _INF64:
-        return -2
-    if magnitude == 0:
-        return -1
-    return min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)
-
-
-@inlined
-def _add_one_block(index, n, row):
-    top, bad, nonzero = -1, False, 0
-    for i in range(n):
-        top = max(top, index[i])
-        bad |= index[i] == -2
-        nonzero += index[i] >= 0
-    row[_BLOCKS] += 1
-    if bad:
-        row[_NONFINITE_BLOCKS] += 1
-        row[_POISONED] += nonzero
-    elif top < 0:
-        row[_ZERO_BLOCKS] += 1
-    else:
-        row[_MAXIMA + top] += 1
-        for i in range(n):
-            if index[i] >= 0:
-                row[_DEPTHS + top - index[i]] += 1
-
-
-@kernel
-def merge_rows(bank, rows, scratch):
-    """Adds each scratch row to its row of the bank, as _layout says."""
-    for i in range(rows.size):
-        row, part = bank[rows[i]], scratch[i]
-        sums, part_sums = row.view(np.float64), part.view(np.float64)
-        for field in range(row.size):
-            if _POSITIVE <= field <= _NEAREST:
-                row[field] = max(row[field], part[field])
-            elif _SUM <= field <= _SUMSQ:
-                sums[field] += part_sums[field]
-            else:
-                row[field] += part[field]

@@ -14,6 +14,11 @@ import torch
 _SMALLEST_SHARE = 1 << 18  # values: below this, waking a thread (some 100 us) costs more than it brings
 _SHARES_PER_THREAD = 4  # so that one thread's delay (another process on its core) is not everyone's
 _FINE_SHARE = 1 << 19
+_SPLIT = 1 << 12  # pieces of one tensor begin at a multiple of this many values
+
+# Of a tensor, by its index: first value, number of values, and the slot of scratch memory that is its own where several
+# pieces of the tensor are worked on at a time.
+Piece = tuple[int, int, int, int | None]
 
 _executor: ThreadPoolExecutor | None = None
 _size = 0
@@ -25,6 +30,29 @@ def shares(values: int) -> int:
     if threads <= 1:
         return 1
     return max(threads, min(threads * _SHARES_PER_THREAD, values // _FINE_SHARE))
+
+
+def cut(lengths: Sequence[int], count: int) -> tuple[list[list[Piece]], list[int]]:
+    """Cuts tensors of these lengths into at most `count` shares of about equal size; also each slot's tensor."""
+    size = -(-sum(lengths) // count)
+    size = -(-size // _SPLIT) * _SPLIT
+    shared: list[list[Piece]] = [[]]
+    owners: list[int] = []
+    room = size
+    for index, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if room == 0:
+                shared.append([])
+                room = size
+            taken = min(room, length - start)
+            slot = None if taken == length else len(owners)
+            if slot is not None:
+                owners.append(index)
+            shared[-1].append((index, start, taken, slot))
+            start += taken
+            room -= taken
+    return shared, owners
 
 
 def run(tasks: Sequence[Callable[[], None]]) -> None:

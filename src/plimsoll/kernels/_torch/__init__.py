@@ -6,7 +6,9 @@ from plimsoll.kernels._torch._cast import (
     cast as cast,
     pack as pack,
 )
-from plimsoll.kernels._torch._measure import measure as measure
+from plimsoll.kernels._torch._measure import measure as measure, measure_one as measure_one
+from plimsoll.kernels._torch._rows import merge_rows as merge_rows
+from plimsoll.kernels._torch._update import count_nonfinite as count_nonfinite, update as update
 
 
 def describe() -> str:

@@ -17,10 +17,15 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
         for row in rows:
             bank[row].zero_()
     for x, row in zip(tensors, rows, strict=True):
-        _measure_one(x, bank[row], block)
+        _count(x, bank[row], block)
 
 
-def _measure_one(x: Tensor, row: Tensor, block: int) -> None:
+def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
+    """As `measure`, of one tensor into a row that is emptied first."""
+    measure([x], bank, [row], False, 0)
+
+
+def _count(x: Tensor, row: Tensor, block: int) -> None:
     values = x.to(torch.float64)
     bits = values.abs().contiguous().view(torch.int64)
     finite = bits < layout.ABSMIN_TOP

@@ -12,13 +12,15 @@ except ImportError as e:
         "or by `pip install triton`."
     ) from e
 
-from plimsoll.kernels._triton._launch import interpreted, measure as measure
+from plimsoll.kernels._triton._launch import interpreted, measure as measure, measure_one as measure_one
+from plimsoll.kernels._triton._nonfinite import count_nonfinite as count_nonfinite
 from plimsoll.kernels._triton._quantize import (
     block_cast as block_cast,
     block_pack as block_pack,
     cast as cast,
     pack as pack,
 )
+from plimsoll.kernels._triton._update_launch import update as update
 
 
 def describe() -> str:

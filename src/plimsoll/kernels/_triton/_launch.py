@@ -12,19 +12,20 @@ from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
 from plimsoll.kernels._triton import _bits
-from plimsoll.kernels._triton._measure import MAP_SHIFT, WARPS, measure_one, measure_table
+from plimsoll.kernels._triton._measure import MAP_SHIFT, measure_table, measure_tensor
 from plimsoll.kernels._triton._tables import Tables
+from plimsoll.kernels._triton._tile import WARPS
 
 # Values of a tile, by the bytes of one: 32 to a thread (16 of float64) are enough bytes in flight with four programs
 # an SM, its number at 128 registers a thread. What these do not hold are mostly constants of the loop (the compile test
 # looks), and four programs should beat three. The block record needs registers of its own.
 _TILES = {1: 4096, 2: 4096, 4: 4096, 8: 2048}
 _BLOCK_TILES = {1: 2048, 2: 1024, 4: 1024, 8: 512}
-_REGISTERS = 128
+REGISTERS = 128
 _PROGRAMS = 4  # for each SM, before any takes a second tile: as many as run at once, so that atomics are few
 _MOST_TILES = 32  # of one program, so that programs of a large tensor end at about the same time
 
-_tables = Tables()
+tables = Tables()
 
 
 class _Job(NamedTuple):
@@ -40,7 +41,7 @@ class _Job(NamedTuple):
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
     """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
     if not accumulate:
-        _empty(bank, rows)
+        empty(bank, rows)
     by_dtype: dict[torch.dtype, list[_Job]] = {}
     alive: list[Tensor] = []  # contiguous copies, until the launches that read them are enqueued
     for x, row in zip(tensors, rows, strict=True):
@@ -53,6 +54,11 @@ def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumu
     with launching(bank):
         for dtype, jobs in by_dtype.items():
             _launch(jobs, dtype, bank, block)
+
+
+def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
+    """As `measure`, of one tensor into a row that is emptied first."""
+    measure([x], bank, [row], False, 0)
 
 
 def _job(x: Tensor, row: int, block: int) -> _Job:
@@ -68,38 +74,43 @@ def _job(x: Tensor, row: int, block: int) -> _Job:
 
 def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> None:
     tile = (_BLOCK_TILES if block else _TILES)[dtype.itemsize]
-    tiles = sum(-(-job.slots // tile) for job in jobs)
-    per_program = min(-(-tiles // (_PROGRAMS * processors(bank.device))), _MOST_TILES)
-    programs = [-(-job.slots // (tile * per_program)) for job in jobs]
+    per_program, programs = share([job.slots for job in jobs], tile, bank.device)
     fixed: dict[str, Any] = {
         "WIDTH": bank.stride(0), "KIND": _bits.kind(dtype), "POINTEE": _bits.pointee(dtype), "BLOCK": block,
-        "TILE": tile, "num_warps": WARPS, "maxnreg": _REGISTERS, "enable_fp_fusion": True,
+        "TILE": tile, "num_warps": WARPS, "maxnreg": REGISTERS, "enable_fp_fusion": True,
     }  # fmt: skip
     if len(jobs) > 1:
         key = (tile * per_program, *jobs)
-        words = _tables.find(key, bank.device, functools.partial(_words, jobs, programs))
+        words = tables.find(key, bank.device, functools.partial(table_words, [job[:4] for job in jobs], programs))
         if words is not None:
             measure_table[(sum(programs),)](words, words[4 * len(jobs) :], bank, per_program, **fixed)
             return
     for job, count in zip(jobs, programs, strict=True):
-        measure_one[(count,)](job.address, job.length, job.row_length, job.row, bank, per_program, **fixed)
+        measure_tensor[(count,)](job.address, job.length, job.row_length, job.row, bank, per_program, **fixed)
 
 
-def _words(jobs: list[_Job], programs: list[int]) -> np.ndarray:
-    """Four words a tensor, then one a program: which tensor, and the how-many-eth program of it."""
-    entries = np.array([job[:4] for job in jobs], dtype=np.int64).ravel()
+def share(slots: Sequence[int], tile: int, device: torch.device) -> tuple[int, list[int]]:
+    """How many tiles a program takes, and how many programs each tensor gets."""
+    tiles = sum(-(-count // tile) for count in slots)
+    per_program = min(-(-tiles // (_PROGRAMS * processors(device))), _MOST_TILES)
+    return per_program, [-(-count // (tile * per_program)) for count in slots]
+
+
+def table_words(jobs: Sequence[tuple[int, ...]], programs: list[int]) -> np.ndarray:
+    """The words of each tensor, then one a program: which tensor, and the how-many-eth program of it."""
+    entries = np.array(jobs, dtype=np.int64).ravel()
     counts = np.array(programs, dtype=np.int64)
     tensor = np.repeat(np.arange(len(jobs), dtype=np.int64), counts)
     within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.concatenate((entries, (tensor << MAP_SHIFT) | within))
 
 
-def _empty(bank: Tensor, rows: Sequence[int]) -> None:
+def empty(bank: Tensor, rows: Sequence[int]) -> None:
     """Fills rows with zeros: row by row where they are few runs, else at once with a table of their numbers."""
     runs = _runs(rows)
     if len(runs) > 2:
         key = ("rows", *runs)
-        index = _tables.find(key, bank.device, lambda: np.array(sorted(set(rows)), dtype=np.int64))
+        index = tables.find(key, bank.device, lambda: np.array(sorted(set(rows)), dtype=np.int64))
         if index is not None:
             bank.index_fill_(0, index, 0)
             return
@@ -130,4 +141,4 @@ def processors(device: torch.device) -> int:
 
 def interpreted() -> bool:
     """Whether the kernels of this process run in Triton's interpreter: decided when they were decorated."""
-    return not isinstance(measure_one, triton.JITFunction)
+    return not isinstance(measure_tensor, triton.JITFunction)

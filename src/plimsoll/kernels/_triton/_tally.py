@@ -36,7 +36,7 @@ def add_counts(counters, counts, first, N: tl.constexpr):
 @triton.jit
 def count_all(counters, bits, WIDE: tl.constexpr):
     magnitude = magnitude_of(bits, WIDE)
-    there = (magnitude != 0) & (magnitude < _infinity(WIDE))
+    there = (magnitude != 0) & (magnitude < infinity(WIDE))
     counts = tl.histogram(tl.where(there, _binade(magnitude, WIDE), _NO_BIN), 512)
     return add_counts(counters + _HISTOGRAM, counts, 0, 512)
 
@@ -44,10 +44,10 @@ def count_all(counters, bits, WIDE: tl.constexpr):
 @triton.jit
 def count_non_finite(counters, bits, WIDE: tl.constexpr):
     magnitude = magnitude_of(bits, WIDE)
-    infinity = _infinity(WIDE)
-    nans = tl.sum((magnitude > infinity).to(tl.int32))
-    ups = tl.sum(((magnitude == infinity) & (bits > 0)).to(tl.int32))
-    downs = tl.sum(((magnitude == infinity) & (bits < 0)).to(tl.int32))
+    limit = infinity(WIDE)
+    nans = tl.sum((magnitude > limit).to(tl.int32))
+    ups = tl.sum(((magnitude == limit) & (bits > 0)).to(tl.int32))
+    downs = tl.sum(((magnitude == limit) & (bits < 0)).to(tl.int32))
     tl.atomic_add(counters + _NANS, nans.to(tl.int64), mask=nans > 0, sem="relaxed")
     tl.atomic_add(counters + _POS_INFS, ups.to(tl.int64), mask=ups > 0, sem="relaxed")
     tl.atomic_add(counters + _NEG_INFS, downs.to(tl.int64), mask=downs > 0, sem="relaxed")
@@ -60,10 +60,10 @@ def tally_blocks(counters, bits, tile, blocks, WIDE: tl.constexpr, BLOCK: tl.con
     COUNT: tl.constexpr = TILE // BLOCK
     there = tile * COUNT + tl.arange(0, COUNT) < blocks
     magnitude = magnitude_of(bits, WIDE).reshape(COUNT, BLOCK)
-    infinity = _infinity(WIDE)
+    limit = infinity(WIDE)
     largest = tl.max(magnitude, axis=1)
-    finite = largest < infinity
-    held = (magnitude != 0) & (magnitude < infinity)
+    finite = largest < limit
+    held = (magnitude != 0) & (magnitude < limit)
     top = _binade(largest, WIDE)
     depth = tl.where(held & finite[:, None], top[:, None] - _binade(magnitude, WIDE), -1)
     if tl.max(depth) < 31:
@@ -105,7 +105,7 @@ def _binade(magnitude, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _infinity(WIDE: tl.constexpr):
+def infinity(WIDE: tl.constexpr):
     if WIDE:
         return tl.full((), _INF64, tl.int64)
     else:

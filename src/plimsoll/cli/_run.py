@@ -1,0 +1,150 @@
+"""``plimsoll run``: watches a training script that knows nothing of Plimsoll."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plimsoll.cli import _folder, _optimizers, _script
+from plimsoll.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from plimsoll.watch._auto import Found
+
+# The names that `plimsoll.watch` takes, which cannot be asked before torch is imported; a test compares them.
+COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
+FACTS = ("loss", "scale", "nonfinite")
+_ALL = ",".join(COLLECTIONS)
+
+
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, the name of a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own, whatever they look like.")
+    ] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; else runs/SCRIPT-DATE-TIME.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Record every so many optimizer steps.")] = 10,
+    collect: Annotated[str, typer.Option(help="What to record; NAME=N for an interval of its own.")] = _ALL,
+    include: Annotated[list[str] | None, typer.Option(help="Only modules and parameters like this glob.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="No modules and parameters like this glob.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
+    recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
+) -> None:
+    """Watch a training script as it is: python SCRIPT ARGS, recorded."""
+    settings: dict[str, Any] = {
+        "every": every,
+        "collect": _collections(collect, every),
+        "include": include or None,
+        "exclude": exclude or None,
+        "warmup": warmup,
+        "recorder": _names("--recorder", recorder, (*FACTS, *COLLECTIONS)),
+    }
+    if not as_module:
+        _script.check(script)
+    start = Path.cwd()
+    stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
+    session = _Session(lambda: start / out if out else _folder.choose(stem, start), settings)
+    atexit.register(session.end)
+    _optimizers.hear(session.note)
+    raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))
+
+
+class _Session:
+    """What goes on beside the script."""
+
+    def __init__(self, folder: Callable[[], Path], settings: Mapping[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
+        self._finder: Any = None
+        self._broken = False
+        self._process = os.getpid()
+
+    def note(self, optimizer: Any) -> None:
+        """The script has made an optimizer."""
+        if self._broken:
+            return
+        try:
+            if self._finder is None:
+                from plimsoll.watch._auto import Finder
+
+                self._finder = Finder(self._folder, self._settings, tell=self._tell, say=_say)
+            self._finder.note(optimizer)
+        except Exception as error:  # noqa: BLE001  (whatever fails in Plimsoll must not stop the script)
+            self._broken = True
+            _say(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
+
+    def _tell(self, found: "Found") -> None:
+        """A model is watched from now on."""
+        often = self._settings["collect"]
+        if isinstance(often, list):
+            often = {"": self._settings["every"]}
+        schedule = ", ".join(f"{name} every {_steps(every)}".lstrip() for name, every in often.items())
+        path = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else found.path
+        what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers)})"
+        late = f"; its first {_steps(found.missed_steps)} went by before it was found" if found.missed_steps else ""
+        again = "; what was compiled before is compiled again" if found.recompiled else ""
+        if _rank() == 0:
+            _say(f"watching {what}, {schedule}, into {path}{late}{again}")
+
+    def end(self) -> None:
+        """The process ends: says so where nothing was recorded."""
+        if self._broken or os.getpid() != self._process or _rank() != 0:
+            return
+        if self._finder is not None:
+            verdict = self._finder.verdict()
+        elif "torch" in sys.modules:
+            verdict = "no torch.optim.Optimizer was made in this process (those that a script starts are not watched)"
+        else:
+            verdict = "the script has not imported torch"
+        if verdict is not None:
+            _say(f"no training step was seen: {verdict}")
+
+
+def _rank() -> int:
+    dist = _folder.process_group()
+    return int(os.environ.get("RANK", "0") if dist is None else dist.get_rank())
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _say(line: str) -> None:
+    """One line on stderr; where that is closed, nothing."""
+    try:
+        who = f"plimsoll (rank {_rank()})" if _rank() else "plimsoll"
+        print(f"{who}: {' '.join(line.split())}", file=sys.stderr, flush=True)  # noqa: T201
+    except (OSError, ValueError, AttributeError):
+        return
+
+
+def _collections(given: str, every: int) -> list[str] | dict[str, int]:
+    """The collections; as a mapping where one has an interval of its own."""
+    pairs = [entry.partition("=") for entry in given.split(",")]
+    names = _names("--collect", ",".join(name for name, _, _ in pairs), COLLECTIONS)
+    if not any(sign for _, sign, _ in pairs):
+        return names
+    return {name: _interval(name, text) if sign else every for name, (_, sign, text) in zip(names, pairs, strict=True)}
+
+
+def _interval(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError(
+            f"run: expected --collect {name}=N with N a number of steps, 1 or more; got {name}={text}. Correct it."
+        )
+    return int(text)
+
+
+def _names(option: str, given: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in known:
+            raise ArgumentError(
+                f"run: expected {option} to name some of {', '.join(known)}, with commas between; got {name!r}. "
+                "Correct or drop it."
+            )
+    return names

@@ -1,0 +1,155 @@
+"""Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would, inside this process.
+
+The script gets a `__main__` of its own, for good: classes pickle by it, worker processes find it by its file, and exit
+handlers still see its variables. It is run when the command line's own work is done and off the stack (`Handover`),
+so that what leaves it goes on to the interpreter, which ends as it always does: 1, the script's own status, or SIGINT.
+An uncaught exception is shown here, by whatever `sys.excepthook` is then, without the frames of Plimsoll.
+"""
+
+import builtins
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, cast
+
+from plimsoll.errors import ArgumentError
+
+
+class Handover(BaseException):
+    """Leaves the command line, and asks for `script` to be called then."""
+
+    def __init__(self, script: Callable[[], None]) -> None:
+        self.script = script
+
+
+def check(script: str) -> None:
+    """Raises `ArgumentError` where there is no such script."""
+    try:
+        if not Path(script).is_dir():
+            Path(script).open("rb").close()
+    except OSError as error:
+        raise ArgumentError(
+            f"run: expected a Python script; got {script!r}, which cannot be read ({error.strerror}). "
+            "Give its path, or -m and the name of a module."
+        ) from error
+
+
+def execute(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
+    """Runs the script to its end; raises what it raises, which is on stderr already."""
+    main = ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.excepthook = sys.__excepthook__  # the command line's own is none of the script's
+    sys.argv = [script, *arguments]
+    try:
+        if as_module:
+            _run_module(script)
+        else:
+            _run_file(script, main)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  (raised again below)
+        failure = error
+    else:
+        return
+    _show(failure)  # outside of the handler: what a hook raises has no other error behind it
+    sys.excepthook = _show_nothing
+    raise failure
+
+
+def _run_module(name: str) -> None:
+    sys.argv[0] = "-m"
+    _lead_path(str(Path.cwd()))
+    _run_as_main(name, True)
+
+
+def _run_file(script: str, main: ModuleType) -> None:
+    path = os.path.join(os.getcwd(), script)  # noqa: PTH109, PTH118  (`./train.py` keeps its dot, as in Python)
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        _lead_path(path)
+        _run_as_main("__main__", False)
+        return
+    _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader, __spec__=None, __package__=None)
+    exec(_code(path), vars(main))  # noqa: S102  (what the command is for)
+
+
+def _run_as_main(name: str, alter_argv: bool) -> None:
+    """What the interpreter itself calls for ``-m``, folders and archives."""
+    cast("Any", runpy)._run_module_as_main(name, alter_argv)  # noqa: SLF001
+
+
+def _lead_path(folder: str) -> None:
+    """Puts the folder where the interpreter has put the one that it started from."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _code(path: str) -> CodeType:
+    with io.open_code(path) as file:
+        compiled = pkgutil.read_code(file)
+    if compiled is not None:
+        return compiled
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+# -- how it ends
+
+
+def _show(error: BaseException) -> None:
+    """Shows the error as the interpreter does: by the hook, and if that fails too, both."""
+    for each in _chain(error):
+        each.__traceback__ = _without_ours(each.__traceback__)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        raise
+    except BaseException as another:  # noqa: BLE001
+        another.__traceback__ = _without_ours(another.__traceback__)
+        print("Error in sys.excepthook:", file=sys.stderr)  # noqa: T201
+        sys.__excepthook__(type(another), another, another.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)  # noqa: T201
+        sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _show_nothing(*_: object) -> None:
+    """The interpreter's own turn to show what has been shown."""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            todo += [each.__cause__, each.__context__]
+            yield each
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without Plimsoll's frames; with them below the first where it is Plimsoll that failed."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    failed_here = bool(frames) and _is_ours(frames[-1], "plimsoll.") and not _is_ours(frames[-1], __name__)
+    hidden = (__name__,) if failed_here else ("plimsoll.cli.", "plimsoll.watch.")
+    kept = [frame for frame in frames if not _is_ours(frame, *hidden)]
+    following: TracebackType | None = None
+    for frame in reversed(kept):
+        frame.tb_next = following
+        following = frame
+    return following
+
+
+def _is_ours(frame: TracebackType, *names: str) -> bool:
+    return str(frame.tb_frame.f_globals.get("__name__", "")).startswith(names)

@@ -1,0 +1,23 @@
+"""What a training run leaves on disk: written by `RunWriter` while it trains, read by `Run` then or at any time later.
+
+A run is a folder of Parquet parts and a manifest (docs/reference/run-format.md). `Batch`, `Scalars` and `Event` are
+what goes into it.
+"""
+
+from plimsoll.runs._records import (
+    EXTRAS as EXTRAS,
+    Batch as Batch,
+    Event as Event,
+    Record as Record,
+    Scalars as Scalars,
+    Sink as Sink,
+    StepRecord as StepRecord,
+)
+from plimsoll.runs._run import Run as Run
+from plimsoll.runs._sinks import (
+    MLflow as MLflow,
+    TensorBoard as TensorBoard,
+    WandB as WandB,
+    as_sink as as_sink,
+)
+from plimsoll.runs._writer import RunWriter as RunWriter

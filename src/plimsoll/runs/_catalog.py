@@ -1,0 +1,176 @@
+"""What lies in a run's folder, listed anew on demand: manifests, parts that count, and what is wrong with the rest."""
+
+import errno
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import RunError
+from plimsoll.runs import _manifest, _parts
+from plimsoll.runs._manifest import Session
+from plimsoll.runs._parts import Part
+from plimsoll.runs._tables import KINDS, Kind
+
+_ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
+
+
+class _GoneError(Exception):
+    """A part that was listed is not there."""
+
+
+class _DamagedError(Exception):
+    """A part that cannot be read, noted by now."""
+
+
+class Catalog:
+    """The manifests by rank, the parts that count, and the problems met.
+
+    Raises `RunError` for a folder that holds no run, or one of a newer schema.
+    """
+
+    def __init__(self, path: Path, *, warn: bool = True) -> None:
+        self.path = path
+        self.manifests: dict[int, dict[str, Any]] = {}
+        self.parts: list[Part] = []
+        self._sessions: dict[int, list[Session]] = {}
+        self._damaged: dict[Part, str] = {}
+        self._listed_problems: list[str] = []
+        self._warned: set[str] | None = set() if warn else None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lists the folder anew."""
+        self._listed_problems = []
+        self._load_manifests()
+        parts, foreign = _parts.listed(self.path)
+        self._damaged = {part: why for part, why in self._damaged.items() if part in parts}
+        # A damaged part covers nothing: should what it was made of still be there, that is read.
+        self.parts, _ = _parts.split(part for part in parts if part not in self._damaged)
+        if not self.manifests and not parts and not self._listed_problems:
+            raise _no_run(self.path)
+        self._listed_problems += [f"{self._shown(path)}: not a part of this run; left alone" for path in foreign]
+        self._find_missing_ranks()
+        self._warn()
+
+    def _load_manifests(self) -> None:
+        try:
+            paths = {path.name: path for path in self.path.iterdir()}
+        except OSError as error:
+            raise _no_run(self.path) from error
+        found: dict[int, dict[str, Any]] = {}
+        for name, path in sorted(paths.items()):
+            rank = _manifest.rank_of(name)
+            if rank is not None:
+                self._load_manifest(rank, path, found)
+            elif name not in KINDS and not name.startswith("."):
+                self._listed_problems.append(f"{name}: not a file of this run; left alone")
+        self.manifests = found
+        self._sessions = {rank: _manifest.sessions_of(content) for rank, content in found.items()}
+
+    def _load_manifest(self, rank: int, path: Path, found: dict[int, dict[str, Any]]) -> None:
+        try:
+            content = _manifest.read(path)
+            _manifest.sessions_of(content)
+        except RunError:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            self._listed_problems.append(f"{path.name}: cannot be read ({error}); the parts are read without it")
+            if rank in self.manifests:
+                found[rank] = self.manifests[rank]
+        else:
+            found[rank] = content
+
+    def _find_missing_ranks(self) -> None:
+        missing = sorted(set(range(self.world_size)) - set(self.ranks))
+        if missing:
+            named = ", ".join(str(rank) for rank in missing)
+            self._listed_problems.append(
+                f"rank {named}: nothing found, of {self.world_size} ranks; steps are merged over those that are there"
+            )
+
+    def _warn(self) -> None:
+        if self._warned is None:
+            return
+        new = [problem for problem in self.problems if problem not in self._warned]
+        self._warned.update(new)
+        if new:
+            more = f" And {len(new) - 1} more; see Run.problems." if len(new) > 1 else ""
+            warnings.warn(f"Run: {self.path}: {new[0]}.{more}", RuntimeWarning, stacklevel=4)
+
+    @property
+    def problems(self) -> list[str]:
+        """Each file that is damaged, missing or foreign, and what was done about it."""
+        damaged = [f"{part.name}: damaged ({why}); read without it" for part, why in self._damaged.items()]
+        return [*self._listed_problems, *damaged]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that anything was found of."""
+        return sorted({*self.manifests, *(part.rank for part in self.parts)})
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there should be, by rank 0's manifest or else the lowest rank's."""
+        sizes = [self.manifests[rank].get("world_size", 1) for rank in sorted(self.manifests)]
+        return sizes[0] if sizes else 1
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        """Rank 0's manifest, or the lowest rank's that there is."""
+        return self.manifests[min(self.manifests)] if self.manifests else {}
+
+    def of(self, kind: Kind) -> list[Part]:
+        """The parts of one kind, the oldest first within each rank."""
+        return [part for part in self.parts if part.kind == kind]
+
+    def visible_end(self, part: Part) -> int:
+        """The last step of a part that no later session replaced."""
+        sessions = self._sessions.get(part.rank, [])
+        ends = [s.from_step - 1 for s in sessions if s.from_step is not None and s.replaces(part)]
+        return min([part.max_step, *ends, *self._ends_of_a_left_rank(part.rank)])
+
+    def _ends_of_a_left_rank(self, rank: int) -> list[int]:
+        """A rank that a restart with fewer ranks left behind: what rank 0 replaced since is replaced here too."""
+        if rank < self.world_size:
+            return []
+        left = max((s.started for s in self._sessions.get(rank, [])), default=0.0)
+        later = [s for s in self._sessions.get(min(self.manifests, default=0), []) if s.started > left]
+        return [s.from_step - 1 for s in later if s.from_step is not None]
+
+    def read(self, parts: Callable[[], list[Part]], load: Callable[[Path, Part], Any]) -> list[tuple[Part, Any]]:
+        """What `load` makes of each part. Where one is damaged or has gone, all begins anew with another listing."""
+        attempts = _ATTEMPTS
+        while attempts > 0:
+            known = len(self._damaged)
+            try:
+                return [(part, self._loaded(part, load)) for part in parts()]
+            except _GoneError:
+                attempts -= 1
+            except _DamagedError:
+                attempts -= len(self._damaged) == known  # each part that is newly found damaged is no attempt
+            self.refresh()
+        raise RunError(
+            f"Run: expected parts that stay long enough to be read; got {_ATTEMPTS} listings of {self.path} whose "
+            "parts had gone. Copy the run to a faster file system, or read it when its writer is done."
+        )
+
+    def _loaded(self, part: Part, load: Callable[[Path, Part], Any]) -> Any:
+        try:
+            return load(self.path / part.name, part)
+        except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's errors are among these
+            # pyarrow's FileNotFoundError may come without a number.
+            if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
+                raise _GoneError from error
+            self._damaged[part] = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+            raise _DamagedError from error
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self.path))
+
+
+def _no_run(path: Path) -> RunError:
+    return RunError(
+        f"Run: expected a folder that a RunWriter wrote; got {path}, where no run.json and no part is. "
+        "Name the run's own folder; Run.find(folder) lists the runs below one."
+    )

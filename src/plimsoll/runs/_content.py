@@ -1,0 +1,78 @@
+"""What a run has: its steps and names, and which plain series are replicas. Remembered by part."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs import _manifest, _parquet
+from plimsoll.runs._arrow import pc, pq
+from plimsoll.runs._catalog import Catalog
+from plimsoll.runs._parts import Part
+
+Names = frozenset[tuple[str, ...]]
+
+
+class Content:
+    """The contents of a catalog's parts."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._steps: dict[Part, NDArray[np.int64]] = {}
+        self._words: dict[Part, Names] = {}
+        self._tensors: Mapping[str, tuple[str, ...]] | None = None
+        self.replicas: dict[tuple[str, str], bool] = {}
+
+    def refresh(self) -> None:
+        """Forgets what may have changed: parts never do, what is made of several of them may."""
+        counting = set(self._catalog.parts)
+        self._steps = {part: found for part, found in self._steps.items() if part in counting}
+        self._words = {part: found for part, found in self._words.items() if part in counting}
+        self._tensors = None
+        self.replicas = {}
+
+    def steps(self) -> NDArray[np.int64]:
+        """All steps with spectra, ascending."""
+        found = self._catalog.read(lambda: self._catalog.of("spectra"), self._steps_in)
+        visible = [steps[steps <= self._catalog.visible_end(part)] for part, steps in found]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
+
+    def _steps_in(self, path: Path, part: Part) -> NDArray[np.int64]:
+        if part not in self._steps:
+            column = pq.ParquetFile(path).read(columns=["step"])["step"]
+            self._steps[part] = pc.unique(column).to_numpy()
+        return self._steps[part]
+
+    def tensors(self) -> Mapping[str, tuple[str, ...]]:
+        """The names by collection, in the order in which they were registered; by the parts where a manifest lacks."""
+        if self._tensors is None:
+            found: dict[str, dict[str, None]] = {}
+            for _, manifest in sorted(self._catalog.manifests.items()):
+                for series in _manifest.series_of(manifest):
+                    found.setdefault(series.collection, {})[series.name] = None
+            for collection, name in self._unlisted():
+                found.setdefault(collection, {})[name] = None
+            self._tensors = {collection: tuple(names) for collection, names in found.items()}
+        return self._tensors
+
+    def _unlisted(self) -> list[tuple[str, ...]]:
+        """The names in parts of ranks whose manifest cannot be read."""
+
+        def parts() -> list[Part]:
+            return [p for p in self._catalog.of("spectra") if p.rank not in self._catalog.manifests]
+
+        return sorted({key for _, keys in self._catalog.read(parts, self._words_in) for key in keys})
+
+    def scalar_names(self) -> tuple[str, ...]:
+        """The names of scalars, sorted."""
+        found = self._catalog.read(lambda: self._catalog.of("scalars"), self._words_in)
+        return tuple(sorted({key[0] for _, keys in found for key in keys}))
+
+    def _words_in(self, path: Path, part: Part) -> Names:
+        if part not in self._words:
+            columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
+            table = _parquet.opened(path, part.kind).read(columns=columns)
+            distinct = table.group_by(columns).aggregate([])
+            self._words[part] = frozenset(zip(*(distinct[c].to_pylist() for c in columns), strict=True))
+        return self._words[part]

@@ -1,0 +1,111 @@
+"""One step's measured rows, merged: at most one row for each series and scale, without a Python object for any row.
+
+Rows stay in the bank's layout (`plimsoll.kernels._layout`): counts and sums add, the three extreme keys take the
+larger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import _layout as layout
+from plimsoll.runs._records import EXTRAS, Batch
+
+_EXTREMES = slice(layout.POSITIVE, layout.NEAREST + 1)
+_SUMS = slice(layout.SUM, layout.SUMSQ + 1)
+_NORM = EXTRAS.index("weight_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entries:
+    """Rows with what belongs to each: the series, the scale, and the extras (a column for each of `EXTRAS`)."""
+
+    series: NDArray[np.int64]
+    scales: NDArray[np.float64]
+    rows: NDArray[np.int64]
+    extras: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+
+def from_batch(batch: Batch, registered: int) -> Entries:
+    """The entries of a batch, merged; `ArgumentError` where its arrays contradict each other."""
+    entries = len(batch.index)
+    scales = np.ones(entries) if batch.scales is None else np.asarray(batch.scales, dtype=np.float64)
+    extras = np.full((entries, len(EXTRAS)), np.nan)
+    for name, values in batch.extras.items():
+        if name not in EXTRAS or np.shape(values) != (entries,):
+            raise _refused(f"extras among {EXTRAS}, one number per entry", f"{name!r} of shape {np.shape(values)}")
+        extras[:, EXTRAS.index(name)] = values
+    _check(batch, scales, registered)
+    series = np.asarray(batch.series, dtype=np.int64)
+    return merged(Entries(series=series, scales=scales, rows=batch.rows[batch.index], extras=extras))
+
+
+def concatenated(parts: Sequence[Entries]) -> Entries:
+    """All entries, one after the other."""
+    return Entries(
+        series=np.concatenate([p.series for p in parts]),
+        scales=np.concatenate([p.scales for p in parts]),
+        rows=np.concatenate([p.rows for p in parts]),
+        extras=np.concatenate([p.extras for p in parts]),
+    )
+
+
+def merged(entries: Entries) -> Entries:
+    """The same with entries of one series and scale merged, in the order of series and scale."""
+    order = np.lexsort((entries.scales, entries.series))
+    series, scales = entries.series[order], entries.scales[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (series[1:] != series[:-1]) | (scales[1:] != scales[:-1])
+    starts = np.flatnonzero(first)
+    rows, extras = entries.rows[order], entries.extras[order]
+    if len(starts) < len(order):
+        rows, extras = merged_rows(rows, starts), merged_extras(extras, starts)
+    return Entries(series=series[starts], scales=scales[starts], rows=rows, extras=extras)
+
+
+def merged_rows(rows: NDArray[np.int64], starts: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Rows merged group by group; a group reaches from one of `starts` to the next. Takes rows of any width."""
+    result = np.add.reduceat(rows, starts, axis=0)
+    result[:, _EXTREMES] = np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
+    sums = np.ascontiguousarray(rows[:, _SUMS]).view(np.float64)
+    with np.errstate(all="ignore"):  # sums of float64 tensors may be infinite, of either sign
+        result[:, _SUMS] = np.add.reduceat(sums, starts, axis=0).view(np.int64)
+    return result
+
+
+def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Sums of what is there, NaN where nothing is; norms as the root of their squares' sum."""
+    there = ~np.isnan(extras)
+    contributions = np.add.reduceat(there, starts, axis=0, dtype=np.int64)
+    result = np.add.reduceat(np.where(there, extras, 0.0), starts, axis=0)
+    result[contributions == 0] = np.nan
+    norms = np.where(there[:, _NORM], extras[:, _NORM], 0.0)
+    several = contributions[:, _NORM] > 1
+    result[several, _NORM] = np.sqrt(np.add.reduceat(norms * norms, starts))[several]
+    return result
+
+
+def _check(batch: Batch, scales: NDArray[np.float64], registered: int) -> None:
+    entries = len(batch.index)
+    if batch.rows.dtype != np.int64 or batch.rows.ndim != 2 or batch.rows.shape[1] != layout.NARROW:
+        raise _refused(f"rows int64[n, {layout.NARROW}]", f"{batch.rows.dtype}{list(batch.rows.shape)}")
+    if np.shape(batch.series) != (entries,) or scales.shape != (entries,):
+        raise _refused("index, series and scales of one length", f"{entries}, {len(batch.series)}, {len(scales)}")
+    if entries and not 0 <= int(np.min(batch.index)) <= int(np.max(batch.index)) < len(batch.rows):
+        raise _refused(f"indices below {len(batch.rows)} rows", f"up to {int(np.max(batch.index))}")
+    if entries and not 0 <= int(np.min(batch.series)) <= int(np.max(batch.series)) < registered:
+        raise _refused(f"series below {registered}", f"up to {int(np.max(batch.series))}")
+    if not bool(np.all(np.isfinite(scales) & (scales > 0))):
+        raise _refused("positive finite scales", f"{scales[~(np.isfinite(scales) & (scales > 0))][0]}")
+
+
+def _refused(expected: str, got: str) -> ArgumentError:
+    return ArgumentError(
+        f"Batch: expected {expected}; got {got}. Build it from one bank and RunWriter.series' numbers."
+    )

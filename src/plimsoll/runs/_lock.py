@@ -1,0 +1,175 @@
+"""One writer for each run and rank: a lock that the system takes back when its holder dies.
+
+The lock is `flock` on a hidden file, which names its holder. Where the file system has no `flock`, it is a file that
+only one can create (`O_EXCL`), with a heartbeat: its holder is taken for dead where its process is gone (on this
+machine) or the heartbeat stopped `_STALE_SECONDS` ago.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import cast
+
+from plimsoll.errors import ArgumentError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_STALE_SECONDS = 60.0
+_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+
+
+class Lock:
+    """The lock on one rank of a run, held from its making until `release`.
+
+    Raises `ArgumentError` where another writer, of this process or any other, holds it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f".lock-r{rank:05d}"
+        self._exclusive = self.path.with_name(f"{self.path.name}.held")
+        self._descriptor: int | None = None
+        self._by_flock = True
+        self._acquire()
+
+    def _acquire(self) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._by_flock = _flock(descriptor)
+            if not self._by_flock:
+                _create(self._exclusive, self.path.parent)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise _held(self.path if self._by_flock else self._exclusive) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self._sign(descriptor)
+
+    def _sign(self, descriptor: int) -> None:
+        """Names the holder; a full disk, which leaves the file empty, is no reason not to hold the lock."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _holder(), 0)
+
+    def renew(self) -> None:
+        """Sees to it that the lock is still this one's: takes it anew where its file was removed, and beats.
+
+        Raises `ArgumentError` where another writer has it by now, OSError where the folder is gone.
+        """
+        if self._descriptor is None:
+            self._acquire()
+            return
+        if not _same_file(self._descriptor, self.path):
+            self.abandon()
+            self._acquire()
+        elif not self._by_flock:
+            os.utime(self._exclusive)
+
+    def release(self) -> None:
+        """Gives the lock back. Its file stays: removing it would let two writers lock two files of one name."""
+        if self._descriptor is not None:
+            if not self._by_flock:
+                with contextlib.suppress(OSError):
+                    self._exclusive.unlink()
+            elif fcntl is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Forgets the lock without giving it back: a forked child must not, nor keep it when its parent dies."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _flock(descriptor: int) -> bool:
+    """Takes the lock; False where the file system has none. BlockingIOError where it is held."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return False
+        raise
+    return True
+
+
+def _create(path: Path, folder: Path) -> None:
+    """Creates the file that only one can create, once a dead holder's is out of the way."""
+    if _is_stale(path):
+        # Renamed before it is removed: of two that find it stale, one renames it, and the other meets no file.
+        grave = folder / f"{path.name}.stale-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            path.rename(grave)
+            grave.unlink()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        raise BlockingIOError from None
+    with os.fdopen(descriptor, "wb") as file, contextlib.suppress(OSError):
+        file.write(_holder())
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        beat, holder = path.stat().st_mtime, _read(path)
+    except OSError:
+        return False
+    here = holder.get("host") == socket.gethostname()
+    if here and isinstance(pid := holder.get("pid"), int) and not _is_alive(pid):
+        return True
+    return time.time() - beat > _STALE_SECONDS
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder() -> bytes:
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": round(time.time())}).encode()
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return cast("dict[str, object]", content) if isinstance(content, dict) else {}
+
+
+def _held(path: Path) -> ArgumentError:
+    try:
+        holder = _read(path)
+    except OSError:
+        holder = {}
+    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= set(holder) else "another process"
+    return ArgumentError(
+        f"RunWriter: expected no other writer on this run and rank; got {path.parent}, which {who} is writing. "
+        "Give this run a folder of its own, or end the other one first."
+    )

@@ -1,0 +1,260 @@
+"""`Run`: a run read from its folder, while it is written or after.
+
+Every question reads the rows it needs and no others; what a live writer adds is seen after `refresh`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import ArgumentError, NotRecordedError
+from plimsoll.runs import _manifest, _names, _ranks, _spectra, _statistics
+from plimsoll.runs._arrow import Table
+from plimsoll.runs._catalog import Catalog
+from plimsoll.runs._content import Content
+from plimsoll.runs._records import Event
+from plimsoll.runs._select import Steps, select
+from plimsoll.spectrum import Spectrum
+
+
+class Run:
+    """A run in a folder, read only.
+
+    Values are the true ones: what was recorded under a scale (a loss scale) is brought back by it. Ranks are merged:
+    parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it.
+
+    Raises `RunError` for a folder that holds no run, or one of a newer schema.
+
+    >>> import tempfile
+    >>> from plimsoll.runs import RunWriter, Scalars
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with RunWriter(folder.name) as writer:
+    ...     for step in range(3):
+    ...         writer.write(Scalars(step=step, values={"loss": 1 / (step + 1)}))
+    >>> steps, values = Run(folder.name).scalars("loss")
+    >>> steps.tolist(), values.round(2).tolist()
+    ([0, 1, 2], [1.0, 0.5, 0.33])
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._catalog = Catalog(Path(path).absolute())
+        self._content = Content(self._catalog)
+
+    @staticmethod
+    def find(folder: str | os.PathLike[str]) -> list[Path]:
+        """The folders of all runs in a folder and below it, sorted."""
+        found: list[Path] = []
+        for place, below, files in os.walk(folder):
+            if any(_manifest.rank_of(name) is not None for name in files):
+                found.append(Path(place))
+                below.clear()
+        return sorted(found)
+
+    # -- what there is
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._catalog.path
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that spectra were recorded at, on any rank."""
+        return self._content.steps().tolist()
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the series, by collection."""
+        return self._content.tensors()
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """The names of the scalars."""
+        return self._content.scalar_names()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that recorded something; `problems` names those that are missing."""
+        return self._catalog.ranks
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there should be."""
+        return self._catalog.world_size
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What the writer was given as settings."""
+        return self._catalog.head.get("settings", {})
+
+    @property
+    def manifest(self) -> Mapping[str, object]:
+        """All of rank 0's manifest (docs/reference/run-format.md)."""
+        return self._catalog.head
+
+    @property
+    def closed(self) -> bool:
+        """Whether every rank's writer ended in order, rather than being alive or killed."""
+        manifests = self._catalog.manifests
+        return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """How many records the writers say they lost, by reason."""
+        result: dict[str, int] = {}
+        for manifest in self._catalog.manifests.values():
+            for reason, records in manifest.get("dropped", {}).items():
+                result[reason] = result.get(reason, 0) + records
+        return result
+
+    @property
+    def problems(self) -> list[str]:
+        """Each file that is damaged, missing or foreign, and each missing rank, with what was done about it."""
+        return self._catalog.problems
+
+    # -- spectra
+
+    def spectrum(self, collection: str, name: str, step: int, *, raw: bool = False) -> Spectrum:
+        """The spectrum of one series at one step.
+
+        Its source tells the scale that it was recorded under. Where that is no power of two it cannot be undone: the
+        stored spectrum comes back, without a source. `raw` gives the stored values always.
+
+        Raises `NotRecordedError` for a name or a step that was not recorded.
+        """
+        self._check_series("Run.spectrum", collection, name)
+        wanted = Steps(low=step, high=step + 1)
+        for _, _, _, spectrum in _spectra.read(self._catalog, self._content, collection, [name], wanted, raw=raw):
+            return spectrum
+        steps = self.series(collection, name, "count")[0]
+        near = sorted(steps.tolist(), key=lambda s: (abs(s - step), s))[:3]
+        raise NotRecordedError(
+            f"Run.spectrum: expected a step at which {collection} {name!r} was recorded; got {step}. "
+            f"The nearest are {', '.join(str(s) for s in sorted(near)) or 'none'}."
+        )
+
+    def spectra(
+        self, collection: str | None = None, name: str | None = None, steps: slice | None = None, *, raw: bool = False
+    ) -> Iterator[tuple[int, str, str, Spectrum]]:
+        """Step, collection, name and spectrum of all that match, one series after the other, steps ascending.
+
+        `collection` and `name` are names or globs; a name that is there is taken for itself. `steps` is a slice of step
+        numbers, ``slice(100, 200)``; its step counts from its start. `raw` as for `spectrum`.
+        """
+        wanted = Steps.of(_checked(steps))
+        for each in _names.matching(self.tensors, collection):
+            names = _names.matching(self.tensors[each], name)
+            yield from _spectra.read(self._catalog, self._content, each, names, wanted, raw=raw)
+
+    def series(
+        self, collection: str, name: str, statistic: str, *, raw: bool = False
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The steps and a statistic at each.
+
+        It is any property of `Spectrum` that is a number, or
+
+        - "scale": what the stored values were multiplied by;
+        - "ratio": the norm over the weights' norm; "unmoved": of the values that were to move, the part that did not;
+          "pushed": how many were to; "weight_norm" (of updates);
+        - "underflowed", "structural": of all values, those that are zero and were not, or were, in a shadow step.
+
+        Scales are undone, of whatever kind they are, unless `raw`.
+        """
+        self._check_series("Run.series", collection, name)
+        choices = {**_statistics.STATISTICS, **_statistics.BESIDE}
+        if statistic not in choices:
+            raise ArgumentError(
+                f"Run.series: expected a statistic among {', '.join(sorted(choices))}; got {statistic!r}. Choose one."
+            )
+        table = _spectra.rows(self._catalog, self._content, collection, name, _statistics.COLUMNS)
+        steps, columns = _statistics.merged(table, raw=raw)
+        with np.errstate(all="ignore"):
+            values = np.asarray(choices[statistic](columns), dtype=np.float64)
+        recorded = ~np.isnan(values) if statistic in _statistics.BESIDE else np.ones(len(values), dtype=bool)
+        return steps[recorded], values[recorded]
+
+    # -- the rest
+
+    def scalars(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The steps and values of a scalar.
+
+        Of several ranks: the mean, as a loss is the mean over the whole batch; "nonfinite" is added up, "scale" is one.
+        """
+        if name not in self.scalar_names:
+            raise _names.unknown("Run.scalars", "a scalar", name, self.scalar_names)
+        table = select(self._catalog, "scalars", equal={"name": [name]})
+        columns = (table[column].to_numpy() for column in ("step", "value", "rank"))
+        return _ranks.one_of_scalars(name, *columns)
+
+    def events(self) -> list[Event]:
+        """All events, by step and time."""
+        rows = select(self._catalog, "events").to_pylist()
+        events = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
+        return sorted(events, key=lambda event: (event.step, event.time))
+
+    def table(self, collection: str | None = None, name: str | None = None, steps: slice | None = None) -> Table:
+        """The recorded spectra as one table (docs/reference/run-format.md), ranks merged, replaced rows left out.
+
+        Values are as stored: the column "scale" says what they carry.
+        """
+        return _spectra.table(self._catalog, self._content, self._chosen(collection, name), Steps.of(_checked(steps)))
+
+    def refresh(self) -> list[int]:
+        """Looks for what was added; returns the steps that are new. Reads only parts that are."""
+        before = self._content.steps()
+        self._catalog.refresh()
+        self._content.refresh()
+        return np.setdiff1d(self._content.steps(), before).tolist()
+
+    def follow(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[list[int]]:
+        """The steps that there are, then those that are added, each time there are new ones, until the run is closed.
+
+        With a timeout, also ends after so many seconds without anything new: a killed writer closes nothing.
+        """
+        new, heard = self.steps, time.monotonic()
+        while True:
+            if new:
+                yield new
+                heard = time.monotonic()
+            closed = self.closed  # asked for first: what came before the end is then seen
+            new = self.refresh()
+            if not new and (closed or (timeout is not None and time.monotonic() - heard >= timeout)):
+                return
+            if not new:
+                time.sleep(poll_seconds)
+
+    def __repr__(self) -> str:
+        series = sum(len(names) for names in self.tensors.values())
+        ends = [(p.min_step, self._catalog.visible_end(p)) for p in self._catalog.of("spectra")]
+        span = f"steps {min(low for low, _ in ends)} to {max(high for _, high in ends)}" if ends else "no spectra"
+        state = "closed" if self.closed else "open"
+        return f"<Run: {self.path}, {series} series, {span}, {len(self.ranks)} of {self.world_size} ranks, {state}>"
+
+    def _chosen(self, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
+        collections = _names.matching(self.tensors, collection)
+        return [(each, _names.matching(self.tensors[each], name)) for each in collections]
+
+    def _check_series(self, operation: str, collection: str, name: str) -> None:
+        if collection not in self.tensors:
+            raise _names.unknown(operation, "a collection", collection, list(self.tensors))
+        if name not in self.tensors[collection]:
+            raise _names.unknown(operation, f"a name in {collection!r}", name, self.tensors[collection])
+
+
+def _checked(steps: slice | None) -> slice | None:
+    """The slice, with whole numbers and a positive step."""
+    if steps is None:
+        return None
+    fields = (steps.start, steps.stop, steps.step)
+    if not all(f is None or isinstance(f, int) for f in fields) or (steps.step is not None and steps.step < 1):
+        raise ArgumentError(
+            f"Run.spectra: expected steps to be a slice of step numbers, ascending; got {steps}. "
+            "slice(100, 200) is from step 100 up to and not including 200."
+        )
+    return steps

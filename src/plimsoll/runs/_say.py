@@ -1,0 +1,14 @@
+"""Telling the user from any thread, without ever raising."""
+
+import logging
+import warnings
+
+_LOG = logging.getLogger("plimsoll")
+
+
+def say(message: str) -> None:
+    """Warns; where warnings are errors (``-W error``) or cannot be shown, logs instead."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except Exception:  # noqa: BLE001  (watching never stops training: a filter or a closed stderr can raise anything)
+        _LOG.warning("%s", message)

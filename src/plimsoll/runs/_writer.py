@@ -1,0 +1,176 @@
+"""`RunWriter`: what training calls. It queues and returns; a background thread does the rest (`_worker`)."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from plimsoll.errors import ArgumentError
+from plimsoll.runs import _manifest, _parts, _thin
+from plimsoll.runs._feed import Feed
+from plimsoll.runs._keeper import Keeper
+from plimsoll.runs._log import Log
+from plimsoll.runs._losses import Losses
+from plimsoll.runs._records import Record, Sink
+from plimsoll.runs._registry import Registry
+from plimsoll.runs._worker import Worker
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class RunWriter:
+    """Writes a run to a folder while a training goes on, and never stops it.
+
+    `write` and `submit` cost microseconds and raise nothing: what fails later (a full disk, a folder that is removed, a
+    `produce` that raises) is warned of once, counted in `dropped`, and recorded as an event once writing works again;
+    what was still in memory by then is written.
+
+    - `path`: the run's folder, made if need be. One that holds a run already is continued: rows at the steps that this
+      session records again, from its first step on, replace the earlier ones. With `resume_from`, what lay at that step
+      and after is replaced at once.
+    - `rank`, `world_size`: each rank writes its own parts to the same folder.
+    - `flush_seconds`: how much a killed process may lose. `compact_above`: how many parts may lie side by side before
+      they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on what waits.
+    - `sinks`: are given every step as well.
+
+    Raises `ArgumentError` where another writer holds this run and rank, `RunError` for a folder that holds something
+    else, a run of a newer schema, or cannot be written to. After a fork the child's copy does nothing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        settings: Mapping[str, object] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        resume_from: int | None = None,
+        flush_seconds: float = 5.0,
+        compact_above: int = 64,
+        thin: Sequence[tuple[int, int]] = (),
+        queue_bytes: int = 64 << 20,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        _check(rank, world_size, flush_seconds, compact_above, queue_bytes)
+        settings = dict(settings or {})
+        log = Log(
+            Path(path).absolute(),
+            rank=rank,
+            world_size=world_size,
+            settings=settings,
+            resume_from=resume_from,
+            compact_above=compact_above,
+            thin=_thin.rules(thin),
+        )
+        self._path, self._losses = log.path, Losses()
+        self._next_step = _next_step(log, world_size)
+        self._registry = Registry(log.series)
+        self._worker = Worker(
+            Keeper(log, self._losses),
+            Feed(sinks, log.path, settings),
+            self._losses,
+            self._registry,
+            flush_seconds=flush_seconds,
+            queue_bytes=queue_bytes,
+        )
+        _workers.add(self._worker)
+        # Closes when the writer is collected and when the interpreter ends, whichever is first.
+        self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._path
+
+    @property
+    def next_step(self) -> int:
+        """The step after the last one that the run had when this writer opened it, of any rank; 0 for a new run."""
+        return self._next_step
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """How many records were lost, by reason."""
+        return self._losses.counts
+
+    def series(self, collection: str, name: str, *, format: str, shared: bool = True) -> int:  # noqa: A002
+        """The number of a series, which is registered if it is new.
+
+        `format` is that of the dtype the values were measured in. With ``shared=False`` (a plain tensor) ranks whose
+        spectra of it are identical hold replicas, which readers count once.
+        """
+        return self._registry.number(collection, name, format, shared)
+
+    def write(self, record: Record) -> None:
+        """Queues a record. Its arrays are the writer's from now on."""
+        self._worker.put(record)
+
+    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int) -> bool:
+        """Queues a call that makes records on the background thread; False, and one loss counted, without room.
+
+        `size_bytes` is the memory that the call keeps until it has run.
+        """
+        return self._worker.produce(produce, size_bytes)
+
+    def write_manifest(self, **more: object) -> None:
+        """Adds entries to this rank's manifest, at the next flush. What JSON cannot hold is written as text."""
+        taken = sorted(_manifest.RESERVED & set(more))
+        if taken:
+            raise ArgumentError(
+                f"RunWriter.write_manifest: expected names that the manifest does not use itself; got {taken}. "
+                "Choose other names."
+            )
+        self._worker.change({name: _manifest.plain(value) for name, value in more.items()})
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Waits until everything queued so far is on disk or counted as lost; False where that is not so in time.
+
+        A step whose last batch has not come is not written yet.
+        """
+        return self._worker.flush(timeout)
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Writes what is queued, compacts, and gives the run back. A second call does nothing."""
+        self._finalizer.detach()
+        self._worker.close(timeout)
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RunWriter: {self._path}, {len(self._registry.series)} series>"
+
+
+def _next_step(log: Log, world_size: int) -> int:
+    last = -1 if log.last_step is None else log.last_step
+    if world_size > 1:  # ranks that were killed have not all got equally far, and must go on alike
+        parts, _ = _parts.listed(log.path)
+        last = max([last, *(part.max_step for part in parts)])
+    return last + 1
+
+
+def _check(rank: int, world_size: int, flush_seconds: float, compact_above: int, queue_bytes: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ArgumentError(
+            f"RunWriter: expected 0 <= rank < world_size; got rank={rank}, world_size={world_size}. "
+            "Pass both as torch.distributed counts them."
+        )
+    if flush_seconds <= 0 or compact_above < 2 or queue_bytes <= 0:
+        raise ArgumentError(
+            "RunWriter: expected flush_seconds > 0, compact_above >= 2 and queue_bytes > 0; got "
+            f"{flush_seconds}, {compact_above}, {queue_bytes}. Leave out what has no reason to differ."
+        )
+
+
+def _after_fork() -> None:
+    for worker in list(_workers):
+        worker.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

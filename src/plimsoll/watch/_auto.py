@@ -1,0 +1,299 @@
+"""Finds what a script trains, at its first training step, and watches it from that step on.
+
+Optimizers are noted as they are made. While one of them has parameters that nothing watches, `torch.nn.Module.__call__`
+is replaced: the outermost call of a module that has them, with gradients enabled, finds the model, and the watch is set
+up before that call goes on, so that it is recorded too. (A global forward hook would come too late for it: torch has
+collected a call's hooks by then. And torch.compile warns of global hooks.) Then `__call__` is torch's own again.
+
+Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
+LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
+watched when it is called. What is never called as a module is looked for after an optimizer's second step.
+"""
+
+import functools
+import gc
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plimsoll.watch import _seams
+from plimsoll.watch._names import unwrapped
+from plimsoll.watch._steps import Steps
+from plimsoll.watch._watch import watch
+
+_PATIENCE_STEPS = 2  # steps of an optimizer after which a model that is never called is looked for
+_Need = tuple[Optimizer, set[int]]  # an optimizer, and by id those of its parameters that nothing watches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A model that is watched from now on."""
+
+    model: str  # its class
+    parameters: int
+    optimizers: tuple[str, ...]
+    path: Path
+    missed_steps: int
+    recompiled: bool
+
+
+class Finder:
+    """Watches each model that is trained in this process.
+
+    - `folder`: the run's folder, asked for when the first model is found. One model's run is the folder itself; runs of
+      several are in folders below it, or beside it where the first was taken for the only one.
+    - `arguments`: those of `plimsoll.watch`. `tell`: hears of each model found. `say`: why one is not watched.
+    """
+
+    def __init__(
+        self,
+        folder: Callable[[], Path],
+        arguments: Mapping[str, Any],
+        *,
+        tell: Callable[[Found], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._choose, self._arguments, self._tell, self._say = folder, arguments, tell, say
+        self._complained = False
+        self._place: tuple[Path, bool] | None = None  # the folder, and whether it holds those of several runs
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._settled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._watches: list[tuple[Steps, int]] = []  # each with the number of its first step
+        self._made: list[str] = []  # kinds of optimizers
+        self._names: list[str] = []  # of models
+        self._calls = _Calls(self._consider)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Looks for the model of an optimizer from now on."""
+        if optimizer in self._steps:
+            return
+        self._steps[optimizer] = 0
+        self._made.append(type(optimizer).__name__)
+        for steps, ids in self._watched():
+            if _ids(optimizer) <= ids:
+                steps.parameters.adopt(optimizer)
+                self._settled.add(optimizer)
+                return
+        # A hook of the optimizer's own: within a global one, torch forbids what a watch does, adding global ones.
+        self._hooks[optimizer] = optimizer.register_step_post_hook(self._stepped)
+        self._calls.seek()
+
+    def verdict(self) -> str | None:
+        """Why no training step was seen; None if one was, or the user knows why not."""
+        ended = (steps.core.step > first or cast("Any", steps)._ended for steps, first in self._watches)  # noqa: SLF001
+        if self._complained or any(ended):
+            return None
+        if self._watches:
+            return f"{', '.join(dict.fromkeys(self._names))} was called, but no optimizer has stepped"
+        made = ", ".join(dict.fromkeys(self._made))
+        return f"{made} was made, but no module with its parameters was called with gradients enabled"
+
+    def _consider(self, module: nn.Module) -> None:
+        """A module is called, by no other."""
+        if torch.is_grad_enabled():
+            self._contain(self._find, module)
+
+    def _find(self, module: nn.Module) -> None:
+        ids, needs = _ids_of(module), self._needs()
+        mine = [need for _, need in needs if need & ids]
+        if mine:
+            self._start(_whole(module, ids, mine), needs, calling=True)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer not in self._settled:
+            self._steps[optimizer] += 1
+            if self._steps[optimizer] >= _PATIENCE_STEPS:
+                self._contain(self._search, optimizer)
+
+    def _search(self, optimizer: Optimizer) -> None:
+        """Finds the model by its parameters: no call of it was seen."""
+        needs, modules = self._needs(), _live_modules()
+        need = next((need for other, need in needs if other is optimizer), set[int]())
+        housed = need & _housed(modules)
+        model = _smallest(modules, housed) if housed else None
+        if model is not None:
+            self._start(model, needs, calling=False)
+        elif need:
+            whose = "several modules, not all of them called" if housed else "no module"
+            self._complain(f"{type(optimizer).__name__} steps parameters of {whose}: they are not watched")
+        self._settled.add(optimizer)
+
+    def _watched(self) -> Iterator[tuple[Steps, set[int]]]:
+        """Each watch, with its model's parameters."""
+        for steps, _ in self._watches:
+            model = steps.core.model()
+            if model is not None and steps.core.open:
+                yield steps, _ids_of(model)
+
+    def _needs(self) -> list[_Need]:
+        """The optimizers that are looked at still, with what nothing watches of theirs."""
+        watched = set[int]().union(*(ids for _, ids in self._watched()))
+        found = [(o, _ids(o) - watched) for o in list(self._steps) if o not in self._settled]
+        return [(optimizer, need) for optimizer, need in found if need]
+
+    def _contain(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+            if not self._needs():
+                self._calls.rest()
+        except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
+            self._settled.update(list(self._steps))
+            self._calls.rest()
+            self._complain("the model", error)
+
+    def _complain(self, what: str, error: Exception | None = None) -> None:
+        self._complained = True
+        name = type(error).__name__
+        self._say(f"{what} cannot be watched; the script goes on without ({name}: {error})" if error else what)
+
+    def _start(self, model: nn.Module, needs: list[_Need], *, calling: bool) -> None:
+        """Watches the model; `calling` while its call waits."""
+        ids, root = _ids_of(model), unwrapped(model)
+        mine = [optimizer for optimizer, need in needs if need & ids]
+        done = [optimizer for optimizer, need in needs if need <= ids]
+        rest = set[int]().union(*(need - ids for _, need in needs))
+        shared = bool(rest) and not rest.isdisjoint(_housed(_live_modules()))  # not an optimizer's alone
+        try:
+            self._watch(model, root, mine, shared=shared, calling=calling)
+        except Exception as error:  # noqa: BLE001  (P2; and a model that cannot be watched is not tried again)
+            done = mine
+            self._complain(type(root).__name__, error)
+        self._settled.update(done)
+        for optimizer in done if calling else ():  # not inside the hook itself
+            self._hooks.pop(optimizer).remove()
+
+    def _watch(self, model: nn.Module, root: nn.Module, mine: list[Optimizer], *, shared: bool, calling: bool) -> None:
+        own = [other for other in _seams.listeners() if isinstance(other, Steps) and other.core.model() is root]
+        if own:
+            self._watches.append((own[0], own[0].core.step))
+            self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
+            return
+        found = Found(
+            model=type(root).__name__,
+            parameters=sum(p.numel() for p in root.parameters()),
+            optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
+            path=self._path(self._name(model, root), shared=shared),
+            missed_steps=max(self._steps[optimizer] for optimizer in mine),
+            recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
+        )
+        handle = watch(model, mine, run=found.path, **self._arguments)
+        steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
+        self._watches.append((steps, handle.step_index))
+        for optimizer in mine if calling else ():
+            if _is_stepping(optimizer):  # the forward runs in its closure
+                steps.optimizer_begins(optimizer)
+        self._tell(found)
+
+    def _path(self, name: str, *, shared: bool) -> Path:
+        if self._place is None:
+            self._place = self._choose(), shared
+        elif not self._place[1]:
+            return self._place[0].with_name(f"{self._place[0].name}-{name}")
+        return self._place[0] / name if shared or self._place[1] else self._place[0]
+
+    def _name(self, model: nn.Module, root: nn.Module) -> str:
+        """The name of a model's folder: its class, or for one of torch's own what the script calls it."""
+        variable = _variable(model, root) if type(root).__module__.startswith("torch.") else None
+        self._names.append(variable or type(root).__name__)
+        count = self._names.count(self._names[-1])
+        return self._names[-1] if count == 1 else f"{self._names[-1]}-{count}"
+
+
+class _Calls:
+    """The outermost calls of modules, while they are sought."""
+
+    def __init__(self, heed: Callable[[nn.Module], None]) -> None:
+        self._heed, self._original = heed, nn.Module.__call__
+        self._ours = self._wrapper(self._original)
+        self._seeking = False
+
+    def seek(self) -> None:
+        """Hears of calls from now on."""
+        self._seeking = True
+        self._put(self._original, self._ours)
+
+    def rest(self) -> None:
+        """Hears of none any more: torch is as it was."""
+        self._seeking = False
+        self._put(self._ours, self._original)
+
+    def _put(self, there: Any, instead: Any) -> None:
+        if nn.Module.__call__ is there:  # not while someone else has wrapped it
+            nn.Module.__call__ = instead
+
+    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            self._put(self._ours, original)  # inner calls are none of ours, and compiled ones must not see a wrapper
+            if not self._seeking:
+                return original(module, *args, **kwargs)
+            try:
+                self._heed(module)
+                return original(module, *args, **kwargs)
+            finally:
+                if self._seeking:
+                    self._put(original, self._ours)
+
+        return __call__
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _ids_of(module: nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters()}
+
+
+def _live_modules() -> list[tuple[nn.Module, set[int]]]:
+    """Every module that there is, with its parameters."""
+    found = [cast("nn.Module", x) for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [(module, _ids_of(module)) for module in found if "_modules" in module.__dict__]
+
+
+def _housed(modules: list[tuple[nn.Module, set[int]]]) -> set[int]:
+    return set[int]().union(*(has for _, has in modules))
+
+
+def _whole(module: nn.Module, ids: set[int], needs: list[set[int]]) -> nn.Module:
+    """The module itself if it has all that an optimizer steps, else what does, else the module."""
+    if any(need <= ids for need in needs):
+        return module
+    modules = _live_modules()
+    housed = _housed(modules)
+    if any(need & housed <= ids for need in needs):
+        return module
+    return _smallest(modules, needs[0] & housed) or module
+
+
+def _smallest(modules: list[tuple[nn.Module, set[int]]], need: set[int]) -> nn.Module | None:
+    """The module that has these parameters and the fewest others, the outermost of several; None if none has all."""
+    fit = [(len(has), -sum(1 for _ in module.modules()), module) for module, has in modules if need <= has]
+    return min(fit, key=lambda each: each[:2])[2] if fit else None
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Whether we are inside the optimizer's step: it was given a closure."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(f.f_code.co_name in {"step", "wrapper"} and f.f_locals.get("self") is optimizer for f in frames)
+
+
+def _variable(model: nn.Module, root: nn.Module) -> str | None:
+    """What the script calls a model: a variable of its own, or of its functions that are running."""
+    main = vars(sys.modules["__main__"])
+    for names in (main, *(frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_globals is main)):
+        for name, value in list(names.items()):
+            if (value is model or value is root) and not name.startswith("_") and name != "self":
+                return name
+    return None

@@ -1,0 +1,242 @@
+"""Taps inside compiled code and captured CUDA graphs, where Python looks once and the device runs many times.
+
+While `torch.compile` traces a model its hooks are traced too. A tensor gets a *site* then: one row for its values and
+one for its gradient, fixed for the life of that graph, in banks whose addresses never change. The graph counts into
+these rows whenever it runs; at the step's end they are read and emptied. What runs twice in a step adds up, and a
+recomputed forward does not: the compiler drops the second count, since nothing in the backward needs it. Values and
+gradients are in separate banks, or forward and backward graphs would each wait for the other's.
+
+A module's output is replaced by its clone (which the compiler removes again), from an autograd function that measures
+the gradient; a mark on the clone tells later taps of the same tensor that it has its site already. The gradient of an
+input that no module gave out cannot be read whole in compiled code, and is not recorded.
+
+Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
+"""
+
+import importlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.kernels import _layout as layout
+from plimsoll.watch._core import Core
+from plimsoll.watch._names import tensors_among, tensors_in
+from plimsoll.watch._sample import Rows
+
+_HALF = (torch.float16, torch.bfloat16)
+_ROUNDING = (
+    "compiled code in 16 bits rounds at other places when it is watched: a tap ends a fusion. For the same bits with "
+    "and without, set torch._inductor.config.emulate_precision_casts = True in both"
+)
+_known: "weakref.WeakValueDictionary[int, CompiledTaps]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def inlined_only(*hooks: Callable[..., Any]) -> None:
+    """Lets the compiler trace these functions where traced code calls them, and never by themselves.
+
+    The compiler runs the outermost module's hooks outside its graph, as frames of their own: these stay plain Python.
+    """
+    frames: Any = getattr(cast("Any", torch)._C._dynamo, "eval_frame", None)  # noqa: SLF001  (nowhere in public)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP  # noqa: SLF001
+        for hook in hooks:
+            frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class _Sites:
+    """The sites of one device: two banks at fixed addresses, and what each row belongs to."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self.values, self.gradients = _fixed(device, capacity), _fixed(device, capacity)
+        self.names: list[list[str]] = []  # of the tensor, for each site
+        self.dtypes: list[torch.dtype] = []
+        self.tapped: list[bool] = []  # whether the gradient is counted too
+        self.capacity = capacity
+
+    def move_into(self, rows: Rows, core: Core) -> None:
+        """Hands what was counted to the sample, and empties the rows."""
+        used = len(self.names)
+        for bank, collection in ((self.values, "activations"), (self.gradients, "activation_gradients")):
+            if not getattr(core.due, collection):
+                continue
+            first = rows.adopt(bank[:used])
+            scaled = collection == "activation_gradients"
+            factor = float(core.ranks.data_parallel * core.ranks.microbatches) if scaled else 1.0
+            for site, (names, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
+                for name in names if self.tapped[site] or not scaled else ():
+                    series = core.series_of(collection, name, bank, dtype)
+                    rows.enter(first + site, series, scaled=scaled, factor=factor, unless_empty=True)
+        self.empty()
+
+    def empty(self) -> None:
+        """Forgets what was counted."""
+        self.values[: len(self.names)].zero_()
+        self.gradients[: len(self.names)].zero_()
+
+
+class CompiledTaps:
+    """The sites of one watch."""
+
+    def __init__(self, core: Core, devices: set[torch.device], taps: int) -> None:
+        self.core = core
+        self.number = next(_numbers)
+        self.mark = f"_plimsoll_site_{self.number}"
+        # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
+        self.sites = {str(device): _Sites(device, 8 * taps + 256) for device in devices}
+        self.captured = False  # there are taps in a CUDA graph
+        _known[self.number] = self
+
+    def seal(self) -> None:
+        """Hands what was counted in this step to its sample."""
+        for device, sites in self.sites.items():
+            if sites.names:
+                if self.core.sample is None:
+                    sites.empty()
+                else:
+                    sites.move_into(self.core.sample.rows(torch.device(device)), self.core)
+
+    def inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts a module's inputs; traced by the compiler."""
+        if torch.is_grad_enabled():
+            for path, x in tensors_among(args, kwargs):
+                site = getattr(x, self.mark, -1)
+                if site >= 0:
+                    _also(self.number, site, f"{name}:input{path}", str(x.device))
+                else:
+                    self._count(f"{name}:input{path}", x, tapped=False)
+
+    def outputs(self, name: str, output: Any) -> Any:
+        """Counts a module's outputs; returns them with their gradients tapped, or None to leave them; traced."""
+        if not torch.is_grad_enabled():
+            return None
+        tapped = [self._tapped(f"{name}:output{path}", x) for path, x in tensors_in(output)]
+        if isinstance(output, Tensor):
+            return tapped[0] if tapped else None
+        if type(output) is tuple or type(output) is list:
+            places: list[Any] = list(cast("list[Any]", output))
+            own = [i for i, x in enumerate(places) if isinstance(x, Tensor) and x.is_floating_point()]
+            if len(own) == len(tapped):  # else some are deeper, and keep their gradients to themselves
+                for i, x in zip(own, tapped, strict=True):
+                    places[i] = x
+                return tuple(places) if isinstance(output, tuple) else places
+        return None
+
+    def _tapped(self, name: str, x: Tensor) -> Tensor:
+        site = getattr(x, self.mark, -1)
+        if site >= 0:
+            _also(self.number, site, name, str(x.device))
+            return x
+        tapped = self.core.due.activation_gradients and x.requires_grad
+        site = self._count(name, x, tapped=tapped)
+        if site < 0:
+            return x
+        gradients = self.sites[str(x.device)].gradients
+        y = cast("Tensor", _TapGradient.apply(x, gradients, site)) if tapped else x.clone()
+        if _may_mark():
+            setattr(y, self.mark, site)
+        return y
+
+    def _count(self, name: str, x: Tensor, *, tapped: bool) -> int:
+        site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
+        if site >= 0 and self.core.due.activations:
+            kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site])
+        return site
+
+    def capture(self, name: str, x: Tensor) -> None:
+        """Counts a tensor while a CUDA graph is captured."""
+        self.captured = True
+        tapped = self.core.due.activation_gradients and x.requires_grad
+        site = new_site(self, name, str(x.device), x.dtype, tapped)
+        sites = self.sites.get(str(x.device))
+        if sites is None or site < 0:
+            return
+        if self.core.due.activations:
+            kernels.measure_into([x.detach()], sites.values, [site])
+        if tapped:
+            rows = sites.gradients
+
+            def count(g: Tensor) -> None:
+                kernels.measure_into([g.detach()], rows, [site])
+
+            x.register_hook(count)
+
+
+def new_site(taps: CompiledTaps, name: str, device: str, dtype: torch.dtype, tapped: bool) -> int:
+    """A site for a tensor; -1 where there is no room."""
+    sites = taps.sites.get(device)
+    if sites is None or len(sites.names) == sites.capacity:
+        taps.core.say("capped", f"no room to record {name} of a compiled graph on {device}", once="sites", warn=True)
+        return -1
+    if dtype in _HALF and not _keeps_casts():
+        taps.core.say("rounding", _ROUNDING, once="rounding", warn=True)
+    sites.names.append([name])
+    sites.dtypes.append(dtype)
+    sites.tapped.append(tapped)
+    return len(sites.names) - 1
+
+
+def _keeps_casts() -> bool:
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is None or bool(getattr(config, "emulate_precision_casts", True))
+
+
+@torch.compiler.assume_constant_result
+def _new_site(taps: int, name: str, device: str, dtype: torch.dtype, tapped: bool) -> int:
+    return new_site(_known[taps], name, device, dtype, tapped)
+
+
+@torch.compiler.assume_constant_result
+def _also(taps: int, site: int, name: str, device: str) -> int:
+    names = _known[taps].sites[device].names[site]
+    if name not in names:
+        names.append(name)
+    return 0
+
+
+@torch.compiler.assume_constant_result
+def _may_mark() -> bool:
+    """Whether traced code may mark a tensor: not in a checkpoint's body, where the compiler allows no side effects.
+
+    Without a mark a tensor that two taps see is measured twice.
+    """
+    translator: Any = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
+    try:
+        return translator.current_tx().output.current_tracer.parent is None
+    except AttributeError:  # another version's insides
+        return False
+
+
+class _TapGradient(torch.autograd.Function):
+    """Its input, whose gradient is counted on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int) -> Tensor:
+        ctx.rows, ctx.site = rows, site
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        kernels.measure_into([grads[0]], ctx.rows, [ctx.site])
+        return grads[0], None, None
+
+
+def _fixed(device: torch.device, rows: int) -> Tensor:
+    if device.type == "cpu":  # memory that is not touched is not used
+        return torch.from_numpy(np.zeros((rows, layout.NARROW), np.int64))
+    bank = kernels.new_bank(rows, device=device)
+    if device.type == "cuda":  # lets the CUDA graphs of compiled code write into it
+        cast("Any", torch)._dynamo.mark_static_address(bank)  # noqa: SLF001
+    return bank

@@ -1,0 +1,184 @@
+"""The hub of one watch: what is due, where measurements go, and what happens when something in it fails.
+
+Taps, parameter readers, the step boundary and the recorder all hold the core; the core holds the model weakly. Nothing
+here raises into training: `contained` turns any failure into one warning and an event.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll import kernels
+from plimsoll.errors import PlimsollError
+from plimsoll.formats import get_element
+from plimsoll.runs import Event, RunWriter, Scalars
+from plimsoll.runs._say import say
+from plimsoll.spectrum._tensors import plain
+from plimsoll.watch._ranks import Ranks
+from plimsoll.watch._sample import Pool, Rows, Sample
+from plimsoll.watch._settings import COLLECTIONS, Settings
+
+if TYPE_CHECKING:
+    from plimsoll.watch._shadow import Shadow
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_PLAIN = (Tensor, nn.Parameter)
+_FORWARD = ("activations", "activation_gradients")
+
+
+class Due:
+    """Which collections the present step asks for. Compiled code guards on these, so each is a plain bool."""
+
+    def __init__(self) -> None:
+        self.weights = self.gradients = self.optimizer = self.updates = False
+        self.activations = self.activation_gradients = False
+        self.forward = False  # either of the two above: what a tap asks first
+
+
+class Core:
+    """The state of one watch."""
+
+    repeating: ClassVar[bool] = False  # a shadow step's repetition runs, of whichever watch: nothing of it is recorded
+
+    def __init__(self, model: nn.Module, name: str, settings: Settings, writer: RunWriter, ranks: Ranks) -> None:
+        self.model = weakref.ref(model)
+        self.name, self.settings, self.writer, self.ranks = name, settings, writer, ranks
+        self.step = 0
+        self.due = Due()
+        self.on_request = 0  # so many further steps are sampled whole
+        self.open = True
+        self.pool = Pool()
+        self.sample: Sample | None = None
+        self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone
+        self.muted = False
+        self._held: dict[str, bool] = {}  # what was due when muted
+        self.live = False  # inside a training forward of the root
+        self.shadow: Shadow | None = None
+        self.collections: list[str] = []  # by series number
+        self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
+        self._said: set[str] = set()
+
+    def plan(self, step: int) -> None:
+        """Sets what is due at the step."""
+        wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step)}
+        wanted &= self.settings.intervals.keys()
+        kept = frozenset(self.settings.recorded) - wanted
+        for name in COLLECTIONS:
+            setattr(self.due, name, self.open and (name in wanted or name in kept))
+        self.due.forward = self.due.activations or self.due.activation_gradients
+        self.ring_only = kept
+        if any(getattr(self.due, name) for name in COLLECTIONS):
+            self.sample = Sample(step, self.pool)
+        else:
+            self.sample = None
+
+    def plan_forward(self, step: int) -> None:
+        """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
+        for name in _FORWARD:
+            scheduled = self.on_request > 1 or self.settings.due(name, step)
+            asked = (scheduled and name in self.settings.intervals) or name in self.settings.recorded
+            setattr(self.due, name, self.open and asked)
+        self.due.forward = self.due.activations or self.due.activation_gradients
+
+    def mute(self, muted: bool) -> None:
+        """Lets a forward and its backward pass unseen, or ends that."""
+        if muted:
+            self._held = {name: flag for name, flag in vars(self.due).items() if flag}
+        for name in self._held:
+            setattr(self.due, name, self.open and not muted)
+        self.muted = muted
+
+    def shut(self) -> None:
+        """Nothing is due any more."""
+        self.open, self.sample = False, None
+        for name in (*COLLECTIONS, "forward"):
+            setattr(self.due, name, False)
+
+    def series_of(self, collection: str, name: str, x: Tensor, dtype: torch.dtype | None = None) -> int:
+        """The number of a series; `dtype` is a narrower one that the values came through."""
+        sharded = type(x) not in _PLAIN and hasattr(x, "placements")
+        key = (collection, name, dtype or x.dtype, sharded)
+        known = self._series.get(key)
+        if known is not None:
+            return known
+        shared = sharded or self.ranks.shared(collection)
+        number = self.writer.series(collection, name, format=get_element(key[2], "watch").name, shared=shared)
+        while len(self.collections) <= number:
+            self.collections.append("")
+        self.collections[number] = collection
+        self._series[key] = number
+        return number
+
+    def readable(self, x: Tensor, what: str) -> Tensor | None:
+        """The plain tensor to be measured; None, said once, where there is none to read. Not detached."""
+        if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
+            return x
+        try:
+            return plain(x, "")
+        except PlimsollError as error:
+            self.say("not measured", f"{what}: {error}", once=what)
+            return None
+
+    def measure(self, x: Tensor) -> tuple[Rows, int]:
+        """Measures a plain tensor into a fresh row of the sample; returns the rows and the row's number."""
+        assert self.sample is not None
+        rows = self.sample.rows(x.device)
+        bank, row = rows.take()
+        kernels.measure_one(x, bank, row)
+        return rows, rows.used - 1
+
+    def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
+        """Whether the sample may take so many more tensors and bytes; said once when not."""
+        sample = self.sample
+        if sample is None:
+            return False
+        many, much = sample.entries + tensors, sample.size_bytes + size_bytes
+        if many <= self.settings.max_tensors and much <= self.settings.max_bytes:
+            return True
+        self.say(
+            "capped",
+            f"a sample of {many:,} tensors or {much / 2**20:,.0f} MB is more than max_tensors="
+            f"{self.settings.max_tensors:,} or max_bytes={self.settings.max_bytes:,} allow: the rest is left out. "
+            "Raise them, or watch less with include= and collect=.",
+            once="capped",
+            warn=True,
+        )
+        return False
+
+    def say(self, kind: str, message: str, *, once: str | None = None, warn: bool = False, **details: object) -> None:
+        """Records an event; with `once`, one of that key only."""
+        if once is not None:
+            if once in self._said:
+                return
+            self._said.add(once)
+        self.writer.write(Event(step=self.step, kind=kind, message=message, details=details))
+        if warn:
+            say(f"plimsoll: {message}")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records numbers of a step."""
+        self.writer.write(Scalars(step=step, values=values))
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Contains a failure of the watch itself: training goes on."""
+        message = f"{where} failed and was left out ({type(error).__name__}: {error})"
+        self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
+
+
+def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
+    """Makes a method of something that has a `core` harmless: what it raises is said once, and swallowed."""
+
+    @functools.wraps(method)
+    def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
+            self.core.failed(method.__qualname__.removeprefix("_"), error)
+            return None
+
+    return harmless

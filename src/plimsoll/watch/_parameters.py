@@ -1,0 +1,288 @@
+"""Weights, gradients, optimizer state and updates: all that is read around an optimizer's step.
+
+Weights are those that the step's forward has used, read before the optimizer changes them; gradients are what the
+optimizer is given (after unscaling and clipping), read before its step, or after it where the step itself runs the
+backward (a closure). A step that a scaler skips is read when the skip is known, non-finite gradients and all.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.kernels import _layout as layout
+from plimsoll.watch._core import Core, contained
+from plimsoll.watch._names import ROOT, Selection, clean
+from plimsoll.watch._sample import Rows
+from plimsoll.watch._updates import Updates, by_device
+
+
+class Parameters:
+    """What one watch reads of the parameters of its model and of their optimizers."""
+
+    def __init__(self, core: Core, selection: Selection) -> None:
+        self.core, self._selection = core, selection
+        self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
+        self._owned: set[int] = set()  # parameters that some optimizer has
+        self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: dict[int, tuple[object, dict[str, Tensor], set[int]]] = {}  # by optimizer
+        self._updates = Updates(core)
+        self.start_step()
+        self._learn()
+
+    def start_step(self) -> None:
+        """Nothing of the new step has been read."""
+        self._entered: set[int] = set()
+        self._brought_up: set[int] = set()  # parameters of optimizers that have entered, which may be gone by the end
+        self._graded: set[int] = set()
+        self._left: set[int] = set()
+        self._updates.forget()
+        self.backwards = 0
+        self.nonfinite: dict[torch.device, Tensor] = {}
+
+    def owns(self, optimizer: Any) -> bool:
+        """Whether the optimizer has parameters of the model."""
+        params = list(_parameters_of(optimizer))
+        self._meet(params)  # `fully_shard` puts others in the place of those that were there
+        return any(id(p) in self._members and self._names[id(p)][0]() is p for p in params)
+
+    def adopt(self, optimizer: Any) -> None:
+        """Reads this optimizer's parameters from now on."""
+        self._optimizers.add(optimizer)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that are alive."""
+        return list(self._optimizers)
+
+    @contained
+    def enter(self, optimizer: Any) -> None:
+        """The optimizer is about to step."""
+        key = id(optimizer)
+        if key not in self._entered:
+            self._entered.add(key)
+            params, ids = self._known(optimizer)
+            self._owned |= ids
+            self._brought_up |= ids
+            if self.core.due.weights:
+                self._read_weights(params)
+            if self.core.due.updates:
+                self._updates.keep(params)
+        if self.backwards and key not in self._graded:
+            self.read_gradients(optimizer)
+
+    @contained
+    def leave(self, optimizer: Any, *, stepped: bool = True) -> None:
+        """The optimizer has stepped, or a scaler has kept it from stepping."""
+        key = id(optimizer)
+        if key not in self._graded:
+            self.read_gradients(optimizer)
+        if key in self._left:
+            return
+        self._left.add(key)
+        params, _ = self._known(optimizer)
+        if stepped and self.core.due.updates:
+            self._updates.read(params)
+        if self.core.due.optimizer:
+            self._read_state(optimizer, params)
+
+    @contained
+    def read_gradients(self, optimizer: Any) -> None:
+        """Reads the gradients that an optimizer is given, and those that no optimizer has."""
+        self._graded.add(id(optimizer))
+        params, _ = self._known(optimizer)
+        # A fused optimizer is given scaled gradients, and the scale.
+        scaled = isinstance(getattr(optimizer, "grad_scale", None), Tensor)
+        self._read_gradients_of(params, scaled=scaled)
+
+    @contained
+    def finish_step(self) -> None:
+        """Reads what no optimizer's step has brought up: frozen weights, gradients that nothing consumes."""
+        due = self.core.due
+        if not (due.weights or due.gradients):
+            return
+        everything = self._all()
+        rest = {name: p for name, p in everything.items() if id(p) not in self._brought_up}
+        if due.weights and rest:
+            self._read_weights(rest)
+        orphans = {name: p for name, p in rest.items() if id(p) not in self._owned}
+        if orphans:
+            self._read_gradients_of(orphans, scaled=False)
+
+    def count_nonfinite(self) -> Tensor | None:
+        """How many non-finite gradient values the step had, as a tensor; None if nobody has counted."""
+        counts = list(self.nonfinite.values()) if "nonfinite" in self.core.settings.recorder else []
+        if len(counts) <= 1:
+            return counts[0] if counts else None
+        return torch.stack([count.to(counts[0].device, non_blocking=True) for count in counts]).sum()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read_weights(self, params: Mapping[str, Tensor]) -> None:
+        self._measure("weights", params)
+
+    def _read_gradients_of(self, params: Mapping[str, Tensor], *, scaled: bool) -> None:
+        grads: dict[str, Tensor] = {name: p.grad for name, p in params.items() if p.grad is not None}
+        measured: list[tuple[Rows, int, str]] = []
+        if self.core.due.gradients:
+            dense = {name: g for name, g in grads.items() if not g.is_sparse}
+            measured = self._measure("gradients", dense, scaled=scaled)
+            for name, g in grads.items():
+                if g.is_sparse:
+                    self._measure_sparse(name, g, scaled)
+            if self.core.shadow is not None:
+                self.core.shadow.compare_gradients(grads, self.narrowed)
+        if "nonfinite" in self.core.settings.recorder:
+            for _, _, name in measured if self.core.ranks.counts_plain else ():  # whose rows tell it
+                del grads[name]
+            self._count(grads.values())
+
+    def _measure(self, collection: str, named: Mapping[str, Tensor], **entry: Any) -> list[tuple[Rows, int, str]]:
+        core = self.core
+        ready: dict[str, Tensor] = {}
+        series: dict[str, int] = {}
+        for name, x in named.items():
+            if not x.is_floating_point():
+                continue
+            plain = core.readable(x, f"{collection} {name}")
+            if plain is not None:
+                ready[name] = plain.detach() if plain.requires_grad else plain
+                through = self.narrowed.get(name) if collection == "gradients" else None
+                series[name] = core.series_of(collection, name, x, through)
+        if not ready or not core.has_room(len(ready)):
+            return []
+        counts = collection == "gradients" and core.ranks.counts_plain
+        return list(self._launch(ready, series, entry, counts=counts))
+
+    def _launch(
+        self, ready: Mapping[str, Tensor], series: Mapping[str, int], entry: Mapping[str, Any], *, counts: bool
+    ) -> Iterator[tuple[Rows, int, str]]:
+        sample = self.core.sample
+        assert sample is not None
+        for device, names in by_device(ready).items():
+            rows = sample.rows(device)
+            for first, number, bank, span in rows.spans(len(names)):
+                part = names[first : first + len(span)]
+                kernels.measure_into([ready[name] for name in part], bank, span, accumulate=False)
+                if counts:
+                    nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
+                    self._nonfinite_on(device).add_(nonfinite.sum())
+                for offset, name in enumerate(part):
+                    yield rows, rows.enter(number + offset, series[name], **entry), name
+
+    def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
+        """Counts what is stored, and as zeros what is not."""
+        values = g.coalesce().values()
+        core = self.core
+        if not core.has_room():
+            return
+        rows, row = core.measure(values.detach())
+        missing = g.numel() - values.numel()
+        rows.banks[-1][row % len(rows.banks[-1]), [layout.COUNT, layout.ZEROS]] += missing
+        rows.enter(row, core.series_of("gradients", name, values), scaled=scaled)
+
+    def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:
+        found: dict[str, Tensor] = {}
+        names = {id(p): name for name, p in params.items()}
+        for key, state in optimizer.state.items():
+            name = names.get(id(key)) if isinstance(key, Tensor) else str(key)
+            if name is not None and (isinstance(key, Tensor) or self._selection.takes(ROOT)):
+                for path, x in _state_tensors(state):
+                    found[f"{name}:{path}" if path else name] = x
+        self._measure("optimizer", found)
+
+    def _count(self, grads: Iterable[Tensor]) -> None:
+        for device, tensors in _listed(grads, self.core).items():
+            kernels.count_nonfinite_into(tensors, self._nonfinite_on(device), 0)
+
+    def _nonfinite_on(self, device: torch.device) -> Tensor:
+        if device not in self.nonfinite:
+            self.nonfinite[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self.nonfinite[device]
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Finds the model's parameters by identity; again when some turn up that are not known."""
+        model = self.core.model()
+        self._names.clear()
+        self._kept.clear()
+        self._members: set[int] = set()  # the model's parameters, selected or not
+        for raw, p in model.named_parameters() if model is not None else ():
+            name = clean(raw)
+            taken = self._selection.takes(name)
+            self._names[id(p)] = (weakref.ref(p), name if taken else None)
+            self._members.add(id(p))
+
+    def _name(self, p: Tensor) -> str | None:
+        known = self._names.get(id(p))
+        if known is None or known[0]() is not p:
+            return None
+        return known[1]
+
+    def _known(self, optimizer: Any) -> tuple[dict[str, Tensor], set[int]]:
+        """The optimizer's parameters that are read here, by name, and their identities; found once and kept."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        ends = [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
+        state = (ends, self.core.ranks.wrapper, self.core.ranks.data_parallel)
+        kept = self._kept.get(id(optimizer))
+        if kept is None or kept[0] != state:
+            named = self._named(_parameters_of(optimizer))
+            kept = (state, named, {id(p) for p in named.values()})
+            self._kept[id(optimizer)] = kept
+        return kept[1], kept[2]
+
+    def _named(self, params: Iterable[Tensor]) -> dict[str, Tensor]:
+        params = list(params)
+        self._meet(params)
+        named = ((self._name(p), p) for p in params if self.core.ranks.counts(p))
+        return {name: p for name, p in named if name is not None}
+
+    def _meet(self, params: list[Tensor]) -> None:
+        """Learns the names anew if there is a parameter among these that is not known."""
+        if all(id(p) in self._names and self._names[id(p)][0]() is p for p in params):
+            return
+        strangers = {id(p) for p in params} - self._names.keys()
+        self._learn()
+        for p in params:
+            if id(p) in strangers and id(p) not in self._names:
+                self._names[id(p)] = (weakref.ref(p), None)  # another model's: not asked about again
+
+    def _all(self) -> dict[str, Tensor]:
+        found = ((name, ref()) for ref, name in self._names.values())
+        counts = self.core.ranks.counts
+        return {name: p for name, p in found if name is not None and p is not None and counts(p)}
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _listed(grads: Iterable[Tensor], core: Core) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for g in grads:
+        if not core.ranks.counts_plain and not hasattr(g, "placements"):
+            continue
+        if type(g) is Tensor and g.layout == torch.strided:
+            plain = g
+        else:
+            plain = core.readable(g.coalesce().values() if g.is_sparse else g, "gradients")
+        if plain is not None:
+            found.setdefault(plain.device, []).append(plain)
+    return found
+
+
+def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in cast("Mapping[Any, Any]", state).items():
+            yield from _state_tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(cast("list[Any]", state)):
+            yield from _state_tensors(value, f"{path}.{index}" if path else str(index))

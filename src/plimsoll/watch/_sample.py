@@ -1,0 +1,285 @@
+"""What one step's measurements are written into: rows of banks, and which series each row belongs to.
+
+Rows are taken one after the other from banks of `BANK_ROWS` rows, one list of banks a device. Each measurement gets a
+row of its own, so that two taps which see one tensor share the row, and a module called twice has two: what belongs to
+one series is added up when the sample is written. Banks go back to a pool and are used again.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.kernels import _layout as layout
+from plimsoll.runs import Batch
+from plimsoll.watch._later import Later, resolved
+
+BANK_ROWS = 1024
+_ROW_BYTES = layout.NARROW * 8
+_MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.update_into` counts beside a row
+
+
+class Pool:
+    """Banks that no sample uses at present."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
+
+    def take(self, device: torch.device) -> Tensor:
+        """A bank on the device, whatever its contents: measuring empties each row first."""
+        try:
+            return self._free[device].pop()
+        except IndexError:
+            return kernels.new_bank(BANK_ROWS, device=device)
+
+    def give_back(self, banks: Sequence[Tensor]) -> None:
+        """Takes banks back; a few are kept."""
+        for bank in banks:
+            if len(self._free[bank.device]) < 8:
+                self._free[bank.device].append(bank)
+
+
+class Rows:
+    """The rows of one device, and the entries that say what they are."""
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self.device, self._pool = device, pool
+        self.banks: list[Tensor] = [pool.take(device)]
+        self.next = 0  # row of the last bank to be taken next
+        self.index: list[int] = []
+        self.series: list[int] = []
+        self.scaled: list[int] = []  # entries whose values carry the loss scale
+        self.unless_empty: list[int] = []  # entries that are none if nothing was counted
+        self.factors: dict[int, float] = {}  # entries whose values carry another factor
+        self.moves: dict[int, Tensor] = {}  # by bank, of updates
+        self.updates: list[int] = []  # entries that are updates
+        self.extras: list[tuple[str, int, float | Later]] = []
+
+    @property
+    def used(self) -> int:
+        """Rows taken so far."""
+        return (len(self.banks) - 1) * BANK_ROWS + self.next
+
+    def take(self) -> tuple[Tensor, int]:
+        """A fresh row: its bank, and its number there."""
+        if self.next == BANK_ROWS:
+            self._grow()
+        row = self.next
+        self.next += 1
+        return self.banks[-1], row
+
+    def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
+        """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
+        done = 0
+        while done < count:
+            if self.next == BANK_ROWS:
+                self._grow()
+            taken = min(count - done, BANK_ROWS - self.next)
+            yield done, self.used, self.banks[-1], range(self.next, self.next + taken)
+            self.next += taken
+            done += taken
+
+    def adopt(self, counted: Tensor) -> int:
+        """Takes a copy of rows that were counted elsewhere; returns the number of the first."""
+        position = len(self.banks)
+        for start in range(0, len(counted), BANK_ROWS):
+            self._grow()
+            part = counted[start : start + BANK_ROWS]
+            self.banks[-1][: len(part)].copy_(part)
+        self.next = BANK_ROWS
+        return position * BANK_ROWS
+
+    def enter(
+        self, row: int, series: int, *, scaled: bool = False, factor: float = 1.0, unless_empty: bool = False
+    ) -> int:
+        """Says that a row belongs to a series; returns the entry's number."""
+        entry = len(self.index)
+        self.index.append(row)
+        self.series.append(series)
+        if scaled:
+            self.scaled.append(entry)
+        if unless_empty:
+            self.unless_empty.append(entry)
+        if factor != 1.0:
+            self.factors[entry] = factor
+        return entry
+
+    def moves_of_bank(self) -> Tensor:
+        """What the last bank's updates have moved, int64[rows, 3]."""
+        position = len(self.banks) - 1
+        if position not in self.moves:
+            self.moves[position] = torch.zeros((BANK_ROWS, _MOVES), dtype=torch.int64, device=self.device)
+        return self.moves[position]
+
+    def _grow(self) -> None:
+        self.banks.append(self._pool.take(self.device))
+        self.next = 0
+
+
+class Sample:
+    """The measurements of one step, on all its devices."""
+
+    def __init__(self, step: int, pool: Pool) -> None:
+        self.step = step
+        self._pool = pool
+        self._rows: dict[torch.device, Rows] = {}
+
+    def rows(self, device: torch.device) -> Rows:
+        """The rows on that device."""
+        try:
+            return self._rows[device]
+        except KeyError:
+            return self._rows.setdefault(device, Rows(device, self._pool))
+
+    @property
+    def entries(self) -> int:
+        """How many entries it has."""
+        return sum(len(rows.index) for rows in self._rows.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it holds."""
+        return sum(rows.used for rows in self._rows.values()) * _ROW_BYTES
+
+    def rescale(self, factor: float) -> None:
+        """Says that the scaled values so far carry one more factor."""
+        for rows in self._rows.values():
+            for entry in rows.scaled:
+                rows.factors[entry] = rows.factors.get(entry, 1.0) * factor
+
+    def sealed(self) -> "Sealed":
+        """The sample on its way to the host."""
+        return Sealed(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
+
+    def drop(self) -> None:
+        """Gives the banks back unread."""
+        for rows in self._rows.values():
+            self._pool.give_back(rows.banks)
+
+
+class _Part:
+    """One device's rows, complete, and copied or being copied to the host."""
+
+    def __init__(self, rows: Rows, pool: Pool) -> None:
+        self.rows, self._pool = rows, pool
+        self.readers = 1
+        self._host: NDArray[np.int64] | None = None
+        self._guard = threading.Lock()
+        self._copies: list[Later] | None = None
+        self._moves = {position: Later(moves) for position, moves in rows.moves.items()}
+        if rows.device.type != "cpu":
+            self._copies = [Later(bank) for bank in rows.banks[:-1]] + [Later(rows.banks[-1][: rows.next])]
+            pool.give_back(rows.banks)  # what the device does with them later comes after the copy
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory its rows take."""
+        return self.rows.used * _ROW_BYTES
+
+    def host_rows(self) -> NDArray[np.int64]:
+        """All rows, the caller's own."""
+        with self._guard:
+            self.readers -= 1
+            host = self._read() if self._host is None else self._host
+            self._host = host if self.readers else None
+            return host.copy() if self.readers else host
+
+    def drop(self) -> None:
+        """One reader less."""
+        with self._guard:
+            self.readers -= 1
+            if not self.readers and self._host is None and self._copies is None:
+                self._pool.give_back(self.rows.banks)
+
+    def _read(self) -> NDArray[np.int64]:
+        if self._copies is not None:
+            return np.concatenate([copy.tensor().numpy() for copy in self._copies])
+        banks, last = self.rows.banks, self.rows.next
+        parts = [bank.numpy() for bank in banks[:-1]] + [banks[-1].numpy()[:last]]
+        host: NDArray[np.int64] = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+        self._pool.give_back(banks)
+        return host
+
+    def scales(self, loss_scale: float | None) -> NDArray[np.float64] | None:
+        """The factor that each entry's values carry."""
+        if not self.rows.scaled and not self.rows.factors:
+            return None
+        scales = np.ones(len(self.rows.index))
+        if loss_scale:
+            scales[self.rows.scaled] = loss_scale
+        for entry, factor in self.rows.factors.items():
+            scales[entry] *= factor
+        return scales
+
+    def extras(self) -> dict[str, NDArray[np.float64]]:
+        """What entries carry beside their spectrum."""
+        found: dict[str, NDArray[np.float64]] = {}
+
+        def column(name: str) -> NDArray[np.float64]:
+            return found.setdefault(name, np.full(len(self.rows.index), np.nan))
+
+        host = {position: moves.tensor().numpy() for position, moves in self._moves.items()}
+        for entry in self.rows.updates:
+            position, row = divmod(self.rows.index[entry], BANK_ROWS)
+            words = host[position][row]
+            column("pushed")[entry], column("unmoved")[entry] = words[0], words[1]
+            column("weight_norm")[entry] = np.sqrt(words[2:3].view(np.float64)[0])
+        for name, entry, value in self.rows.extras:
+            number = resolved(value)
+            assert number is not None
+            column(name)[entry] = number
+        return found
+
+
+class Sealed:
+    """A complete sample, or the part of it that is of some series; read once, on the background thread."""
+
+    def __init__(self, step: int, parts: list[_Part], takes: Callable[[int], bool] | None = None) -> None:
+        self.step, self._parts, self._takes = step, parts, takes
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it holds."""
+        return sum(part.size_bytes for part in self._parts)
+
+    def split(self, chooses: Callable[[int], bool]) -> "tuple[Sealed | None, Sealed | None]":
+        """The entries whose series is not chosen, and those whose series is; None for none."""
+        chosen = {series for part in self._parts for series in part.rows.series if chooses(series)}
+        all_series = {series for part in self._parts for series in part.rows.series}
+        if not chosen:
+            return self, None
+        if chosen == all_series:
+            return None, self
+        for part in self._parts:
+            part.readers += 1
+        others = Sealed(self.step, self._parts, lambda series: series not in chosen)
+        return others, Sealed(self.step, self._parts, lambda series: series in chosen)
+
+    def drop(self) -> None:
+        """Forgets it unread."""
+        for part in self._parts:
+            part.drop()
+
+    def batches(self, loss_scale: float | None) -> list[Batch]:
+        """The sample as the run log takes it."""
+        last = len(self._parts) - 1
+        return [self._batch(part, loss_scale, position == last) for position, part in enumerate(self._parts)]
+
+    def _batch(self, part: _Part, loss_scale: float | None, last: bool) -> Batch:
+        index, series = np.array(part.rows.index, np.int64), np.array(part.rows.series, np.int64)
+        scales, extras, rows = part.scales(loss_scale), part.extras(), part.host_rows()
+        kept = np.ones(len(index), bool)
+        if self._takes is not None:
+            kept[:] = [self._takes(number) for number in part.rows.series]
+        if part.rows.unless_empty:
+            kept[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], layout.COUNT] > 0
+        if not kept.all():
+            index, series = index[kept], series[kept]
+            scales = None if scales is None else scales[kept]
+            extras = {name: values[kept] for name, values in extras.items()}
+        return Batch(step=self.step, rows=rows, index=index, series=series, scales=scales, extras=extras, last=last)

@@ -1,0 +1,285 @@
+"""Where Plimsoll looks into torch: the one place that patches anything, and that takes every patch back.
+
+Installed when the first watch opens and removed when the last one closes:
+
+- global optimizer hooks (public in torch): an optimizer steps;
+- `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
+- `scale`, `step` and `update` of `torch.amp.GradScaler`, and of the class of any other scaler that a watch was given;
+- `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
+- `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
+  compiled for another of its class without;
+- `scale_grads` of a pipeline's stages, once torch.distributed.pipelining is imported: its number of micro-batches;
+- `sys.excepthook` and SIGTERM's handler: the flight recorder is written before the process ends. Both go on to what was
+  there before.
+"""
+
+import functools
+import importlib
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
+
+
+class Listener(Protocol):
+    """What hears of the training's events; none of its methods raises."""
+
+    def optimizer_begins(self, optimizer: Any) -> None: ...
+    def optimizer_ends(self, optimizer: Any) -> None: ...
+    def backward_begins(self, tensors: Any) -> None: ...
+    def graph_replays(self) -> None: ...
+    def backward_ends(self) -> None: ...
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None: ...
+    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None: ...
+    def scaler_update_begins(self, scaler: Any) -> None: ...
+    def scaler_update_ends(self, scaler: Any) -> None: ...
+    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
+    def trial(self, stage: Any, begins: bool) -> None: ...
+    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
+
+
+_listeners: list["weakref.ref[Listener]"] = []
+_undo: list[Callable[[], None]] = []
+_patched: dict[type, Callable[[], None]] = {}
+_lock = threading.RLock()
+
+
+def listeners() -> list[Listener]:
+    """Those that listen now."""
+    return [found for found in (ref() for ref in _listeners) if found is not None]
+
+
+def listen(listener: Listener, scaler: object = None) -> None:
+    """Tells the listener of everything from now on."""
+    with _lock:
+        if not _undo:
+            _install()
+        _listeners.append(weakref.ref(listener, _gone))
+        if scaler is not None:
+            _patch_scaler(type(scaler))
+        look_for_pipelines()
+
+
+def forget(listener: Listener) -> None:
+    """Tells it nothing more; with the last one, torch is as it was."""
+    with _lock:
+        _listeners[:] = [ref for ref in _listeners if ref() is not None and ref() is not listener]
+        if not _listeners:
+            _uninstall()
+
+
+def _gone(_: object) -> None:
+    with _lock:
+        _listeners[:] = [ref for ref in _listeners if ref() is not None]
+        if not _listeners:
+            _uninstall()
+
+
+def _install() -> None:
+    before = register_optimizer_step_pre_hook(_optimizer_begins)
+    after = register_optimizer_step_post_hook(_optimizer_ends)
+    _undo.extend([before.remove, after.remove, _patch_backward(), _patch_excepthook(), _patch_compiler()])
+    if torch.cuda.is_available():
+        _undo.append(_wrap(torch.cuda.CUDAGraph, "replay", _replaying(torch.cuda.CUDAGraph.replay)))
+    if threading.current_thread() is threading.main_thread():
+        _undo.append(_patch_signal(signal.SIGTERM))
+    _patch_scaler(torch.amp.GradScaler)
+
+
+def _uninstall() -> None:
+    while _undo:
+        _undo.pop()()
+    while _patched:
+        _patched.popitem()[1]()
+
+
+def _optimizer_begins(optimizer: Any, *_: Any) -> None:
+    _tell("optimizer_begins", optimizer)
+
+
+def _optimizer_ends(optimizer: Any, *_: Any) -> None:
+    _tell("optimizer_ends", optimizer)
+
+
+def _tell(event: str, *facts: object) -> None:
+    for listener in listeners():
+        getattr(listener, event)(*facts)
+
+
+def _patch_backward() -> Callable[[], None]:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        _tell("backward_begins", tensors)
+        original(tensors, *args, **kwargs)
+        _tell("backward_ends")
+
+    torch.autograd.backward = backward
+    return lambda: _restore(torch.autograd, "backward", backward, original)
+
+
+def _patch_compiler() -> Callable[[], None]:
+    config: Any = importlib.import_module("torch._dynamo.config")
+    before = getattr(config, "skip_nnmodule_hook_guards", None)
+    if before is None:
+        return lambda: None
+    config.skip_nnmodule_hook_guards = False
+    return lambda: setattr(config, "skip_nnmodule_hook_guards", before)
+
+
+def _replaying(original: Any) -> Any:
+    @functools.wraps(original)
+    def replay(self: Any) -> None:
+        _tell("graph_replays")
+        return original(self)
+
+    return replay
+
+
+def _patch_scaler(kind: type) -> None:
+    """Wraps the methods of a scaler's class, those that the class itself defines."""
+    for owner in kind.__mro__:
+        if owner in _patched or owner is object:
+            continue
+        undo = [
+            _wrap(owner, name, wrapper(owner.__dict__[name]))
+            for name, wrapper in (("scale", _scaling), ("step", _stepping), ("update", _updating))
+            if name in owner.__dict__
+        ]
+        _patched[owner] = functools.partial(_call_all, undo)
+
+
+def look_for_pipelines() -> None:
+    """Wraps what pipelines call of a stage, if there are any: its trial runs, and the division of its gradients."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    trials = ("_prepare_forward_infra", "_prepare_backward_infra")
+    for kind, wrappers in (
+        ("_PipelineStageBase", {"scale_grads": _dividing}),
+        ("PipelineStage", dict.fromkeys(trials, _trying)),
+        ("_PipelineStage", dict.fromkeys(trials, _trying)),
+    ):
+        owner = getattr(pipelining, kind, None)
+        if owner is not None and owner not in _patched:
+            found = [(name, wrapper) for name, wrapper in wrappers.items() if name in owner.__dict__]
+            undo = [_wrap(owner, name, wrapper(owner.__dict__[name])) for name, wrapper in found]
+            _patched[owner] = functools.partial(_call_all, undo)
+
+
+def _dividing(original: Any) -> Any:
+    """Once a step, when the backwards of all micro-batches are done."""
+
+    @functools.wraps(original)
+    def scale_grads(self: Any, grad_scale_factor: int) -> Any:
+        _tell("gradients_divided", self, grad_scale_factor)
+        return original(self, grad_scale_factor)
+
+    return scale_grads
+
+
+def _trying(original: Any) -> Any:
+    """A stage runs forward and backward once on made-up values, to learn the shapes."""
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell("trial", self, True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _tell("trial", self, False)
+
+    return prepare
+
+
+def _wrap(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, wrapper)
+    return lambda: _restore(owner, name, wrapper, original)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _scaling(original: Any) -> Any:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = original(self, outputs, *args, **kwargs)
+        _tell("loss_scaled", self, outputs, scaled)
+        return scaled
+
+    return scale
+
+
+def _stepping(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, optimizer, *args, **kwargs)
+        _tell("scaler_step_ends", self, optimizer)
+        return result
+
+    return step
+
+
+def _updating(original: Any) -> Any:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell("scaler_update_begins", self)
+        result = original(self, *args, **kwargs)
+        _tell("scaler_update_ends", self)
+        return result
+
+    return update
+
+
+def _patch_excepthook() -> Callable[[], None]:
+    original = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _tell("process_ends", "exception", f"{kind.__name__}: {error}", _SIGNAL_SECONDS)
+        original(kind, error, trace)
+
+    sys.excepthook = excepthook
+    return lambda: _restore(sys, "excepthook", excepthook, original)
+
+
+def _patch_signal(number: signal.Signals) -> Callable[[], None]:
+    previous = signal.getsignal(number)
+    if previous is signal.SIG_IGN or previous is None:
+        return lambda: None
+
+    def handle(received: int, frame: FrameType | None) -> None:
+        # On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds.
+        name = signal.Signals(received).name
+        work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
+        work.start()
+        work.join(_SIGNAL_SECONDS)
+        if callable(previous):
+            previous(received, frame)
+        else:
+            signal.signal(received, signal.SIG_DFL)
+            os.kill(os.getpid(), received)
+
+    signal.signal(number, handle)
+    return lambda: _restore_signal(number, handle, previous)
+
+
+def _restore_signal(number: signal.Signals, ours: object, previous: Any) -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is ours:
+        signal.signal(number, previous)
+
+
+def _restore(owner: Any, name: str, ours: object, original: object) -> None:
+    """Puts the original back, unless someone has wrapped ours since: then ours stays, with nobody listening."""
+    if owner.__dict__.get(name) is ours:
+        setattr(owner, name, original)

@@ -1,0 +1,122 @@
+import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.runs._records import StepRecord
+from plimsoll.runs._sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
+from tests.runs.sinks.made import Recorder, record
+
+# Asked without importing: MLflow alone takes seconds.
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+MISSING = [name for name in TRACKERS if importlib.util.find_spec(name) is None]
+needs_trackers = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+def through(given: object, *records: StepRecord) -> SinkRunner:
+    """The runner, closed, after these records."""
+    runner = SinkRunner(as_sink(given))
+    runner.open(Path(), {})
+    for one in records:
+        runner.put(one)
+    runner.flush(60)
+    runner.close(60)
+    assert runner.failure is None
+    return runner
+
+
+def test_a_function_is_called_with_each_record() -> None:
+    seen: list[StepRecord] = []
+
+    def note(record: StepRecord) -> None:
+        seen.append(record)
+
+    given = [record(1), record(2)]
+    assert through(note, *given).name == "note"
+    assert seen == given
+
+
+def test_so_is_what_can_be_called_with_one_argument() -> None:
+    seen: list[object] = []
+    through(functools.partial(lambda prefix, record: seen.append((prefix, record.step)), "a"), record(1))
+    through(seen.append, record(2))
+    assert seen[0] == ("a", 1)
+    assert len(seen) == 2
+
+
+def test_an_object_with_all_methods_is_itself() -> None:
+    sink = Recorder()
+    assert as_sink(sink) is sink
+
+
+def test_methods_but_put_may_be_missing() -> None:
+    class Putting:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+            self.closed = False
+
+        def put(self, record: StepRecord) -> None:
+            self.steps.append(record.step)
+
+        def close(self) -> None:
+            self.closed = True
+
+    sink = Putting()
+    assert through(sink, record(4)).name == "Putting"
+    assert (sink.steps, sink.closed) == ([4], True)
+
+
+@needs_trackers
+@pytest.mark.parametrize(("name", "sink"), TRACKERS.items())
+def test_names_of_our_own(name: str, sink: type) -> None:
+    assert type(as_sink(name)) is sink
+
+
+async def _later(record: StepRecord) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("comet", "as_sink: expected .*'tensorboard', 'wandb', 'mlflow'; got 'comet'. Choose one of these."),
+        (TensorBoard, "got the class TensorBoard. Give TensorBoard()."),
+        (7, "got 7 .int.. Give one of these."),
+        (None, "got None .NoneType."),
+        (lambda: None, "which cannot be called with one argument. Give one that can."),
+        (pow, "which cannot be called with one argument"),
+        (_later, "got the coroutine function .*_later.*. Give a plain one."),
+    ],
+)
+def test_anything_else_is_refused(given: object, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        as_sink(given)
+
+
+@pytest.mark.parametrize("sink", [TensorBoard, WandB, MLflow])
+def test_a_missing_extra_is_said_when_the_sink_is_made(sink: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = sink.__name__.lower()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{sink.__name__}: expected the package {package}; .*\[{package}\]'"):
+        sink()
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(MissingExtraError, match="expected the package wandb"):
+        WandB()
+
+
+@needs_trackers
+def test_nothing_is_imported_before_a_sink_is_opened() -> None:
+    code = (
+        "import sys; from plimsoll.runs._sinks import TensorBoard, WandB, MLflow; TensorBoard(); WandB(); MLflow();"
+        "print(*{'tensorboard', 'tensorflow', 'wandb', 'mlflow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,361 @@
+"""P2: whatever fails while a run is written, training goes on; what was lost is said once, counted, and recorded."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plimsoll.errors import ArgumentError
+from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars, _files
+from tests.runs import making
+
+
+class Disk:
+    """A disk that can be full."""
+
+    full = False
+    error = errno.ENOSPC
+
+    def open(self, path: Path) -> object:
+        if self.full:
+            raise OSError(self.error, os.strerror(self.error), str(path))
+        return path.open("wb")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(_files, "open_for_writing", made.open)
+    return made
+
+
+def sums(path: Path) -> dict[int, float]:
+    return {step: s.sum for step, _, _, s in Run(path).spectra()}
+
+
+def test_a_full_disk_stops_nothing_and_what_waited_is_written_when_it_has_room(tmp_path: Path, disk: Disk) -> None:
+    writer = RunWriter(tmp_path)
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    disk.full = True
+
+    def train() -> None:
+        for step in (2, 3):
+            making.write_steps(writer, [step])
+            writer.write(Scalars(step=step, values={"loss": 0.5}))
+            assert not writer.flush()
+
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .*No space left.*training goes on") as warned:
+        train()
+    assert len(warned) == 1  # once
+    assert Run(tmp_path).steps == [1] and not list(tmp_path.rglob("*.tmp"))
+    disk.full = False
+    making.write_steps(writer, [4])
+    assert writer.flush()
+    assert Run(tmp_path).steps == [1, 2, 3, 4] and writer.dropped == {}
+    writer.close()
+    (event,) = Run(tmp_path).events()
+    assert event.kind == "dropped" and "No space left" in event.message and event.details == {"dropped": {}}
+
+
+def test_on_a_full_disk_memory_stays_bounded_and_the_newest_is_kept(tmp_path: Path, disk: Disk) -> None:
+    writer = RunWriter(tmp_path, queue_bytes=50_000)
+    disk.full = True
+
+    def train() -> None:
+        for step in range(1000):
+            making.write_steps(writer, [step])
+            if step % 10 == 9:
+                assert not writer.flush()
+
+    with pytest.warns(RuntimeWarning, match="cannot be written") as warned:
+        train()
+    assert writer._worker._buffer._bytes <= 50_000
+    assert {str(w.message).split(" exceed")[0] for w in warned if "exceed" in str(w.message)} == {
+        "plimsoll: records that cannot be written"
+    }
+    disk.full = False
+    assert writer.flush()
+    writer.close()
+    run = Run(tmp_path)
+    kept = run.steps
+    assert kept == list(range(1000 - len(kept), 1000)) and 100 < len(kept) < 1000
+    assert dict(writer.dropped) == dict(run.dropped) == {"not written": 1000 - len(kept)}
+    assert run.events()[-1].details == {"dropped": {"not written": 1000 - len(kept)}}
+
+
+def test_what_a_full_disk_never_took_is_counted_when_the_writer_is_closed(tmp_path: Path, disk: Disk) -> None:
+    writer = RunWriter(tmp_path)
+    disk.full = True
+    making.write_steps(writer, [1, 2])
+    with pytest.warns(RuntimeWarning, match=r"could? ?not be|cannot be written") as warned:
+        writer.close()
+    assert "2 records of" in str(warned[1].message) and "not be written before it was closed" in str(warned[1].message)
+    assert writer.dropped == {"not written": 2}
+    disk.full = False
+    RunWriter(tmp_path).close()  # the lock was given back
+
+
+SMALL_DISK = """
+import contextlib, pathlib, subprocess, sys, warnings
+from plimsoll.errors import RunError
+from plimsoll.runs import Run, RunWriter
+from tests.runs import making
+disk = pathlib.Path(sys.argv[1])
+warnings.simplefilter("always")
+with RunWriter(disk / "run") as writer:
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    with contextlib.suppress(OSError), (disk / "filler").open("wb") as file:
+        while True:
+            file.write(b"x" * 1000)
+            file.flush()
+    making.write_steps(writer, [2])
+    assert not writer.flush()
+    assert Run(writer.path).steps == [1]
+    (disk / "filler").unlink()
+    assert writer.flush()
+assert Run(writer.path).steps == [1, 2] and writer.dropped == {}
+subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+assert Run(writer.path).steps == [1, 2]
+try:
+    RunWriter(disk / "other")
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_real_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
+    # In a mount namespace of its own, so that nothing stays mounted whatever happens here.
+    namespace = ["unshare", "--mount", "--map-root-user"]
+    mounting = f"mount -t tmpfs -o size=400k t {tmp_path}"
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "sh", "-c", mounting], check=False).returncode:
+        pytest.skip("a small tmpfs needs the right to mount one")
+    script = f"{mounting} && exec {sys.executable} -c '{SMALL_DISK}' {tmp_path}"
+    done = subprocess.run([*namespace, "sh", "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    assert "RuntimeWarning: plimsoll" in done.stderr and "No space left on device" in done.stderr
+    assert "RunWriter: expected a folder to write the run to" in done.stdout and "Read-only file system" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_removed_folder_is_made_anew_and_said(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", settings={"lr": 1})
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    shutil.rmtree(writer.path)
+    making.write_steps(writer, [2])
+    assert writer.flush()
+    with pytest.raises(ArgumentError, match="expected no other writer"):
+        RunWriter(writer.path)  # it is locked anew
+    writer.close()
+    run = Run(writer.path)
+    assert run.steps == [2] and run.settings == {"lr": 1} and run.problems == []
+    assert [e.kind for e in run.events()] == ["folder lost"]
+
+
+def test_a_folder_that_cannot_be_made_anew_is_like_a_full_disk(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run")
+    shutil.rmtree(writer.path)
+    writer.path.touch()  # in the way
+    making.write_steps(writer, [1])
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert not writer.flush()
+    writer.path.unlink()
+    assert writer.flush()
+    writer.close()
+    assert Run(writer.path).steps == [1]
+
+
+def test_a_folder_that_another_run_took_over_is_left_to_it(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run")
+    shutil.rmtree(writer.path)
+    with RunWriter(writer.path) as other:
+        making.write_steps(other, [7], 7.0)
+        making.write_steps(writer, [1], 1.0)
+        with pytest.warns(RuntimeWarning, match="expected no other writer"):
+            assert not writer.flush()
+    writer._worker.after_fork()
+    assert sums(writer.path) == {7: 7.0}
+
+
+def test_a_folder_that_becomes_read_only_is_survived(tmp_path: Path, disk: Disk) -> None:
+    writer = RunWriter(tmp_path)
+    disk.full, disk.error = True, errno.EROFS
+    making.write_steps(writer, [1])
+    with pytest.warns(RuntimeWarning, match="Read-only file system"):
+        assert not writer.flush()
+    disk.full = False
+    writer.close()
+    assert Run(tmp_path).steps == [1]
+
+
+def test_a_produce_that_raises_costs_its_own_records(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+
+    def produce(step: int) -> Iterator[Scalars]:
+        yield Scalars(step=step, values={"loss": 1.0})
+        if step == 2:
+            raise ValueError("the device is gone")
+
+    with pytest.warns(
+        RuntimeWarning, match=r"is lost \(produce failed: ValueError\('the device is gone'\)\)"
+    ) as warned:
+        assert all([*(writer.submit(lambda step=step: produce(step), 100) for step in (1, 2, 3, 2)), writer.flush()])
+    assert len(warned) == 1 and writer.dropped == {"produce failed": 2}
+    writer.close()
+    run = Run(tmp_path)
+    assert run.scalars("loss")[0].tolist() == [1, 2, 3] and run.dropped == {"produce failed": 2}
+    assert run.events()[0].details == {"dropped": {"produce failed": 2}}
+
+
+def test_records_that_make_no_sense_cost_themselves(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    good = making.batch(writer, 1, {("weights", "w"): torch.ones(2)})
+    one = np.array([0])
+    senseless = [
+        Batch(step=1, rows=good.rows, index=one + 5, series=one),
+        Scalars(step=1, values={"loss": "high"}),
+        Scalars(step=2**63, values={"loss": 1.0}),
+        Event(step=None, kind="odd", message=""),
+        None,
+    ]
+    with pytest.warns(RuntimeWarning, match="invalid record"):
+        assert all([*(writer.write(record) is None for record in senseless), writer.flush()])
+    writer.write(good)
+    writer.write(Scalars(step=2, values={"loss": 1.0}))
+    writer.close()
+    run = Run(tmp_path)
+    assert run.steps == [1] and run.scalars("loss")[0].tolist() == [2]
+    assert writer.dropped == {"invalid record": 5}
+
+
+def test_where_warnings_are_errors_they_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.submit(lambda: 1 / 0, 10)
+        making.write_steps(writer, [1])
+        assert writer.flush()
+    assert "plimsoll: a record for" in caplog.text
+    assert Run(tmp_path).steps == [1]
+
+
+def test_a_full_queue_drops_and_counts_and_never_waits(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, queue_bytes=10_000)
+    started, go_on = threading.Event(), threading.Event()
+
+    def hang() -> list[Scalars]:
+        started.set()
+        go_on.wait(30)
+        return []
+
+    assert writer.submit(hang, 4000)
+    assert started.wait(30)
+    assert writer.submit(lambda: [Scalars(step=0, values={"loss": 1.0})], 4000)
+    with pytest.warns(RuntimeWarning, match=r"come faster than they are written; some are dropped\. Sample less often"):
+        assert not writer.submit(lambda: [Scalars(step=1, values={"loss": 1.0})], 4000)
+    making.write_steps(writer, range(10))
+    assert not writer.flush(timeout=0.01)
+    assert writer.dropped == {"queue full": 11 - 0}
+    go_on.set()
+    assert writer.flush()
+    writer.close()
+    run = Run(tmp_path)
+    assert run.scalars("loss")[0].tolist() == [0] and run.dropped == {"queue full": 11}
+    assert [e.details for e in run.events()] == [{"dropped": {"queue full": 11}}]
+
+
+def test_one_record_larger_than_the_queue_still_goes_through(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, queue_bytes=10) as writer:
+        making.write_steps(writer, [1])
+    assert Run(tmp_path).steps == [1]
+
+
+def test_after_close_records_are_counted_as_lost(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.close()
+    writer.close()
+    with pytest.warns(RuntimeWarning, match="the writer of .* is closed"):
+        writer.write(Event(step=0, kind="late", message=""))
+    assert not writer.submit(list, 1) and writer.dropped == {"closed": 2}
+    assert writer.flush()
+
+
+def test_close_gives_up_on_a_produce_that_hangs(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    go_on = threading.Event()
+    writer.submit(lambda: go_on.wait(30) and [], 1)
+    with pytest.warns(RuntimeWarning, match=r"could not be closed within 0.05 s; its last records may be lost"):
+        writer.close(timeout=0.05)
+    go_on.set()
+    writer._worker._thread.join(30)
+
+
+def test_a_writer_is_closed_when_nothing_refers_to_it(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    making.write_steps(writer, [1])
+    del writer
+    run = Run(tmp_path)
+    assert run.closed and run.steps == [1]
+
+
+def test_what_is_due_is_written_without_being_asked(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, flush_seconds=0.05) as writer:
+        making.write_steps(writer, [1])
+        deadline = time.monotonic() + 30
+        while not (found := Run(tmp_path).steps) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found == [1]
+
+
+def test_a_large_buffer_is_written_before_its_time(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, flush_seconds=3600, queue_bytes=20_000) as writer:
+        for step in range(200):
+            making.write_steps(writer, [step])
+            if step % 5 == 4:  # lets the thread keep up, and writes nothing
+                done = threading.Event()
+                writer.submit(lambda done=done: done.set() or [], 1)
+                assert done.wait(30)
+        assert len(Run(tmp_path).steps) > 100
+    assert writer.dropped == {}
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    def write(writer: RunWriter, steps: range) -> None:
+        for step in steps:
+            writer.write(Batch(step=step, rows=rows, index=index, series=ids))
+            writer.write(Scalars(step=step, values={"loss": 1.0}))
+            if step % 100 == 99:
+                assert writer.flush()
+
+    with RunWriter(tmp_path, flush_seconds=3600, compact_above=8) as writer:
+        ids = np.array([writer.series("weights", f"w{i}", format="fp32") for i in range(20)])
+        rows, index = making.rows_of(making.tensors(20)), np.arange(20)
+        tracemalloc.start()
+        try:
+            write(writer, range(1000))
+            before = tracemalloc.get_traced_memory()[0]
+            write(writer, range(1000, 4000))
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+    assert grown < 300_000  # 3,000 steps of 20 rows are 138 MB
+    assert len(Run(tmp_path).steps) == 4000
+
+
+def test_the_manifest_takes_more_entries_but_not_its_own(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.write_manifest(aliases={"a": ["b"]}, odd={Path("x"): float("nan")})
+        with pytest.raises(ArgumentError, match=r"RunWriter.write_manifest: expected names .*; got \['schema'\]"):
+            writer.write_manifest(schema=3)
+        assert writer.flush()
+        assert Run(tmp_path).manifest["aliases"] == {"a": ["b"]}
+    assert Run(tmp_path).manifest["odd"] == {"x": "nan"}

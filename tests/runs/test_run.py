@@ -1,0 +1,345 @@
+"""The reader: names, steps, following a live writer, and folders in which something is wrong."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from plimsoll.errors import ArgumentError, NotRecordedError, RunError
+from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.runs import making
+from tests.runs.test_compact import die, many_parts, parts
+
+NAMES = ("head:output[0]", "head:output0", "blocks.0.w", "blocks.1.w", "blocks.*", "blocks.10.w")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Six steps of two collections."""
+    with RunWriter(tmp_path, settings={"lr": 0.1, "layers": [1, 2]}) as writer:
+        for step in range(0, 60, 10):
+            for collection in ("gradients", "activations"):
+                x = torch.full((step + 1,), 2.0)
+                writer.write(making.batch(writer, step, {(collection, n): x for n in NAMES}, last=collection[0] == "a"))
+            writer.write(Scalars(step=step, values={"loss": 1.0, "loss_scale": 2.0}))
+    return tmp_path
+
+
+def test_what_there_is(path: Path) -> None:
+    run = Run(str(path))
+    assert run.steps == [0, 10, 20, 30, 40, 50] and run.ranks == [0] and run.world_size == 1
+    assert run.tensors == {"gradients": NAMES, "activations": NAMES}
+    assert run.scalar_names == ("loss", "loss_scale")
+    assert run.settings == {"lr": 0.1, "layers": [1, 2]} and run.closed and run.dropped == {} and run.problems == []
+    assert repr(run) == f"<Run: {path}, 12 series, steps 0 to 50, 1 of 1 ranks, closed>"
+    assert set(run.manifest["versions"]) == {"plimsoll", "python", "torch", "numpy", "pyarrow"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("head:output[0]", ["head:output[0]"]),  # itself, not the glob that matches head:output0
+        ("blocks.*", ["blocks.*"]),
+        ("blocks.?.w", ["blocks.0.w", "blocks.1.w"]),
+        ("blocks.*.w", ["blocks.0.w", "blocks.1.w", "blocks.10.w"]),
+        ("*output*", ["head:output[0]", "head:output0"]),
+        ("BLOCKS*", []),
+        (None, list(NAMES)),
+    ],
+)
+def test_exact_names_match_first_then_globs(path: Path, pattern: str | None, expected: list[str]) -> None:
+    run = Run(path)
+    assert sorted({n for _, _, n, _ in run.spectra("gradients", pattern)}) == sorted(expected)
+    assert sorted(set(run.table("gradients", pattern)["name"].to_pylist())) == sorted(expected)
+
+
+def test_collections_may_be_globs_too(path: Path) -> None:
+    assert {c for _, c, _, _ in Run(path).spectra("*", "blocks.0.w")} == {"gradients", "activations"}
+    assert {c for _, c, _, _ in Run(path).spectra("act*", "blocks.0.w")} == {"activations"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (None, [0, 10, 20, 30, 40, 50]),
+        (slice(10, 40), [10, 20, 30]),
+        (slice(15, None), [20, 30, 40, 50]),
+        (slice(None, 11), [0, 10]),
+        (slice(10, None, 20), [10, 30, 50]),
+        (slice(None, None, 20), [0, 20, 40]),
+        (slice(60, 90), []),
+    ],
+)
+def test_steps_are_sliced_by_their_numbers(path: Path, steps: slice | None, expected: list[int]) -> None:
+    run = Run(path)
+    found = [(s, x.count) for s, _, _, x in run.spectra("gradients", "blocks.0.w", steps)]
+    assert found == [(s, s + 1) for s in expected]
+    assert run.table("gradients", "blocks.0.w", steps)["step"].to_pylist() == expected
+
+
+@pytest.mark.parametrize("steps", [slice(0, 10, 0), slice(50, 0, -1), slice(0.5, 2), slice("a")])
+def test_slices_that_mean_nothing_are_refused(path: Path, steps: slice) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"Run.spectra: expected steps to be a slice of step numbers, ascending; got"
+    ):
+        next(Run(path).spectra(steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda run: run.spectrum("gradient", "w", 0),
+            r"Run.spectrum: expected a collection .*got 'gradient'\. The nearest are 'gradients'",
+        ),
+        (
+            lambda run: run.spectrum("gradients", "blocks.2.w", 0),
+            r"expected a name in 'gradients' that was recorded; got 'blocks.2.w'\. The nearest are 'blocks\.",
+        ),
+        (
+            lambda run: run.spectrum("gradients", "blocks.0.w", 24),
+            r"expected a step at which gradients 'blocks.0.w' was recorded; got 24\. The nearest are 10, 20, 30\.",
+        ),
+        (lambda run: run.series("weights", "w", "std"), r"Run.series: expected a collection"),
+        (lambda run: run.series("gradients", "zzz", "std"), r"Run.series: expected a name in 'gradients'"),
+        (
+            lambda run: run.scalars("los"),
+            r"Run.scalars: expected a scalar that was recorded; got 'los'\. The nearest are 'loss'",
+        ),
+    ],
+)
+def test_what_was_not_recorded_is_said_with_the_nearest_names(
+    path: Path, ask: Callable[[Run], object], message: str
+) -> None:
+    with pytest.raises(NotRecordedError, match=message):
+        ask(Run(path))
+
+
+def test_a_statistic_that_is_none_is_refused(path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"Run.series: expected a statistic among .*zero_fraction.*; got 'amax'\."):
+        Run(path).series("gradients", "blocks.0.w", "amax")
+
+
+def test_an_empty_run_has_nothing_and_says_so(tmp_path: Path) -> None:
+    RunWriter(tmp_path).close()
+    run = Run(tmp_path)
+    assert run.steps == [] and run.tensors == {} and run.scalar_names == () and run.events() == []
+    assert list(run.spectra()) == [] and len(run.table()) == 0 and run.closed
+    with pytest.raises(NotRecordedError, match=r"got 'loss'\. Nothing of this kind was recorded\."):
+        run.scalars("loss")
+
+
+def test_a_series_whose_steps_were_never_written_is_empty(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.series("weights", "w", format="fp32")
+    run = Run(tmp_path)
+    assert run.tensors == {"weights": ("w",)}
+    assert [column.tolist() for column in run.series("weights", "w", "std")] == [[], []]
+    with pytest.raises(NotRecordedError, match=r"got 0\. The nearest are none\."):
+        run.spectrum("weights", "w", 0)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"Run: expected a folder that a RunWriter wrote; got .*; ?|where no run.json"):
+        Run(tmp_path / name)
+
+
+def test_the_runs_below_a_folder_are_found(tmp_path: Path) -> None:
+    for name in ("b", "a", "group/c"):
+        making.written(tmp_path / name, [1])
+    RunWriter(tmp_path / "rank1", rank=1, world_size=2).close()
+    (tmp_path / "notes").mkdir()
+    assert [p.relative_to(tmp_path).as_posix() for p in Run.find(tmp_path)] == ["a", "b", "group/c", "rank1"]
+    assert Run.find(tmp_path / "nowhere") == []
+
+
+def test_a_large_run_is_read_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from plimsoll.runs import _spectra
+
+    run = Run(path)
+    whole = list(run.spectra())
+    assert len(whole) == 72 and [x[:3] for x in whole] == [
+        (s, c, n) for c in run.tensors for n in sorted(NAMES) for s in run.steps
+    ]
+    for rows in (1, 5, 13):
+        monkeypatch.setattr(_spectra, "_ROWS", rows)
+        assert sorted(x[:3] for x in run.spectra()) == sorted(x[:3] for x in whole)
+
+
+def test_the_table_has_the_parts_columns(path: Path) -> None:
+    from plimsoll.runs._tables import SCHEMAS
+
+    table = Run(path).table()
+    assert isinstance(table, pa.Table) and table.schema.equals(SCHEMAS["spectra"]) and len(table) == 72
+
+
+# -- following
+
+
+def test_a_live_run_is_followed_by_reading_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RunWriter(tmp_path)
+    run = Run(tmp_path)
+    assert run.steps == [] and not run.closed
+    read: list[str] = []
+    real = run._content._steps_in
+
+    def counting(path: Path, part: object) -> object:
+        if part not in run._content._steps:
+            read.append(path.name)
+        return real(path, part)
+
+    monkeypatch.setattr(run._content, "_steps_in", counting)
+    for step in range(5):
+        making.write_steps(writer, [step], name=f"w{step}")
+        assert writer.flush()
+        assert run.refresh() == [step]
+    assert len(read) == len(set(read)) == 5
+    assert run.refresh() == []
+    assert run.tensors["weights"] == ("w0", "w1", "w2", "w3", "w4")
+    writer.close()
+    assert run.refresh() == [] and run.closed and run.steps == [0, 1, 2, 3, 4]
+
+
+def test_follow_yields_what_is_added_until_the_run_is_closed(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    making.write_steps(writer, [1, 2])
+    assert writer.flush()
+    found = []
+    for new in Run(tmp_path).follow(poll_seconds=0.001):
+        found.append(new)
+        if len(found) == 1:
+            making.write_steps(writer, [3])
+            assert writer.flush()
+        else:
+            writer.close()
+    assert found == [[1, 2], [3]]
+
+
+def test_following_a_killed_writer_ends_after_the_timeout(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    die(writer)
+    assert list(Run(tmp_path).follow(poll_seconds=0.001, timeout=0.01)) == [[1]]
+
+
+def test_parts_that_compaction_takes_away_under_the_reader_are_found_in_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many_parts(tmp_path)
+    run = Run(tmp_path)
+    RunWriter(tmp_path).close()
+    assert run.series("weights", "every", "count")[0].tolist() == list(range(12)) and run.problems == []
+    run = Run(tmp_path)
+    shutil.move(tmp_path / "spectra" / parts(tmp_path)[0], tmp_path / "away.parquet")
+    monkeypatch.setattr(run._catalog, "refresh", lambda: None)
+    with pytest.raises(RunError, match=r"Run: expected parts that stay long enough to be read; got 20 listings"):
+        run.series("weights", "every", "count")
+
+
+# -- damage
+
+
+def damages() -> dict[str, Callable[[Path], object]]:
+    return {
+        "truncated": lambda p: p.write_bytes(p.read_bytes()[:-100]),
+        "empty": lambda p: p.write_bytes(b""),
+        "garbage": lambda p: p.write_bytes(b"PAR1" + b"\x07" * 500 + b"PAR1"),
+        "footer": lambda p: p.write_bytes(p.read_bytes()[:-200] + b"\xff" * 192 + p.read_bytes()[-8:]),
+        "another table": lambda p: pa.parquet.write_table(pa.table({"x": [1]}), p),
+        "a folder": lambda p: (p.unlink(), p.mkdir()),
+    }
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_a_damaged_part_costs_that_part_and_is_named(tmp_path: Path, damage: str) -> None:
+    many_parts(tmp_path)
+    victim = tmp_path / "spectra" / parts(tmp_path)[5]
+    damages()[damage](victim)
+    run = Run(tmp_path)
+    with pytest.warns(RuntimeWarning, match=rf"{victim.name}: damaged \(.*\); read without it"):
+        steps = run.steps
+    assert steps == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert len(run.problems) == 1 and victim.name in run.problems[0]
+    assert run.series("weights", "every", "sum")[0].tolist() == steps  # and warns no more
+    assert len(run.scalars("loss")[0]) == 12
+    run.refresh()
+    assert len(run.problems) == 1
+
+
+def test_bytes_damaged_in_the_middle_are_noticed_or_harmless(tmp_path: Path) -> None:
+    path = making.written(tmp_path / "run", range(50))
+    (name,) = parts(path)
+    whole = (path / "spectra" / name).read_bytes()
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        spoiled = bytearray(whole)
+        at = int(generator.integers(4, len(whole) - 8))
+        spoiled[at : at + 8] = generator.bytes(8)
+        (path / "spectra" / name).write_bytes(spoiled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            run = Run(path)
+            assert len(list(run.spectra())) in {0, 50} or run.problems
+
+
+def test_a_damaged_merged_part_gives_way_to_what_it_was_made_of(tmp_path: Path) -> None:
+    many_parts(tmp_path / "many", range(3))
+    shutil.copytree(tmp_path / "many", tmp_path / "merged")
+    RunWriter(tmp_path / "merged").close()
+    (name,) = parts(tmp_path / "merged")
+    (tmp_path / "many" / "spectra" / name).write_bytes(b"")  # a machine that lost power while it was written
+    run = Run(tmp_path / "many")
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert run.steps == [0, 1, 2]
+    assert len(run.table()) == 6
+
+
+def test_a_part_that_is_missing_costs_itself(tmp_path: Path) -> None:
+    many_parts(tmp_path, range(4))
+    (tmp_path / "spectra" / parts(tmp_path)[1]).unlink()
+    assert Run(tmp_path).steps == [0, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "spectra/data.parquet", "spectra/sub", "events/x.tmp"])
+def test_foreign_files_are_named_and_left_alone(path: Path, name: str) -> None:
+    foreign = path / name
+    foreign.mkdir() if name.endswith("sub") else foreign.write_bytes(b"?")
+    with pytest.warns(RuntimeWarning, match=rf"{name}: not a (part|file) of this run; left alone"):
+        run = Run(path)
+    assert run.steps == [0, 10, 20, 30, 40, 50] and len(run.problems) == 1
+    RunWriter(path).close()
+    assert foreign.exists()
+
+
+def test_several_problems_are_one_warning(path: Path) -> None:
+    for name in "abc":
+        (path / name).touch()
+    with pytest.warns(RuntimeWarning, match=r"a: not a file .* And 2 more; see Run\.problems\.") as warned:
+        assert len(Run(path).problems) == 3
+    assert len(warned) == 1
+
+
+def test_a_run_without_any_manifest_is_read_from_its_parts(path: Path) -> None:
+    (path / "run.json").unlink()
+    run = Run(path)
+    assert {c: sorted(n) for c, n in run.tensors.items()} == dict.fromkeys(("gradients", "activations"), sorted(NAMES))
+    assert run.spectrum("gradients", "blocks.0.w", 30).count == 31
+    RunWriter(path).close()  # is a run still
+    assert Run(path).steps == run.steps
+
+
+def test_nothing_in_a_run_is_code(path: Path) -> None:
+    with RunWriter(path) as writer:
+        writer.write(Event(step=99, kind="odd", message="", details={"object": object()}))
+    assert {p.suffix for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")} == {".json", ".parquet"}
+    (event,) = [e for e in Run(path).events() if e.kind == "odd"]
+    assert event.details["object"].startswith("<object object")

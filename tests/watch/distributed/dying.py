@@ -1,0 +1,49 @@
+"""One of two ranks that train apart: ``dying.py FOLDER PORT RANK WHO``; rank WHO dies before its fourth step."""
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import plimsoll as pl
+from plimsoll.watch import _link, _outbox, _reduce
+from tests.watch.distributed.models import Net, data, sgd, train
+
+
+def main(folder: Path, port: int, rank: int, who: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    _outbox.PATIENCE_SECONDS, _reduce._END_SECONDS, _link._SECONDS = 2.0, 2.0, 2.0
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = Net()
+    optimizer = sgd(model)
+    options = {"every": 1, "collect": ("activations",)}
+    each = pl.watch(model, optimizer, run=folder / "each", **options)
+    reduced = pl.watch(model, optimizer, run=folder / "reduced", ranks="reduce", **options)
+    for step in range(6):
+        if step == 3:
+            assert each.flush() and reduced.flush()
+            store.set(f"flushed {rank}", "1")
+            store.wait([f"flushed {1 - rank}"])
+            if rank == who:
+                time.sleep(5 * _reduce._POLL_SECONDS)  # what was sent is taken
+                assert reduced.flush()
+                store.set("dead", "1")
+                os._exit(0)
+            store.wait(["dead"])
+        train(model, optimizer, data(1))
+    if who == 0:
+        time.sleep(2 * _outbox.PATIENCE_SECONDS)
+    for w in (each, reduced):
+        begun = time.monotonic()
+        w.close()
+        assert time.monotonic() - begun < 20
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,59 @@
+"""A rank that dies holds up no other, neither in its steps nor when it closes, and the run says what is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from plimsoll.runs import Run
+from tests.watch.distributed.launch import HERE, environment
+
+STEPS = [0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Runs of two ranks, of which rank 0 died, or rank 1; all at the same time, since they wait more than they work."""
+    folder = tmp_path_factory.mktemp("dying")
+    # The servers of the stores are here, where nobody dies; as under torchrun.
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "dying.py"), *map(str, (folder / f"{who}", stores[who].port, rank, who))],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for who in (0, 1)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(outputs)[-10000:]
+    return folder / "0", folder / "1"
+
+
+def counts(run: Run) -> list[float]:
+    """Of an activation that is the same on both ranks."""
+    assert run.steps == STEPS
+    return run.series("activations", "first:input", "count")[1].tolist()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_the_others_go_on(dead: int, folders: tuple[Path, Path]) -> None:
+    run = Run(folders[dead] / "each")
+    assert run.ranks == [0, 1] and not run.closed
+    assert counts(run) == [96.0] * 6
+
+
+def test_rank_0_goes_on_reducing(folders: tuple[Path, Path]) -> None:
+    run = Run(folders[1] / "reduced")
+    assert counts(run) == [96.0] * 6 and run.ranks == [0, 1]
+    (lost,) = [event for event in run.events() if event.kind == "rank lost"]
+    assert "rank 1 had not ended" in lost.message and lost.step == 2
+
+
+def test_without_rank_0_a_rank_writes_its_own_parts(folders: tuple[Path, Path]) -> None:
+    run = Run(folders[0] / "reduced")
+    assert counts(run) == [96.0] * 6 and not run.closed
+    (event,) = [event for event in run.events() if event.kind == "own parts"]
+    assert event.rank == 1 and "no sign of life" in event.message

@@ -1,0 +1,182 @@
+"""P2: whatever fails, training goes on, nothing hangs, and what was lost is told."""
+
+import gc
+import math
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll as pl
+from plimsoll.runs import Run
+from tests.watch.support import batches, mlp, only_run, train
+
+
+def test_a_failure_in_a_tap_is_contained_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel today")
+
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        train(model, optimizer, batches(1, 4, 8))
+        monkeypatch.setattr("plimsoll.kernels.measure_one", fail)
+        monkeypatch.setattr("plimsoll.kernels.measure_into", fail)
+        train(model, optimizer, batches(3, 4, 8))
+        monkeypatch.undo()
+        train(model, optimizer, batches(1, 4, 8))
+    run = only_run(tmp_path / "run")
+    assert sorted({step for step, *_ in run.spectra("gradients")}) == [0, 4]
+    failures = [event.message for event in run.events() if event.kind == "failure"]
+    assert failures and all("RuntimeError: no kernel today" in message for message in failures)
+    assert caplog.text.count("Taps.see failed and was left out") == 1  # said once, not at every step
+
+
+def test_a_folder_that_is_removed_under_way(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1) as w:
+        train(model, optimizer, batches(2, 4, 8))
+        w.flush()
+        shutil.rmtree(tmp_path / "run")
+        losses = train(model, optimizer, batches(3, 4, 8))
+        w.flush()
+    assert len(losses) == 3
+
+
+def test_sinks_that_raise_and_hang_do_not_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = threading.Event()
+    steps: list[int] = []
+
+    def raises(record: object) -> None:
+        raise OSError("the tracker is down")
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sinks = [raises, lambda record: stop.wait(), lambda record: steps.append(record.step)]
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, sinks=sinks) as w:
+        train(model, optimizer, batches(4, 4, 8))
+        w.flush(1.0)
+        stop.set()
+    assert len(only_run(tmp_path / "run").steps) == 4
+    assert set(steps) == {0, 1, 2, 3}
+    assert "the tracker is down" in caplog.text
+
+
+def test_a_storm_of_nans(tmp_path: Path) -> None:
+    model, data = mlp(), batches(60, 4, 8)
+    for x in data[5:]:
+        x.fill_(math.nan)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        train(model, optimizer, data)
+    run = only_run(tmp_path / "run")
+    assert len(run.steps) == 60 and run.spectrum("weights", "0.weight", 59).nans == 128
+    assert len(run.events()) < 20
+
+
+def test_a_sample_has_a_bound_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, max_tensors=10):
+        train(model, optimizer, batches(2, 4, 8))
+    run = only_run(tmp_path / "run")
+    assert [event.kind for event in run.events()].count("capped") == 1
+    assert 0 < len(list(run.spectra(steps=slice(0, 1)))) <= 10
+    assert "max_tensors=10" in caplog.text
+
+
+def test_ten_thousand_parameters_and_ten_million_steps(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(10_000)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = 10_000_000
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2, start_step=start, collect=("weights", "gradients")):
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.stack(list(model)).sum().backward()
+            optimizer.step()
+    run = only_run(tmp_path / "run")
+    assert list(run.steps) == [start, start + 2]
+    assert len(run.tensors["gradients"]) == 10_000
+    assert run.spectrum("gradients", "9999", start + 2).sum == 2.0
+
+
+def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(2, 4)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10, recorder=("loss", "nonfinite", "gradients")) as w:
+        counts = []
+        for steps in (2_000, 8_000):
+            train(model, optimizer, [x] * steps)
+            w.flush()
+            gc.collect()
+            tensors = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+            counts.append((len(gc.get_objects()), tensors, w.recorder_bytes))
+    (objects, tensors, ring), (objects_later, tensors_later, ring_later) = counts
+    assert objects_later - objects < 2_000  # one forgotten object in four steps would show
+    assert tensors_later <= tensors + 8 and ring_later <= ring
+    assert len(only_run(tmp_path / "run").steps) == 1_000
+
+
+def test_killed_at_any_moment_the_run_is_readable(tmp_path: Path) -> None:
+    script = """
+        import sys, torch, plimsoll as pl
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        w = pl.watch(model, optimizer, run=sys.argv[1], every=1)
+        for step in range(10**6):
+            optimizer.zero_grad(); model(torch.randn(3, 4)).sum().backward(); optimizer.step()
+            if step % 50 == 49:
+                w.flush()
+                print(step, flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    flushed = [int(process.stdout.readline()) for _ in range(4)][-1]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    run = Run(tmp_path / "run")
+    assert set(range(flushed + 1)) <= set(run.steps)
+    model = nn.Linear(4, 2)  # and it goes on, whatever lock the killed one has left
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1) as w:
+        assert w.step_index > flushed
+
+
+def _train_in_child(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, batches(3, 4, 8))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # torch's own threads do not outlive a fork
+    try:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+            train(model, optimizer, batches(2, 4, 8))
+            child = multiprocessing.get_context(method).Process(target=_train_in_child, args=(model,))
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0
+            train(model, optimizer, batches(1, 4, 8))
+        assert list(only_run(tmp_path / "run").steps) == [0, 1, 2]
+    finally:
+        torch.set_num_threads(2)
