@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from plimsoll._version import __version__
 
 if TYPE_CHECKING:
-    from plimsoll import errors, formats, rounding, runs, spectrum, watch
+    from plimsoll import emulate, errors, formats, precision, rounding, runs, scaling, spectrum, watch
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
@@ -52,20 +52,23 @@ __all__ = [
     "Watch",
     "__version__",
     "cast",
+    "emulate",
     "errors",
     "fake_quantize",
     "formats",
     "measure",
     "pack",
+    "precision",
     "rounding",
     "runs",
+    "scaling",
     "spectrum",
     "unpack",
     "watch",
 ]
 
 # Where each lazy name lives: the same as the block for type checkers above (a test compares them).
-_ROOMS = ("errors", "formats", "rounding", "runs", "spectrum", "watch")
+_ROOMS = ("emulate", "errors", "formats", "precision", "rounding", "runs", "scaling", "spectrum", "watch")
 _HOMES = {
     "errors": (
         "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",

@@ -100,12 +100,13 @@ def test_a_sample_has_a_bound_and_says_so(tmp_path: Path, caplog: pytest.LogCapt
 def test_ten_thousand_parameters_and_ten_million_steps(tmp_path: Path) -> None:
     model = nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(10_000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start = 10_000_000
-    with pl.watch(model, optimizer, run=tmp_path / "run", every=2, start_step=start, collect=("weights", "gradients")):
+    start, watched = 10_000_000, ("weights", "gradients")
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2, start_step=start, collect=watched) as w:
         for _ in range(3):
             optimizer.zero_grad()
             torch.stack(list(model)).sum().backward()
             optimizer.step()
+            w.flush()  # two samples of this size are more than the writer lets wait
     run = only_run(tmp_path / "run")
     assert list(run.steps) == [start, start + 2]
     assert len(run.tensors["gradients"]) == 10_000

@@ -1,0 +1,1 @@
+"""Low precision on hardware that lacks it."""

@@ -1,0 +1,1 @@
+"""Training in low precision: levels and policies, master weights, the training step."""

@@ -1,0 +1,1 @@
+"""Loss scalers: what multiplies the loss so that small gradients survive, and what it does when large ones do not."""
