@@ -3,6 +3,7 @@
 import gc
 import math
 import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,24 @@ def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path) -> None:
     assert objects_later - objects < 2_000  # one forgotten object in four steps would show
     assert tensors_later <= tensors + 8 and ring_later <= ring
     assert len(only_run(tmp_path / "run").steps) == 1_000
+
+
+def test_pandas_is_not_imported_by_a_watched_training(tmp_path: Path) -> None:
+    (tmp_path / "pandas.py").write_text("from pathlib import Path\nPath(__file__).with_name('imported').touch()\n")
+    script = """
+        import sys, torch, plimsoll as pl
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pl.watch(model, optimizer, run=sys.argv[1], every=1) as w:
+            for step in range(3):
+                optimizer.zero_grad(); model(torch.randn(3, 4)).sum().backward(); optimizer.step()
+                w.log(accuracy=0.5)
+                w.flush()
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")], check=True, env=environment)
+    assert not (tmp_path / "imported").exists()  # pyarrow's own conversion imports it: 50 MB that nobody uses
+    assert len(only_run(tmp_path / "run").steps) == 3
 
 
 def test_killed_at_any_moment_the_run_is_readable(tmp_path: Path) -> None:

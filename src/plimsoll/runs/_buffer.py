@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from plimsoll.runs import _manifest
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs._arrow import Table
 from plimsoll.runs._losses import Losses
 from plimsoll.runs._records import Event, Scalars, size_bytes
-from plimsoll.runs._tables import SCHEMAS, Chunk, Kind, Series, spectra_table
+from plimsoll.runs._tables import Chunk, Kind, Series, rows_table, spectra_table
 
 # So much is written without waiting for the next flush, or half the bound where that is less.
 _FULL_BYTES = 16 << 20
@@ -98,7 +98,7 @@ class Buffer:
         if kind == "spectra":
             return spectra_table(self._spectra, series)
         rows = [row for rows in self._rows[kind] for row in rows]
-        return pa.Table.from_pylist(_in_order(rows) if kind == "scalars" else rows, schema=SCHEMAS[kind])
+        return rows_table(_in_order(rows) if kind == "scalars" else rows, kind)
 
     def clear(self, kind: Kind) -> None:
         """Forgets what was written."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _parquet
-from plimsoll.runs._arrow import ParquetFile, Table, pa
+from plimsoll.runs._arrow import ParquetFile, Table, array, pa, values_of
 from plimsoll.runs._order import ordered
 from plimsoll.runs._parts import Part
 from plimsoll.runs._tables import KEYS, SCHEMAS, Kind
@@ -51,7 +51,7 @@ def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> None
 
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
     """The merged rows, in tables of whole row groups but for the last one."""
-    held = SCHEMAS[kind].empty_table()
+    held = pa.Table.from_batches([], SCHEMAS[kind])
     for low, high in _ranges(sources):
         joined = _joined(sources, kind, keep, low, high)
         held = joined if not len(held) else pa.concat_tables([held, joined])
@@ -81,11 +81,11 @@ def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
 
 
 def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, low: Key, high: Key) -> Table:
-    pieces = [SCHEMAS[kind].empty_table()]
+    pieces = [pa.Table.from_batches([], SCHEMAS[kind])]
     for source in sources:
         piece = _read(source.part, lambda source=source: source.rows(low, high))
-        kept = keep(source.part, piece["step"].to_numpy())
-        pieces.append(piece if kept.all() else piece.filter(pa.array(kept)))
+        kept = keep(source.part, values_of(piece["step"]))
+        pieces.append(piece if kept.all() else piece.filter(array(kept)))
     return ordered(pa.concat_tables(pieces), kind)
 
 
@@ -112,7 +112,7 @@ class _Source:
         start = self.starts[bisect.bisect_left(self.keys, low)]
         stop = self.starts[bisect.bisect_right(self.keys, high)]
         if start == stop:
-            return SCHEMAS[self.part.kind].empty_table()
+            return pa.Table.from_batches([], SCHEMAS[self.part.kind])
         groups = range(bisect.bisect_right(self.bounds, start) - 1, bisect.bisect_left(self.bounds, stop))
         self.held = {i: self.held.get(i) or self._decoded(i) for i in groups}
         offset = self.bounds[groups[0]]
@@ -129,9 +129,9 @@ def _runs(file: ParquetFile, key: Sequence[str]) -> tuple[list[Key], list[int]]:
         return ([()], [0, rows]) if rows else ([], [0])
     table = file.read(columns=[*key], use_threads=False).unify_dictionaries().combine_chunks()
     columns = [table[name].chunk(0) for name in key]
-    changed = np.any([np.diff(c.indices.to_numpy()) != 0 for c in columns], axis=0)
+    changed = np.any([np.diff(values_of(c.indices)) != 0 for c in columns], axis=0)
     starts = [0, *(np.flatnonzero(changed) + 1).tolist()]
-    keys: list[Key] = list(zip(*(c.take(pa.array(starts)).to_pylist() for c in columns), strict=True))
+    keys: list[Key] = list(zip(*(c.take(array(np.array(starts))).to_pylist() for c in columns), strict=True))
     if any(a >= b for a, b in itertools.pairwise(keys)):
         raise pa.ArrowInvalid("its rows are not in the order of its key")
     return keys, [*starts, rows]

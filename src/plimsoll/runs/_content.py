@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _manifest, _parquet
-from plimsoll.runs._arrow import pc, pq
+from plimsoll.runs._arrow import pc, pq, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
 
@@ -41,7 +41,7 @@ class Content:
     def _steps_in(self, path: Path, part: Part) -> NDArray[np.int64]:
         if part not in self._steps:
             column = pq.ParquetFile(path).read(columns=["step"])["step"]
-            self._steps[part] = pc.unique(column).to_numpy()
+            self._steps[part] = values_of(pc.unique(column))
         return self._steps[part]
 
     def tensors(self) -> Mapping[str, tuple[str, ...]]:

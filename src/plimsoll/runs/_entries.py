@@ -43,7 +43,9 @@ def from_batch(batch: Batch, registered: int) -> Entries:
         extras[:, EXTRAS.index(name)] = values
     _check(batch, scales, registered)
     series = np.asarray(batch.series, dtype=np.int64)
-    return merged(Entries(series=series, scales=scales, rows=batch.rows[batch.index], extras=extras))
+    order, starts = _groups(series, scales)
+    # Rows are gathered once, and in order: they are two megabytes for seven hundred tensors, at every sample.
+    return _grouped(series[order], scales[order], batch.rows[np.asarray(batch.index)[order]], extras[order], starts)
 
 
 def concatenated(parts: Sequence[Entries]) -> Entries:
@@ -58,13 +60,29 @@ def concatenated(parts: Sequence[Entries]) -> Entries:
 
 def merged(entries: Entries) -> Entries:
     """The same with entries of one series and scale merged, in the order of series and scale."""
-    order = np.lexsort((entries.scales, entries.series))
-    series, scales = entries.series[order], entries.scales[order]
+    order, starts = _groups(entries.series, entries.scales)
+    series, scales, rows = entries.series[order], entries.scales[order], entries.rows[order]
+    return _grouped(series, scales, rows, entries.extras[order], starts)
+
+
+def _groups(series: NDArray[np.int64], scales: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The order of series and scale, and where in it a new pair of them begins."""
+    order = np.lexsort((scales, series))
+    series, scales = series[order], scales[order]
     first = np.ones(len(order), dtype=bool)
     first[1:] = (series[1:] != series[:-1]) | (scales[1:] != scales[:-1])
-    starts = np.flatnonzero(first)
-    rows, extras = entries.rows[order], entries.extras[order]
-    if len(starts) < len(order):
+    return order, np.flatnonzero(first)
+
+
+def _grouped(
+    series: NDArray[np.int64],
+    scales: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    extras: NDArray[np.float64],
+    starts: NDArray[np.intp],
+) -> Entries:
+    """Entries in order, those of one group merged."""
+    if len(starts) < len(rows):
         rows, extras = merged_rows(rows, starts), merged_extras(extras, starts)
     return Entries(series=series[starts], scales=scales[starts], rows=rows, extras=extras)
 

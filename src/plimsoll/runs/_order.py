@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.runs._arrow import Array, Table, pa
+from plimsoll.runs._arrow import Array, Table, array, pa, values_of
 from plimsoll.runs._tables import BESIDE, KEYS, Kind
 
 
@@ -16,31 +16,31 @@ def ordered(table: Table, kind: Kind, first: Sequence[str] = ()) -> Table:
     Events have no key and all stay, in the order of their steps.
     """
     if kind == "events":
-        return table.take(pa.array(np.argsort(table["step"].to_numpy(), kind="stable")))
+        return table.take(array(np.argsort(values_of(table["step"]), kind="stable")))
     columns = [codes(table[name]) for name in (*first, *KEYS[kind], "step", *BESIDE[kind])]
     order = np.lexsort(columns[::-1])
     last = np.ones(len(order), dtype=bool)
     if len(order):
         last[:-1] = changes([column[order] for column in columns])
-    return table.take(pa.array(order[last]))
+    return table.take(array(order[last]))
 
 
 def by(table: Table, names: Sequence[str]) -> Table:
     """Rows sorted by some columns."""
-    return table.take(pa.array(np.lexsort([codes(table[name]) for name in reversed(names)])))
+    return table.take(array(np.lexsort([codes(table[name]) for name in reversed(names)])))
 
 
 def codes(column: Array) -> NDArray[Any]:
     """Numbers that sort and compare as a column's values do."""
     if not pa.types.is_string(column.type):
-        return column.to_numpy()
+        return values_of(column)
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
     words = encoded.dictionary.to_pylist()
     place = np.empty(len(words), dtype=np.int64)
     place[sorted(range(len(words)), key=words.__getitem__)] = np.arange(len(words))
-    return place[encoded.indices.to_numpy()] if words else np.empty(0, dtype=np.int64)
+    return place[values_of(encoded.indices)] if words else np.empty(0, dtype=np.int64)
 
 
 def changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _order
-from plimsoll.runs._arrow import Table, pa, pc
+from plimsoll.runs._arrow import Table, array, pc, values_of
 from plimsoll.runs._rows import digests, numbers
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
 
@@ -42,10 +42,10 @@ def is_plain(table: Table) -> bool:
 
 def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
     """Whether the ranks of each part have the same spectra at the steps in common: one series' rows, over all steps."""
-    columns = [table["step"].to_numpy(), _part(table, parts)]
+    columns = [values_of(table["step"]), _part(table, parts)]
     columns += [_order.codes(table[name]) for name in ("format", "scale", "rank")]
     order = np.lexsort(columns[::-1])
-    table, digest = table.take(pa.array(order)), digests(table)[order]
+    table, digest = table.take(array(order)), digests(table)[order]
     same_step = ~_order.changes([column[order] for column in columns[:2]])
     differs = digest[1:] != digest[:-1]
     for name in COMPARED:
@@ -56,11 +56,11 @@ def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
 
 def counted_once(table: Table, parts: Mapping[int, int]) -> Table:
     """Of replicas, at each step and for each part the rows of the lowest rank that has it."""
-    steps, ranks = np.stack([table["step"].to_numpy(), _part(table, parts)]), table["rank"].to_numpy()
+    steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
     distinct, place = np.unique(steps, axis=1, return_inverse=True)
     lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)
     np.minimum.at(lowest, place, ranks)
-    return table.filter(pa.array(ranks == lowest[place]))
+    return table.filter(array(ranks == lowest[place]))
 
 
 def one_of_scalars(

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs._arrow import Table, pa, values_of
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
 
 
@@ -12,7 +12,7 @@ def rows_of(table: Table) -> NDArray[np.int64]:
     """The rows that spectra were made of, exactly, but for the sign of a zero sum."""
     rows = np.zeros((len(table), layout.NARROW), dtype=np.int64)
     for i, name in enumerate(COUNTS):
-        rows[:, i] = table[name].to_numpy()
+        rows[:, i] = values_of(table[name])
     low, high, absmin = (numbers(table, name) for name in EXTREMES[:3])
     rows[:, layout.POSITIVE] = _bits(np.where(high > 0, high, 0.0))
     rows[:, layout.NEGATIVE] = _bits(np.where(low < 0, -low, 0.0))
@@ -35,19 +35,19 @@ def digests(table: Table) -> NDArray[np.uint64]:
 
 def numbers(table: Table, name: str) -> NDArray[np.float64]:
     """A column of floats, NaN where it is null."""
-    return np.asarray(table[name].to_numpy(), dtype=np.float64)
+    return np.asarray(values_of(table[name]), dtype=np.float64)
 
 
 def _occupied(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """All stored counts of all rows, and where each belongs: row * 277 + index of the binade."""
     lists = table["binades"].combine_chunks()
     if isinstance(lists, pa.ChunkedArray):
-        lists = lists.chunk(0) if lists.num_chunks else pa.array([], type=lists.type)
-    lengths = np.diff(lists.offsets.to_numpy()).astype(np.int64)
+        lists = lists.chunk(0) if lists.num_chunks else pa.nulls(0, lists.type)
+    lengths = np.diff(values_of(lists.offsets)).astype(np.int64)
     first = np.nan_to_num(numbers(table, "lowest")).astype(np.int64) - layout.LOWEST_BINADE
     begins = np.arange(len(table)) * layout.BINADES + first
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(begins, lengths) + within, lists.flatten().to_numpy()
+    return np.repeat(begins, lengths) + within, values_of(lists.flatten())
 
 
 def _bits(values: NDArray[np.float64]) -> NDArray[np.int64]:

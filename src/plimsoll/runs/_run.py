@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs import _manifest, _names, _ranks, _spectra, _statistics
-from plimsoll.runs._arrow import Table
+from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
 from plimsoll.runs._records import Event
@@ -189,7 +189,7 @@ class Run:
         if name not in self.scalar_names:
             raise _names.unknown("Run.scalars", "a scalar", name, self.scalar_names)
         table = select(self._catalog, "scalars", equal={"name": [name]})
-        columns = (table[column].to_numpy() for column in ("step", "value", "rank"))
+        columns = (values_of(table[column]) for column in ("step", "value", "rank"))
         return _ranks.one_of_scalars(name, *columns)
 
     def events(self) -> list[Event]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _order
-from plimsoll.runs._arrow import Table, pa, pc, pq
+from plimsoll.runs._arrow import Table, array, pa, pc, pq, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
 from plimsoll.runs._tables import SCHEMAS, Kind
@@ -64,10 +64,10 @@ def select(
 
     found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
-    tables = [table.append_column("rank", pa.array(np.full(len(table), part.rank, np.int32))) for part, table in found]
-    table = pa.concat_tables([schema.empty_table(), *tables])
+    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
+    table = pa.concat_tables([pa.Table.from_batches([], schema), *tables])
     if wanted.every != 1:
-        table = table.filter(pa.array(wanted.mask(table["step"].to_numpy())))
+        table = table.filter(array(wanted.mask(values_of(table["step"]))))
     return _order.ordered(table, kind, ("rank",))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from plimsoll.runs import _decode, _entries, _order, _ranks
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs._arrow import Table, array, pa, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
 from plimsoll.runs._records import EXTRAS
@@ -37,7 +37,7 @@ def rows(catalog: Catalog, content: Content, collection: str, name: str, columns
 
 def table(catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps) -> Table:
     """The rows of some series as one table with the columns of a part, one row for each series, step and scale."""
-    tables = [SCHEMAS["spectra"].empty_table()]
+    tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
         for piece in _pieces(catalog, content, collection, names, steps):
             tables += _summed(piece) if len(catalog.ranks) > 1 else [piece.drop_columns(["rank"])]
@@ -52,7 +52,7 @@ def _summed(piece: Table) -> Iterator[Table]:
         starts = _order.starts(columns)
         if not len(starts):
             continue
-        first = table.take(pa.array(starts))
+        first = table.take(array(starts))
         series = [Series(**row) for row in first.select(["collection", "name", "format", "shared"]).to_pylist()]
         entries = _entries.Entries(
             series=np.arange(len(starts)),
@@ -60,7 +60,7 @@ def _summed(piece: Table) -> Iterator[Table]:
             rows=_entries.merged_rows(rows_of(table), starts),
             extras=_entries.merged_extras(np.stack([numbers(table, name) for name in EXTRAS], axis=1), starts),
         )
-        yield spectra_table([chunk_of(first["step"].to_numpy(), entries)], series).cast(SCHEMAS["spectra"])
+        yield spectra_table([chunk_of(values_of(first["step"]), entries)], series).cast(SCHEMAS["spectra"])
 
 
 def _pieces(catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps) -> Iterator[Table]:
@@ -120,7 +120,7 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
     columns = [_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
     starts = _order.starts(columns)
     banked = _entries.merged_rows(rows_of(table), starts) if len(starts) < len(table) else rows_of(table)
-    kept = table.select(["collection", "name", "step", "format", "scale"]).take(pa.array(starts)).to_pylist()
+    kept = table.select(["collection", "name", "step", "format", "scale"]).take(array(starts)).to_pylist()
     held: tuple[int, str, str, Spectrum] | None = None
     for row, entry in zip(banked, kept, strict=True):
         spectrum = (

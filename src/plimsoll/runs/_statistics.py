@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _order
-from plimsoll.runs._arrow import Table
+from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._records import EXTRAS
 from plimsoll.runs._rows import numbers
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
@@ -21,8 +21,8 @@ _LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax")
 
 def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
     """The steps, and each column with one number a step; scales are undone unless `raw`."""
-    order = np.argsort(table["step"].to_numpy(), kind="stable")
-    steps = table["step"].to_numpy()[order]
+    order = np.argsort(values_of(table["step"]), kind="stable")
+    steps = values_of(table["step"])[order]
     starts = _order.starts([steps])
     columns = {name: numbers(table, name)[order] for name in COLUMNS}
     with np.errstate(all="ignore"):

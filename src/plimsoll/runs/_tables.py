@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.runs._arrow import Array, Schema, Table, pa
+from plimsoll.runs._arrow import Array, Schema, Table, array, pa, strings
 from plimsoll.runs._entries import Entries
 from plimsoll.runs._records import EXTRAS
 
@@ -137,20 +137,31 @@ def spectra_table(chunks: Sequence[Chunk], series: Sequence[Series]) -> Table:
     codes = codes[order]
     return pa.table(
         {
-            "step": whole.step[order],
+            "step": array(whole.step[order]),
             "collection": words([s.collection for s in named], codes),
             "name": words([s.name for s in named], codes),
             "format": words([s.format for s in named], codes),
-            "shared": np.array([s.shared for s in named], dtype=bool)[codes],
-            **{n: whole.counts[order, i] for i, n in enumerate(COUNTS)},
+            "shared": array(np.array([s.shared for s in named], dtype=bool)[codes]),
+            **{n: array(whole.counts[order, i]) for i, n in enumerate(COUNTS)},
             **{n: _nullable(whole.extremes[order, i]) for i, n in enumerate(EXTREMES)},
-            **{n: whole.sums[order, i] for i, n in enumerate(SUMS)},
-            "scale": whole.scale[order],
-            "lowest": pa.array(whole.lowest[order], mask=whole.lengths[order] == 0),
+            **{n: array(whole.sums[order, i]) for i, n in enumerate(SUMS)},
+            "scale": array(whole.scale[order]),
+            "lowest": array(whole.lowest[order], missing=whole.lengths[order] == 0),
             "binades": _lists(whole, order),
             **{n: _nullable(whole.extras[order, i]) for i, n in enumerate(EXTRAS)},
         }
     )
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], kind: Kind) -> Table:
+    """The table of scalars or events, in the order given."""
+    columns: list[Array] = []
+    for field in SCHEMAS[kind]:
+        values = [row[field.name] for row in rows]
+        columns.append(
+            strings(values) if field.type == pa.string() else array(np.array(values, field.type.to_pandas_dtype()))
+        )
+    return pa.Table.from_arrays(columns, schema=SCHEMAS[kind])
 
 
 def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:
@@ -158,7 +169,7 @@ def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:
     distinct = sorted(set(values))
     place = {value: i for i, value in enumerate(distinct)}
     recoded = np.array([place[value] for value in values], dtype=np.int32)[codes]
-    return pa.DictionaryArray.from_arrays(pa.array(recoded), pa.array(distinct, type=pa.string()))
+    return pa.DictionaryArray.from_arrays(array(recoded), strings(distinct))
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
@@ -166,7 +177,7 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def _nullable(values: NDArray[np.float64]) -> Array:
-    return pa.array(values, type=pa.float64(), mask=np.isnan(values))
+    return array(values, missing=np.isnan(values))
 
 
 def _lists(whole: Chunk, order: NDArray[np.intp]) -> Array:
@@ -176,4 +187,4 @@ def _lists(whole: Chunk, order: NDArray[np.intp]) -> Array:
     ends = np.cumsum(lengths)
     within = np.arange(len(whole.binades)) - np.repeat(ends - lengths, lengths)
     offsets = np.concatenate([np.zeros(1, dtype=np.int32), ends.astype(np.int32)])
-    return pa.ListArray.from_arrays(offsets, whole.binades[np.repeat(starts[order], lengths) + within])
+    return pa.ListArray.from_arrays(array(offsets), array(whole.binades[np.repeat(starts[order], lengths) + within]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from plimsoll.runs import RunWriter, _writer
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs._arrow import Table, pa, strings
 from plimsoll.runs._feed import Feed
 from plimsoll.runs._keeper import Keeper
 from plimsoll.runs._log import Log
@@ -131,7 +131,7 @@ class Outbox:
         self._next += 1
 
     def _note(self, name: str, content: object) -> None:
-        self._send(name, None, pa.table({"json": [json.dumps(content)]}))
+        self._send(name, None, pa.table({"json": strings([json.dumps(content)])}))
 
     def next_flush(self) -> int:
         return 0 if self._own is None else self._own.next_flush()

@@ -24,7 +24,7 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs._arrow import Table, array, values_of
 from plimsoll.runs._records import EXTRAS
 from plimsoll.runs._rows import numbers, rows_of
 from plimsoll.watch._link import Link, decoded
@@ -156,17 +156,17 @@ class Collector(RunWriter):
         elif kind == "manifest":
             writer.write_manifest(**_free(json.loads(table["json"][0].as_py())))
         elif kind == "spectra":
-            steps = table["step"].to_numpy()
+            steps = values_of(table["step"])
             added = np.array(table["shared"].to_pylist(), bool) & (steps > self._written)
-            for batch in _batches(table.filter(pa.array(~added)), writer):
+            for batch in _batches(table.filter(array(~added)), writer):
                 writer.write(batch)
-            yield from self._hold(rank, list(_batches(table.filter(pa.array(added)), self)))
+            yield from self._hold(rank, list(_batches(table.filter(array(added)), self)))
             self._through[rank] = max(self._through[rank], int(steps.max(initial=-1)))
         elif kind == "scalars":
             for row in table.to_pylist():
                 writer.write(Scalars(step=row["step"], values={row["name"]: row["value"]}))
             # Numbers of a step come before its spectra, and after those of the step before.
-            self._through[rank] = max(self._through[rank], int(table["step"].to_numpy().max(initial=0)) - 1)
+            self._through[rank] = max(self._through[rank], int(values_of(table["step"]).max(initial=0)) - 1)
         elif kind == "events":
             for row in table.to_pylist():
                 writer.write(Event(**{**row, "details": json.loads(row["details"])}))
@@ -219,7 +219,7 @@ def _batches(table: Table, writer: RunWriter) -> Iterator[Batch]:
         return
     columns = (table[name].to_pylist() for name in ("collection", "name", "format", "shared"))
     series = np.array([writer.series(c, n, format=f, shared=s) for c, n, f, s in zip(*columns, strict=True)], np.int64)
-    rows, scales, steps = rows_of(table), numbers(table, "scale"), table["step"].to_numpy()
+    rows, scales, steps = rows_of(table), numbers(table, "scale"), values_of(table["step"])
     extras = {name: numbers(table, name) for name in EXTRAS}
     for step in np.unique(steps):
         here = np.flatnonzero(steps == step)
