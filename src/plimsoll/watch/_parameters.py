@@ -16,7 +16,6 @@ from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._names import ROOT, Selection, clean
-from plimsoll.watch._sample import Rows
 from plimsoll.watch._updates import Updates, by_device
 
 
@@ -127,7 +126,7 @@ class Parameters:
 
     def _read_gradients_of(self, params: Mapping[str, Tensor], *, scaled: bool) -> None:
         grads: dict[str, Tensor] = {name: p.grad for name, p in params.items() if p.grad is not None}
-        measured: list[tuple[Rows, int, str]] = []
+        measured: list[str] = []
         if self.core.due.gradients:
             dense = {name: g for name, g in grads.items() if not g.is_sparse}
             measured = self._measure("gradients", dense, scaled=scaled)
@@ -137,11 +136,12 @@ class Parameters:
             if self.core.shadow is not None:
                 self.core.shadow.compare_gradients(grads, self.narrowed)
         if "nonfinite" in self.core.settings.recorder:
-            for _, _, name in measured if self.core.ranks.counts_plain else ():  # whose rows tell it
+            for name in measured if self.core.ranks.counts_plain else ():  # whose rows tell it
                 del grads[name]
             self._count(grads.values())
 
-    def _measure(self, collection: str, named: Mapping[str, Tensor], **entry: Any) -> list[tuple[Rows, int, str]]:
+    def _measure(self, collection: str, named: Mapping[str, Tensor], *, scaled: bool = False) -> list[str]:
+        """Measures what can be read, and returns its names."""
         core = self.core
         ready: dict[str, Tensor] = {}
         series: dict[str, int] = {}
@@ -156,11 +156,10 @@ class Parameters:
         if not ready or not core.has_room(len(ready)):
             return []
         counts = collection == "gradients" and core.ranks.counts_plain
-        return list(self._launch(ready, series, entry, counts=counts))
+        self._launch(ready, series, scaled=scaled, counts=counts)
+        return list(ready)
 
-    def _launch(
-        self, ready: Mapping[str, Tensor], series: Mapping[str, int], entry: Mapping[str, Any], *, counts: bool
-    ) -> Iterator[tuple[Rows, int, str]]:
+    def _launch(self, ready: Mapping[str, Tensor], series: Mapping[str, int], *, scaled: bool, counts: bool) -> None:
         sample = self.core.sample
         assert sample is not None
         for device, names in by_device(ready).items():
@@ -171,8 +170,7 @@ class Parameters:
                 if counts:
                     nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
                     self._nonfinite_on(device).add_(nonfinite.sum())
-                for offset, name in enumerate(part):
-                    yield rows, rows.enter(number + offset, series[name], **entry), name
+                rows.enter_all(number, [series[name] for name in part], scaled=scaled)
 
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
         """Counts what is stored, and as zeros what is not."""

@@ -109,6 +109,14 @@ class Rows:
             self.factors[entry] = factor
         return entry
 
+    def enter_all(self, first: int, series: Sequence[int], *, scaled: bool = False) -> None:
+        """Says that the rows from `first` on belong to these series, one each."""
+        entry = len(self.index)
+        self.index.extend(range(first, first + len(series)))
+        self.series.extend(series)
+        if scaled:
+            self.scaled.extend(range(entry, entry + len(series)))
+
     def moves_of_bank(self) -> Tensor:
         """What the last bank's updates have moved, int64[rows, 3]."""
         position = len(self.banks) - 1

@@ -23,7 +23,7 @@ from plimsoll.kernels._torch._cast import from_codes
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CODES = 4
 _NO_TABLE = np.zeros(256)
-_SMALL = 1 << 18  # values: no tensor below is worth a second thread (_pool)
+_SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each (_pool)
 _PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
 
 
