@@ -28,6 +28,8 @@ def calls() -> dict[str, tuple[object, tuple[object, ...]]]:
         "measure_ blocks": (OPS.measure_, ([x], kernels.new_bank(1, 16), [0], False, 16)),
         "count_nonfinite_": (OPS.count_nonfinite_, ([x, x[0].bfloat16()], kernels.new_counts(3), 1)),
         "update_": (OPS.update_, ([x, x], [x + 1, x], [x, x[:0]], kernels.new_bank(3), [2, 0], kernels.new_moves(3))),
+        "unscale_": (OPS.unscale_, ([x, x[0].half()], torch.tensor(0.5), torch.zeros(1), None, [])),
+        "unscale_ bank": (OPS.unscale_, ([x], torch.ones(1), torch.zeros(()), kernels.new_bank(3), [2])),
         "absmax": (OPS.absmax, (x,)),
         "cast": (OPS.cast, (x, ELEMENT, *tail, torch.float32)),
         "cast other carrier": (OPS.cast, (x.bfloat16(), ELEMENT, *tail, torch.float64)),
@@ -49,8 +51,8 @@ def test_schema_and_fake(name):
 
 def test_only_the_named_arguments_are_mutated():
     mutated = {
-        "measure_": ["bank"], "count_nonfinite_": ["counts"], "update_": ["bank", "moves"], "cast_out": ["out"],
-        "block_cast_out": ["out"],
+        "measure_": ["bank"], "count_nonfinite_": ["counts"], "update_": ["bank", "moves"],
+        "unscale_": ["gradients", "found_inf", "bank"], "cast_out": ["out"], "block_cast_out": ["out"],
     }  # fmt: skip
     for name, expected in mutated.items():
         schema = getattr(OPS, name).default._schema
@@ -98,11 +100,34 @@ def test_what_watching_does_in_a_step_compiles_without_a_break_and_counts_the_sa
     assert eager[4].tolist() == [0, 1] and eager[3][1, 0] == torch.count_nonzero(eager[1])
 
 
+def test_unscaling_compiles_without_a_break_and_does_the_same():
+    def step(weight, gradient, inverse, found, bank):
+        gradient.mul_(3)
+        kernels.unscale_into([gradient, weight], inverse, found, bank, [1, 0])
+        kernels.unscale_into([gradient], inverse, found)
+        return gradient.sum() - weight.sum()
+
+    def state(value):
+        gradient = torch.linspace(-5, 5, 600).reshape(20, 30)
+        gradient[3, 4] = value
+        return torch.ones(7), gradient, torch.tensor(0.3), torch.zeros(1), kernels.new_bank(2) + 3
+
+    compiled = torch.compile(step, fullgraph=True)
+    for value in (1.0, torch.inf):
+        eager, other = state(value), state(value)
+        address = other[1].data_ptr()
+        torch.testing.assert_close(compiled(*other), step(*eager), equal_nan=True)
+        assert other[1].data_ptr() == address and float(other[3]) == (value == torch.inf)
+        for found, expected in zip(other, eager, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_fake_tensors_go_through_the_operators():
     with torch._subclasses.FakeTensorMode():
         x = torch.ones(5)
         kernels.measure_one(x, kernels.new_bank(2), 1)
         kernels.count_nonfinite_into([x], kernels.new_counts(2), 1)
+        kernels.unscale_into([x], torch.ones(1), torch.zeros(1), kernels.new_bank(1), [0])
 
 
 def test_a_compiled_training_step_counts_both_directions():

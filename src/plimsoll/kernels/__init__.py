@@ -2,7 +2,7 @@
 
 Not public. `measure_into` fills a bank (`_layout` says what a row holds); `ops` are the operators of `_ops`. The other
 functions are what `watch` does in every step: `measure_one` for one tensor in a hook, `count_nonfinite_into`,
-`update_into`; and `merge_rows` adds rows up.
+`update_into`; what a loss scaler does, `unscale_into`; and `merge_rows` adds rows up.
 """
 
 from collections.abc import Sequence
@@ -64,6 +64,27 @@ def count_nonfinite_into(tensors: Sequence[Tensor], counts: Tensor, index: int) 
         ops.count_nonfinite_(list(tensors), counts, index)
     else:
         _backend.choose(counts).count_nonfinite(tensors, counts, index)
+
+
+def unscale_into(
+    gradients: Sequence[Tensor],
+    inverse_scale: Tensor,
+    found_inf: Tensor,
+    bank: Tensor | None = None,
+    rows: Sequence[int] = (),
+) -> None:
+    """Multiplies every gradient in place by `inverse_scale`, and measures it before, in one pass over memory.
+
+    The product is a float32 (float64 of float64 values), rounded once more to the gradient's dtype, to nearest even;
+    an inverse scale of exactly 1 leaves every bit as it is. Where a gradient or a product is not finite `found_inf`
+    becomes 1; it is never reset here. With a bank, each gradient's row is emptied and then holds its spectrum as it was
+    before. Both numbers are float32 tensors of one value, on the gradients' device; gradients are strided tensors that
+    share no memory. No synchronisation, no graph break. Raises `UnsupportedTensorError` or `ArgumentError`.
+    """
+    if torch.compiler.is_compiling() or type(found_inf) is not Tensor:
+        ops.unscale_(list(gradients), inverse_scale, found_inf, bank, list(rows))
+    else:
+        _ops.unscale(gradients, inverse_scale, found_inf, bank, rows)
 
 
 def new_moves(rows: int, device: torch.device | str = "cpu") -> Tensor:

@@ -5,8 +5,8 @@ Inductor gets no chance to remove a rounding. Formats travel as integers (`_spec
 0-d tensors that only the kernel reads, so nothing here synchronises with a device.
 
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
-the tensors' size. The `*_out` forms mutate `out`. None of them carries a gradient: autograd is `plimsoll.rounding`'s
-business.
+the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
+gradient: autograd is `plimsoll.rounding`'s business.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import _backend, _layout as layout, _vmap
+from plimsoll.kernels._gradients import check_unscale
 from plimsoll.kernels._spec import BlockSpec, CastSpec
 from plimsoll.kernels._tensors import FLOATING
 
@@ -25,6 +26,7 @@ _UPDATE = "Tensor[] old, Tensor[] new, Tensor[] pushes, Tensor(a!) bank, int[] r
 # What every cast takes beside the tensor: the spec, a scale (number or tensor), a seed (number or key tensor).
 _CAST = "int[] spec, float scale, Tensor? scale_tensor, int seed, Tensor? key"
 _BLOCK = "int[] spec, Tensor? tensor_scale, float scale, Tensor? scale_tensor, int seed, Tensor? key"
+_UNSCALE = "Tensor(a!)[] gradients, Tensor inverse_scale, Tensor(b!) found_inf, Tensor(c!)? bank, int[] rows"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -48,6 +50,15 @@ def _update(
                 f"{tuple(push.shape)}. Give the tensors of one parameter."
             )
     _backend.choose(bank).update(old, new, pushes, bank, rows, moves)
+
+
+def unscale(
+    gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
+) -> None:
+    """The implementation of ``unscale_``, for eager calls that go past torch's dispatcher."""
+    check_unscale(gradients, inverse_scale, found_inf, bank, rows)
+    _backend.choose(found_inf).unscale(gradients, inverse_scale, found_inf, bank, rows)
+    torch.autograd.graph.increment_version(gradients)  # what autograd saved of them it must not use now
 
 
 def _count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
@@ -180,6 +191,7 @@ def _fake_block_pack(x: Tensor, spec: list[int], *_: object) -> tuple[Tensor, Te
 _OPERATORS = (
     ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
     ("count_nonfinite_", "(Tensor[] tensors, Tensor(a!) counts, int index) -> ()", _count_nonfinite, _fake_nothing),
+    ("unscale_", f"({_UNSCALE}) -> ()", unscale, _fake_nothing),
     ("update_", f"({_UPDATE}) -> ()", _update, _fake_nothing),
     ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
     ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),

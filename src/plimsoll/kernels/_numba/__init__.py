@@ -12,6 +12,7 @@ from plimsoll.kernels._numba._jit import cache_folder as cache_folder
 from plimsoll.kernels._numba._measure import measure as measure, measure_one as measure_one
 from plimsoll.kernels._numba._nonfinite import count_nonfinite as count_nonfinite
 from plimsoll.kernels._numba._rows import merge_rows as merge_rows
+from plimsoll.kernels._numba._unscale import unscale as unscale
 from plimsoll.kernels._numba._update import update as update
 
 

@@ -83,7 +83,7 @@ def _extremes_16bit(narrow, n):
 
 
 @inlined
-def _scan_bfloat(narrow, bits, exponents, n):
+def scan_bfloat(narrow, bits, exponents, n):
     """Extremes and exponent bytes of bfloat16 patterns, and their float32 bits."""
     positive, negative, nearest = _extremes_16bit(narrow, n)
     for i in range(n):
@@ -97,7 +97,7 @@ def _scan_bfloat(narrow, bits, exponents, n):
 
 
 @inlined
-def _scan_half(narrow, bits, exponents, n):
+def scan_half(narrow, bits, exponents, n):
     """Extremes and exponent bytes of float16 patterns, and their float32 bits; fast where all are normal or zero."""
     positive, negative, nearest = _extremes_16bit(narrow, n)
     if max(positive, negative) >= np.uint32(0x7C00) or nearest + np.uint32(1) < np.uint32(0x0400):
@@ -335,9 +335,9 @@ def measure_16bit(table, parts, address, length, row_address, fresh, variant):
             n = min(_BLOCK, length - start)
             part_bits = bits[start : start + n]
             if variant == 1:
-                found = _scan_half(part_bits, wide, exponents, n)
+                found = scan_half(part_bits, wide, exponents, n)
             else:
-                found = _scan_bfloat(part_bits, wide, exponents, n)
+                found = scan_bfloat(part_bits, wide, exponents, n)
             lowest, top = add_block(wide, n, found, exponents, clean, row, sums, counts)
             low, high = min(low, lowest), max(high, top)
         fold(counts, row, low, high)

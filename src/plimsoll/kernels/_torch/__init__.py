@@ -8,6 +8,7 @@ from plimsoll.kernels._torch._cast import (
 )
 from plimsoll.kernels._torch._measure import measure as measure, measure_one as measure_one
 from plimsoll.kernels._torch._rows import merge_rows as merge_rows
+from plimsoll.kernels._torch._unscale import unscale as unscale
 from plimsoll.kernels._torch._update import count_nonfinite as count_nonfinite, update as update
 
 
