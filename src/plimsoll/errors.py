@@ -6,6 +6,7 @@
     ├── UnsupportedTensorError  (TypeError)       a tensor of a kind the operation cannot take
     ├── NotRecordedError        (LookupError)     a question that the record at hand cannot answer
     ├── BackendError            (RuntimeError)    a kernel backend that was asked for and is not there
+    ├── StateError              (RuntimeError)    an object that is not in the state that the operation needs
     ├── RunError                (OSError)         a folder that is no run, or that cannot be written or read
     └── MissingExtraError       (ImportError)     an optional dependency that is not installed
 
@@ -36,6 +37,10 @@ class NotRecordedError(PlimsollError, LookupError):
 
 class BackendError(PlimsollError, RuntimeError):
     """A kernel backend that was asked for by name and is not available here."""
+
+
+class StateError(PlimsollError, RuntimeError):
+    """An object, or what was saved of it, in a state that the operation cannot start from: calls in a wrong order."""
 
 
 class RunError(PlimsollError, OSError):

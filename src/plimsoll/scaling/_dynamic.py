@@ -1,0 +1,153 @@
+"""The classic rule: lower the scale at overflow, raise it after a spell without."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.scaling import _arguments as arguments
+from plimsoll.scaling._hysteresis import Hysteresis
+from plimsoll.scaling._rule import Rule, RuleState, advance
+from plimsoll.scaling._scaler import FLOOR, LossScaler
+
+
+class DynamicScaler(LossScaler):
+    """`torch.amp.GradScaler`'s rule with a floor, a ceiling, hysteresis, and a fast way back after a burst.
+
+    The scale is multiplied by `backoff_factor` after a step with a non-finite gradient, which is skipped, and by
+    `growth_factor` after `growth_interval` clean steps in a row; never below `min_scale`, and it does not grow where
+    that would lead above `max_scale`. The first six arguments are GradScaler's, positions and all.
+
+    - `hysteresis`: the scale is lowered by the so-many-th overflow in a row, or as a `Hysteresis` counts them.
+    - `regrowth_interval`: after hard batches the scale grows every so many clean steps, up to where it was before them.
+      An overflow within so many clean steps of such a growth, or of any other, tells where the limit lies now: there
+      the scale stays, and goes on by `growth_interval`, so that gradients that have grown for good do not cost one step
+      in ten. With None, GradScaler's rule, exactly but for the bounds.
+    - `process_group`: ranks that skip together and keep one scale. Not needed with DDP, whose gradients are the same
+      everywhere, nor for DTensor gradients (FSDP2, tensor parallel), whose ranks are known.
+    - `sync_free`: the host never waits for the device, neither in `step` nor in `update`; optimizers that cannot skip
+      on the device are refused. Where the scale lives on the CPU there is nothing to wait for.
+
+    >>> import torch, plimsoll as pl
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer, scaler = torch.optim.SGD([weight], lr=0.5), pl.scaling.DynamicScaler("cpu")
+    >>> scaler.scale((weight * torch.tensor([1e38, 1.0])).sum()).backward()
+    >>> scaler.step(optimizer); scaler.update()
+    >>> scaler.get_scale(), scaler.outcome.reason
+    (32768.0, 'non-finite gradients in 1 of 2 values of parameter 0 in group 0 of SGD')
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = FLOOR,
+        max_scale: float = arguments.LARGEST,
+        hysteresis: int | Hysteresis = 1,
+        regrowth_interval: int | None = 10,
+        process_group: Any = None,
+        sync_free: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        super().__init__(
+            device, init_scale, enabled=enabled, min_scale=min_scale, max_scale=max_scale,
+            process_group=process_group, sync_free=sync_free,
+        )  # fmt: skip
+        self._growth_factor = arguments.check_growth(name, growth_factor)
+        self._backoff_factor = arguments.check_backoff(name, backoff_factor)
+        self._growth_interval = arguments.check_interval(name, "growth_interval", growth_interval)
+        if regrowth_interval is not None:
+            arguments.check_interval(name, "regrowth_interval", regrowth_interval)
+        self._regrowth_interval = regrowth_interval
+        self._hysteresis = _hysteresis(name, hysteresis)
+        self._init_memory = (0.0, self._init_scale, 0.0)
+        self._memory: Tensor | None = None
+
+    def _start(self, device: torch.device) -> None:
+        self._memory = torch.tensor(self._init_memory, dtype=torch.float32, device=device)
+
+    def _scale_set(self) -> None:
+        scale, memory = cast("Tensor", self._scale), cast("Tensor", self._memory)
+        memory.zero_()
+        memory[1].copy_(scale)
+
+    def _next_scale(self, found_inf: Tensor) -> float | Tensor:
+        if found_inf.device.type == "cpu" and not torch.compiler.is_compiling():
+            return self._advance_on_host(found_inf)
+        return self._advance_on_device(found_inf)
+
+    def _rule(self) -> Rule:
+        interval = self._regrowth_interval
+        return Rule(
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            regrowth_interval=None if interval is None else min(interval, self._growth_interval),
+            hysteresis=self._hysteresis,
+            min_scale=self._min_scale,
+            max_scale=self._max_scale,
+        )
+
+    def _advance_on_host(self, found_inf: Tensor) -> float:
+        """Tens of microseconds less than the same in tensors; these are on the host already."""
+        scale, tracker = self._check_scale_growth_tracker("update")
+        memory = cast("Tensor", self._memory)
+        overflows, ceiling, unproven = _numbers(memory)
+        state = RuleState(scale.item(), tracker.item(), overflows, ceiling, unproven > 0)
+        after = advance(state, found_inf.item() > 0, self._rule(), _select)
+        tracker.fill_(after.clean)
+        memory.copy_(torch.tensor((after.overflows, after.ceiling, float(after.unproven))))
+        return float(after.scale)
+
+    def _advance_on_device(self, found_inf: Tensor) -> Tensor:
+        scale, tracker = self._check_scale_growth_tracker("update")
+        memory = cast("Tensor", self._memory)
+        wide = torch.float32 if scale.device.type == "mps" else torch.float64
+        overflows, ceiling, unproven = memory.to(wide).unbind()
+        state = RuleState(scale.to(wide), tracker, overflows, ceiling, unproven > 0)
+        after = advance(state, found_inf > 0, self._rule(), torch.where)
+        tracker.copy_(after.clean)
+        memory.copy_(torch.stack([after.overflows, after.ceiling, after.unproven.to(wide)]))
+        return cast("Tensor", after.scale)
+
+    def _save(self) -> dict[str, Any]:
+        memory = self._init_memory if self._memory is None else _numbers(self._memory)
+        return {
+            "regrowth_interval": self._regrowth_interval,
+            "hysteresis": {"overflows": self._hysteresis.overflows, "kind": self._hysteresis.kind},
+            "memory": list(memory),
+        }
+
+    def _load(self, extra: dict[str, Any]) -> None:
+        if "memory" in extra:
+            self._regrowth_interval = extra["regrowth_interval"]
+            self._hysteresis = Hysteresis(**extra["hysteresis"])
+        overflows, ceiling, unproven = extra.get("memory", (0.0, self._init_scale, 0.0))
+        self._init_memory = (float(overflows), float(ceiling), float(unproven))
+        if self._memory is not None:
+            self._memory.copy_(torch.tensor(self._init_memory))
+
+
+def _numbers(memory: Tensor) -> tuple[float, float, float]:
+    return tuple(cast("list[float]", memory.tolist()))  # type: ignore[return-value]
+
+
+def _select(condition: bool, there: Any, here: Any) -> Any:
+    return there if condition else here
+
+
+def _hysteresis(name: str, given: object) -> Hysteresis:
+    if isinstance(given, Hysteresis):
+        return given
+    if type(given) is not int or given < 1:
+        raise ArgumentError(
+            f"{name}: expected hysteresis as a number of overflows, 1 or more, or a Hysteresis; got {given!r}. Use 1 "
+            "to lower the scale at every overflow."
+        )
+    return Hysteresis(overflows=given)

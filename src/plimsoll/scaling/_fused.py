@@ -1,0 +1,47 @@
+"""Steps of optimizers that skip by themselves: they are told what was found, and nothing waits."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def step_fused(optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Calls the optimizer's step with `found_inf` and `grad_scale` set on it, as torch's fused optimizers read them.
+
+    Gradients are unscaled already, where non-finite products are seen; a fused kernel's own division is not checked.
+    `grad_scale` is therefore what the user has set, if anything; else None for torch's optimizers, which saves a pass,
+    and 1 for others, which may expect a tensor.
+    """
+    own = type(optimizer).__module__.startswith("torch.optim")
+    if getattr(optimizer, "grad_scale", None) is None:
+        optimizer.grad_scale = None if own else torch.ones_like(found)
+    optimizer.found_inf = found
+    unborn = _without_momentum(optimizer)
+    try:
+        result = optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    _empty_if_skipped(optimizer, unborn, found)
+    return cast("float | None", result)
+
+
+def _without_momentum(optimizer: Any) -> list[Tensor]:
+    """The parameters whose momentum torch's fused SGD is about to make; without a value, if it then skips."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    moving = (group for group in optimizer.param_groups if group["momentum"])
+    return [
+        parameter
+        for group in moving
+        for parameter in group["params"]
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+    ]
+
+
+def _empty_if_skipped(optimizer: Any, parameters: list[Tensor], found: Tensor) -> None:
+    """Fills with zeros what was made in a step that was skipped, without reading whether it was."""
+    for parameter in parameters:
+        buffer = optimizer.state[parameter].get("momentum_buffer")
+        if buffer is not None:
+            buffer.copy_(torch.where(found.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))

@@ -1,0 +1,174 @@
+"""What of a scaler can be read, set, saved and pickled: the quiet half of `torch.amp.GradScaler`'s interface."""
+
+import warnings
+from collections import defaultdict, deque
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from plimsoll.errors import StateError
+from plimsoll.scaling import _arguments as arguments
+from plimsoll.scaling._outcome import StepOutcome
+from plimsoll.scaling._state import SavedState, read_state, write_state
+
+LOSSES = 16  # so many of an iteration's losses are looked at when its step is skipped
+
+
+def fresh_state() -> dict[str, Any]:
+    """What is known of an optimizer at the beginning of a step, in torch's own terms."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class SavedScaler(torch.amp.GradScaler):
+    """The settings and the state of a scaler; `LossScaler` adds what it does with them."""
+
+    _device: str
+    _enabled: bool
+    _growth_factor: float
+    _backoff_factor: float
+    _growth_interval: int
+    _init_scale: float
+    _init_growth_tracker: int
+    _scale: Tensor | None
+    _growth_tracker: Tensor | None
+    _per_optimizer_states: dict[int, dict[str, Any]]
+    _min_scale: float
+    _max_scale: float
+    _process_group: Any
+    _outcome: StepOutcome | None
+    _outcomes: dict[int, StepOutcome]
+    _losses: deque[Tensor]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> dict[str, Any]:
+        """What this kind of scaler has to save beside GradScaler's entries and the bounds: plain values."""
+        return {}
+
+    def _load(self, extra: dict[str, Any]) -> None:
+        """Takes what `_save` gave, empty if another kind or a GradScaler wrote the state; the scale is set already."""
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+
+    def get_scale(self) -> float:
+        """The present scale; 1 if nothing is scaled. Waits for the device that holds it."""
+        if not self._enabled:
+            return 1.0
+        return self._init_scale if self._scale is None else float(self._scale.item())
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets what the scale is multiplied by when it grows: above 1, else `ArgumentError`."""
+        self._growth_factor = arguments.check_growth("set_growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when it is lowered."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets what the scale is multiplied by when it is lowered: between 0 and 1, else `ArgumentError`."""
+        self._backoff_factor = arguments.check_backoff("set_backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """After how many clean steps the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets after how many clean steps the scale grows: 1 or more, else `ArgumentError`."""
+        self._growth_interval = arguments.check_interval("set_growth_interval", "new_interval", new_interval)
+
+    def _get_growth_tracker(self) -> int:
+        if not self._enabled:
+            return 0
+        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain values, which `torch.load` reads with ``weights_only``; empty if nothing is scaled.
+
+        It has the entries of GradScaler's, which loads it, and one more, ``"plimsoll"``, with all that ours adds: the
+        bounds, and where the scaler stands within a burst. Take it after `update`. Waits for the device.
+        """
+        if not self._enabled:
+            return {}
+        return write_state(
+            SavedState(
+                scale=self.get_scale(),
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+                growth_tracker=self._get_growth_tracker(),
+                kind=type(self).__name__,
+                extra={"min_scale": self._min_scale, "max_scale": self._max_scale, **self._save()},
+            )
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up a state that any scaler of Plimsoll, or a GradScaler, has saved.
+
+        All of it is taken, settings too, or nothing: raises `StateError` for a state that is empty, incomplete or of a
+        newer schema. A scale outside of this scaler's bounds (GradScaler's may have fallen to 0) is brought within
+        them, and of a state that another kind of scaler wrote only the common part is taken; both are warned of. If
+        nothing is scaled, does nothing.
+        """
+        if not self._enabled:
+            return
+        saved = read_state(state_dict)
+        extra = dict(saved.extra)
+        low, high = extra.pop("min_scale", self._min_scale), extra.pop("max_scale", self._max_scale)
+        scale = min(max(low, saved.scale), high)  # in this order NaN becomes the lower bound
+        if scale != saved.scale:
+            self._warn(f"a scale of {saved.scale:g} lies outside of {low:g} to {high:g}; it is now {scale:g}")
+        if saved.kind not in (None, type(self).__name__):
+            self._warn(f"a {saved.kind} wrote the state; of it only what all scalers have is taken")
+            extra = {}
+        self._take(saved, scale, low, high)
+        self._load(extra)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"load_state_dict of {type(self).__name__}: {what}.", stacklevel=3)
+
+    def _take(self, saved: SavedState, scale: float, low: float, high: float) -> None:
+        self._min_scale, self._max_scale = low, high
+        self._growth_factor, self._backoff_factor = saved.growth_factor, saved.backoff_factor
+        self._growth_interval = saved.growth_interval
+        self._init_scale, self._init_growth_tracker = scale, saved.growth_tracker
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(saved.growth_tracker)
+
+    # -- pickling ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise StateError(
+                f"pickle: expected a scaler without process group; got a {type(self).__name__} with one, which belongs "
+                "to this process. Save state_dict()."
+            )
+        # Tensors are made again where they are first needed, from plain values.
+        state = {name: None if isinstance(value, Tensor) else value for name, value in self.__dict__.items()}
+        state |= {"_outcomes": {}, "_losses": deque(maxlen=LOSSES)}
+        if self._enabled:
+            if self._per_optimizer_states:
+                raise StateError(
+                    "pickle: expected a scaler between two iterations; got one in the middle of one. Pickle it after "
+                    "update()."
+                )
+            state |= {"_init_scale": self.get_scale(), "_init_growth_tracker": self._get_growth_tracker()}
+            state |= {"_per_optimizer_states": defaultdict(fresh_state), "_kept": self._save()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        kept = cast("dict[str, Any] | None", self.__dict__.pop("_kept", None))
+        if kept is not None:
+            self._load(kept)

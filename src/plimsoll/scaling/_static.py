@@ -1,0 +1,47 @@
+"""A scale that stays."""
+
+from typing import Any
+
+from torch import Tensor
+
+from plimsoll.scaling import _arguments as arguments
+from plimsoll.scaling._saved import SavedState
+from plimsoll.scaling._scaler import LossScaler
+
+
+class StaticScaler(LossScaler):
+    """Multiplies by a constant, and skips, as every scaler does, a step whose gradients are not finite.
+
+    The outcome says so; the scale does not follow, so that a scale that is too large skips every step. `update` takes
+    no new scale but this one. Saved, it is a GradScaler whose factors are 1; of a state that it loads it takes the
+    scale.
+
+    >>> import plimsoll as pl
+    >>> pl.scaling.StaticScaler(1024.0, device="cpu").get_scale()
+    1024.0
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        *,
+        device: str = "cuda",
+        enabled: bool = True,
+        process_group: Any = None,
+        sync_free: bool = False,
+    ) -> None:
+        scale = arguments.check_scale("StaticScaler", "scale", scale)
+        super().__init__(
+            device, scale, enabled=enabled, min_scale=scale, max_scale=scale,
+            process_group=process_group, sync_free=sync_free,
+        )  # fmt: skip
+        self._growth_factor = self._backoff_factor = 1.0
+        self._growth_interval = 1
+
+    def _next_scale(self, found_inf: Tensor) -> float:  # noqa: ARG002
+        return self._min_scale
+
+    def _take(self, saved: SavedState, scale: float, low: float, high: float) -> None:  # noqa: ARG002
+        super()._take(saved, scale, scale, scale)
+        self._growth_factor = self._backoff_factor = 1.0
+        self._growth_interval, self._init_growth_tracker = 1, 0
