@@ -1,0 +1,87 @@
+"""`KahanWeights`: bfloat16 weights with a bfloat16 compensation, which carries what rounding has cut off."""
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision._masters_stores import Entry, Store, round_to, value_of
+from plimsoll.precision._stochastic import refuse_float16
+
+
+class KahanWeights(SixteenBitOptimizer):
+    """bfloat16 weights and, beside each, a bfloat16 compensation: what the last rounding cut off, added back in a step.
+
+    Kahan's summation, as used for training in bfloat16 alone by Zamirai et al. (2020). Weight and compensation take 4
+    bytes together and hold about 16 bits of precision; compact `MasterWeights` take as many bytes and hold all 24.
+
+    Numerics. A step begins with the sum of weight and compensation in float32. The inner optimizer steps that sum, so
+    whatever the optimizer does to a weight, decay included, is compensated. The weight is then the result rounded to
+    nearest (ties away from zero), and the compensation their difference, which is exact, rounded to nearest even. A
+    weight that is no finite number has a compensation of zero.
+
+    If weights are changed from outside, the compensation is still added to the new ones: it is at most half the spacing
+    of bfloat16 numbers at the old ones. `take_model_weights` drops it.
+
+    Args:
+        optimizer: of the model's parameters, as for `MasterWeights`. Those of other dtypes are stepped as they are.
+        chunk_bytes: how much memory float32 values and gradients may take in a step.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    >>> optimizer = KahanWeights(torch.optim.SGD([weight], lr=1e-4))
+    >>> for _ in range(50):
+    ...     weight.grad = torch.ones_like(weight)
+    ...     optimizer.step()
+    >>> weight.item(), round(optimizer.master_of(weight).item(), 4)
+    (0.99609375, 0.995)
+    """
+
+    def __init__(self, optimizer: Optimizer, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__(optimizer, chunk_bytes)
+
+    def _new_store(self, weight: Tensor) -> Store:
+        refuse_float16(self.operation, weight)
+        return Compensation(weight)
+
+
+class Compensation:
+    """What rounding to the weight cut off, in bfloat16."""
+
+    whole = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self._cut = torch.zeros_like(weight, requires_grad=False)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The compensation."""
+        return (self._cut,)
+
+    def open(self, weight: Tensor) -> Tensor:
+        """The sum."""
+        return weight.to(torch.float32).add_(self._cut)
+
+    def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
+        """Rounds, and keeps what that cuts off."""
+        round_to(value, weight)
+        self._cut.copy_(value.sub_(weight).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+
+    def peek(self, weight: Tensor) -> Tensor:
+        """The sum."""
+        return self.open(weight)
+
+    def restart(self, weight: Tensor) -> None:  # noqa: ARG002  (the interface's)
+        """There is nothing cut off."""
+        self._cut.zero_()
+
+    def entry(self, weight: Tensor) -> Entry:
+        """Both summands."""
+        return {"weight": weight.detach(), "compensation": self._cut}
+
+    def load(self, weight: Tensor, entry: Entry) -> None:
+        """Sets both; from a checkpoint of another kind, as if its value had just been stepped."""
+        if "compensation" in entry:
+            weight.copy_(entry["weight"])
+            self._cut.copy_(entry["compensation"])
+        else:
+            self.close(weight, value_of(entry, weight), 0)

@@ -1,0 +1,105 @@
+"""`MasterWeights`: float32 master weights for 16-bit parameters, around any torch optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision._masters_stores import Compact, Full, Store
+
+
+class MasterWeights(SixteenBitOptimizer):
+    """FP32 master weights: the optimizer steps them, and the model's 16-bit weights are their rounded copy.
+
+    An update that is small beside its weight is lost in 16 bits; in the master it adds up until it shows.
+
+    Numerics. float16 weights are their masters rounded to nearest even; bfloat16 weights, to nearest with ties away
+    from zero. With `compact`, what is kept beside a bfloat16 weight is the 16 bits that its master has more: 4 bytes
+    for both and not 6, and training is the same bit for bit, since weight and low bits together are the master. NaNs
+    become quiet ones. Gradients go to float32 exactly; a sparse one stays sparse. The inner optimizer's state is
+    float32.
+
+    If weights are changed from outside (clamped, pruned, loaded), the new values count. A full master follows exactly
+    where the weight is no longer its rounded copy, and stays elsewhere. A compact one keeps its low bits, so that it
+    can be off the new weight, always by so little that it still rounds to it; `take_model_weights` drops them.
+
+    Frozen parameters get a master when they get a gradient. Float32 parameters are the optimizer's as they are.
+
+    Args:
+        optimizer: of the model's parameters. It is used from here on: step, save and schedule this object instead.
+            What state it has becomes float32.
+        compact: None is True for bfloat16 parameters, but for those of LBFGS, which looks at all parameters at once.
+            True with float16 is an error: a float32 number is not a float16 one and 16 bits.
+        chunk_bytes: how much memory float32 values and gradients may take in a step of compact masters. A parameter
+            that needs more is stepped alone. An optimizer that counts steps in its groups needs compact=False.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False).bfloat16()
+    >>> masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=1e-4))
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(1.0)
+    >>> for _ in range(50):
+    ...     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    ...     masters.step()
+    ...     masters.zero_grad()
+    >>> model.weight.tolist(), masters.master_of(model.weight).tolist()
+    ([[0.99609375, 0.99609375]], [[0.994999..., 0.994999...]])
+    """
+
+    def __init__(self, optimizer: Optimizer, *, compact: bool | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.compact = compact
+        super().__init__(optimizer, chunk_bytes)
+
+    def _new_store(self, weight: Tensor) -> Store:
+        at_once = isinstance(self.optimizer, torch.optim.LBFGS)
+        if self.compact and (at_once or weight.dtype is not torch.bfloat16):
+            got = "LBFGS, which steps all parameters at once" if at_once else f"a parameter of {weight.dtype}"
+            raise ArgumentError(
+                f"{self.operation}: expected bfloat16 parameters and an optimizer that can step some at a time for "
+                f"compact=True; got {got}. Use compact=None or False: masters of 4 bytes."
+            )
+        compact = weight.dtype is torch.bfloat16 and not at_once if self.compact is None else self.compact
+        return Compact(weight) if compact else Full()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the masters, and writes the model's weights. Parameters without a gradient stay as they are.
+
+        A closure runs forward and backward of the model; where all masters are full, the optimizer may call it often.
+        """
+        if not all(pair.store.whole for pair in self.pairs):
+            return super().step(closure)
+        self._refuse_changed()
+        if closure is None:
+            for pair in self.pairs:
+                if pair.gradient is not None:
+                    pair.open(self._factor)
+            loss = self.optimizer.step()
+        else:
+            loss = self.optimizer.step(self._evaluating(closure))
+        for pair in self.pairs:
+            if pair.gradient is not None:
+                pair.close(0)
+        self._end_step()
+        return loss
+
+    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure for the inner optimizer: the weights follow the masters before each call but the first."""
+        calls = 0
+
+        def evaluate() -> Any:
+            nonlocal calls
+            for pair in self.pairs:
+                if calls:
+                    pair.store.close(pair.weight.detach(), pair.master.data, 0)
+                else:
+                    pair.settle()
+            calls += 1
+            loss = closure()
+            self.collect_gradients()
+            return loss
+
+        return evaluate

@@ -1,0 +1,334 @@
+"""What every optimizer over 16-bit weights shares: it wraps any torch optimizer, which steps float32 values instead.
+
+The inner optimizer's groups hold, in the place of each 16-bit parameter, a float32 one (`Pair`); other parameters stay.
+Groups and state are the inner optimizer's own, so that a learning rate set on either is set on both.
+
+A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step just these, and closes
+them: the float32 values of the others take no memory meanwhile. That asks two things of the inner optimizer: it treats
+each parameter by itself, and counts steps with the parameter, not with the group. So do all of torch's but LBFGS; a
+group that changes in the step of a chunk is an error. The hooks of the inner optimizer's step run once.
+"""
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._masters_checkpoint import checked_entries, entries_of
+from plimsoll.precision._masters_groups import bare_step, only, put_state, swapped
+from plimsoll.precision._masters_pair import Pair
+from plimsoll.precision._masters_stores import Store
+from plimsoll.precision._masters_total import total_norm
+
+CHUNK_BYTES = 1 << 26
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_OURS = ("masters", "steps", "seed")  # the keys of a state dict that are not the inner optimizer's
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class SixteenBitOptimizer(Optimizer, abc.ABC):
+    """An optimizer over 16-bit weights, around any torch optimizer, which steps float32 values in their place."""
+
+    def __init__(self, optimizer: Optimizer, chunk_bytes: int) -> None:
+        self.operation = type(self).__name__
+        _check(self.operation, optimizer, chunk_bytes)
+        self.optimizer, self.chunk_bytes = optimizer, chunk_bytes
+        self.steps = 0
+        self._pairs: dict[int, Pair] = {}  # by the identity of the float32 parameter
+        self._factor: Tensor | None = None  # what clipping has found, for gradients that are not collected
+        self.__setstate__({})  # torch's own way to the hooks of an optimizer whose groups exist already
+        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in _DTYPES]
+        if not weights:
+            found = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
+            raise ArgumentError(
+                f"{self.operation}: expected an optimizer of float16 or bfloat16 parameters; got {', '.join(found)}. "
+                "Cast the model first, model.to(torch.bfloat16), and make the optimizer of its parameters."
+            )
+        stores = [self._new_store(weight) for weight in weights]  # all are checked before anything changes
+        self._take(dict(zip(weights, stores, strict=True)))
+
+    @abc.abstractmethod
+    def _new_store(self, weight: Tensor) -> Store:
+        """What keeps the parameter's float32 value, or an error if this optimizer cannot take the parameter."""
+
+    def _take(self, stores: dict[Tensor, Store]) -> None:
+        for weight, store in stores.items():
+            pair = Pair(weight, store)
+            self._pairs[id(pair.master)] = pair
+            put_state(self.optimizer, weight, pair.master)
+
+    # -- groups and state are the inner optimizer's --------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups: their ``params`` are the float32 masters, and what is no 16-bit parameter."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]  (a property stands in for the attribute)
+        self, groups: list[dict[str, Any]]
+    ) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by float32 parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (likewise)
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The 16-bit parameters and their masters, in the groups' order."""
+        return tuple(self._pairs.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept beside the weights between steps: masters, low bits or compensation; not the optimizer's state."""
+        return sum(x.nbytes for pair in self.pairs for x in pair.store.kept)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of the model's parameters, 16-bit or not, to the inner optimizer."""
+        known = {id(pair.weight) for pair in self.pairs}
+        listed = param_group["params"]
+        listed = [listed] if isinstance(listed, Tensor) else list(listed)
+        given: list[Any] = [p[1] if isinstance(p, tuple) else p for p in listed]
+        if any(id(p) in known for p in given):
+            raise ArgumentError(
+                f"{self.operation}.add_param_group: expected parameters that no group has; got one that is in a group. "
+                "Give each parameter once."
+            )
+        stores = {p: self._new_store(p) for p in given if isinstance(p, Tensor) and p.dtype in _DTYPES}
+        self.optimizer.add_param_group({**param_group, "params": listed})
+        self._take(stores)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Makes the float32 masters' gradients of the model's 16-bit ones, for all parameters.
+
+        Scalers and clipping then work on `param_groups`. It is free to ask again: only gradients that have changed are
+        taken anew. Without it, `step` does the same for some parameters at a time, which needs less memory. The model's
+        gradients stay until `zero_grad`.
+        """
+        for pair in self.pairs:
+            pair.collect(self._factor)
+        self._factor = None
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients in float32, which are scaled down so that it is `max_norm` at most.
+
+        The same numbers as ``collect_gradients()`` and ``torch.nn.utils.clip_grad_norm_`` of the masters, without their
+        memory: the factor is applied as `step` converts the gradients. Where there are no gradients, 0.
+        """
+        if not max_norm > 0:
+            raise ArgumentError(
+                f"{self.operation}.clip_gradients: expected max_norm above zero; got max_norm={max_norm}. "
+                "Use float('inf') to have the norm alone."
+            )
+        found = [(p, self._gradient(p)) for p in self._parameters()]
+        grads = [g for _, g in found if g is not None]
+        total = total_norm(grads, norm_type, self._factor)
+        factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
+        own = [g for p, g in found if g is not None and (g is p.grad)]
+        for g in own:
+            g.mul_(factor.to(g.device))
+        if len(own) < len(grads):
+            self._factor = factor if self._factor is None else self._factor * factor
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the model's gradients, as torch does, and drops the masters'."""
+        for pair in self.pairs:
+            pair.forget()
+        with swapped(self.optimizer, {id(pair.master): pair.weight for pair in self.pairs}):
+            self.optimizer.zero_grad(set_to_none)
+        self._factor = None
+
+    def _gradient(self, p: Tensor) -> Tensor | None:
+        pair = self._pairs.get(id(p))
+        return p.grad if pair is None else pair.gradient
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Steps the float32 values, and writes the model's 16-bit weights. Parameters without a gradient stay.
+
+        A closure is called once, before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_changed()
+        Optimizer.profile_hook_step(self._step_in_chunks)(self.optimizer)
+        # What a scheduler that was made with the inner optimizer looks for.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        self._end_step()
+        return loss
+
+    def _step_in_chunks(self, optimizer: Optimizer) -> None:
+        for chunk in self._chunks():
+            pairs = {number: pair for number, pair in enumerate(self.pairs) if id(pair.master) in chunk}
+            try:
+                for pair in pairs.values():
+                    pair.open(self._factor)
+                with only(self.operation, optimizer, chunk):
+                    bare_step(optimizer)
+                for number, pair in pairs.items():
+                    pair.close(self._key(number))
+            finally:
+                for pair in pairs.values():
+                    pair.shut()
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self._factor = None
+
+    def _key(self, number: int) -> int:  # noqa: ARG002  (what overrides it needs the number)
+        """The key of the noise that rounds the parameter of that number in this step."""
+        return 0
+
+    def _chunks(self) -> Iterator[set[int]]:
+        """The parameters that have a gradient, by identity, as many at a time as may be open."""
+        chunk: set[int] = set()
+        room = self.chunk_bytes
+        for p in list(self._parameters()):
+            if self._gradient(p) is None:
+                continue
+            pair = self._pairs.get(id(p))
+            needed = 0 if pair is None else pair.open_bytes
+            if chunk and needed > room:
+                yield chunk
+                chunk, room = set[int](), self.chunk_bytes
+            chunk.add(id(p))
+            room -= needed
+        if chunk:
+            yield chunk
+
+    def _refuse_changed(self) -> None:
+        changed = sum(pair.changed for pair in self.pairs)
+        if changed:
+            raise ArgumentError(
+                f"{self.operation}.step: expected the model's gradients as collect_gradients() found them; got "
+                f"{changed} that changed since. Collect after the last backward, and change the masters' gradients "
+                "(of param_groups), not the model's."
+            )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, and under ``masters`` what the float32 values are made of, by parameter index.
+
+        Tensors are references, not copies: save them before the next step. It holds the weights too, and so does not
+        depend on the model's own checkpoint; ``torch.save`` of both in one file writes them once.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.optimizer.state_dict(), "masters": entries_of(self._numbered()), "steps": self.steps}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this or any other optimizer over 16-bit weights gave, exactly.
+
+        The checkpoint's masters win: the model's weights are written from them, whatever was loaded into the model. To
+        start from other weights instead, load them into the model after this, and call `take_model_weights`.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        pairs = self._numbered()
+        entries = checked_entries(f"{self.operation}.load_state_dict", state_dict, pairs)
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in _OURS})
+        for number, pair in pairs.items():
+            pair.forget()
+            pair.store.load(pair.weight.detach(), entries[number])
+            pair.settle()
+        self.steps, self._factor = int(state_dict["steps"]), None
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @torch.no_grad()
+    def take_model_weights(self) -> None:
+        """Takes the model's weights as they are as the float32 values, after loading others into the model, say."""
+        for pair in self.pairs:
+            pair.store.restart(pair.weight.detach())
+            pair.settle()
+
+    @torch.no_grad()
+    def master_of(self, weight: Tensor) -> Tensor:
+        """A copy of the float32 value of one of the model's parameters."""
+        for pair in self.pairs:
+            if pair.weight is weight:
+                return pair.store.peek(weight.detach())
+        raise ArgumentError(
+            f"{self.operation}.master_of: expected a 16-bit parameter of this optimizer; got a tensor of "
+            f"{weight.dtype}, shape {tuple(weight.shape)}. Give the parameter itself, not a copy."
+        )
+
+    @torch.no_grad()
+    def unwrap(self) -> Optimizer:
+        """The inner optimizer, with the model's own parameters in its groups again; its state stays as it is.
+
+        Take the float32 values first (`master_of`), if they are wanted. This object is of no more use.
+        """
+        for pair in self.pairs:
+            pair.forget()
+            put_state(self.optimizer, pair.master, pair.weight, dtype=None)
+        self._pairs.clear()
+        return self.optimizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what hooks and schedulers have put here, as of any torch optimizer."""
+        ours = {name: value for name, value in self.__dict__.items() if name not in {"step", "_pairs"}}
+        hooks = {name for name in ours if name.endswith("_hooks") or name.startswith(("_opt_called", "_zero_grad"))}
+        return {name: value for name, value in ours.items() if name not in hooks} | {"_pairs": list(self.pairs)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(pairs := state.get("_pairs"), list):
+            state = {**state, "_pairs": {id(pair.master): pair for pair in cast("list[Pair]", pairs)}}
+        super().__setstate__(state)
+
+    def __repr__(self) -> str:
+        return f"{self.operation} of {self.optimizer!r}"
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _numbered(self) -> dict[int, Pair]:
+        """The pairs by the index that their parameters have in a state dict."""
+        found = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
+        return {number: pair for number, pair in found if pair is not None}
+
+
+def _check(operation: str, optimizer: object, chunk_bytes: int) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"{operation}: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. "
+            "Make the optimizer of the model's 16-bit parameters first."
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise ArgumentError(
+            f"{operation}: expected an optimizer whose step is not differentiable, since rounding weights to 16 bits "
+            "has no gradient; got differentiable=True. Leave it out."
+        )
+    if chunk_bytes <= 0:
+        raise ArgumentError(f"{operation}: expected chunk_bytes above zero; got chunk_bytes={chunk_bytes}.")

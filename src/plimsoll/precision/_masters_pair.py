@@ -1,0 +1,108 @@
+"""A 16-bit parameter of the model beside the float32 one that the optimizer steps in its place.
+
+Between steps the float32 parameter of a store that is not `whole` has no values: it is one NaN, expanded to the shape,
+so that reading it shows what it is and writing to it raises. Its gradient, however, can be there: `collect` makes it
+of the model's gradient, and remembers which gradient that was and in which version, so that collecting again is free,
+and what changed in between is seen.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.precision._masters_stores import Store
+
+_FLOAT32_BYTES = 4
+
+
+class Pair:
+    """One parameter twice, and the store that keeps what the model's lacks."""
+
+    __slots__ = ("_collected", "master", "store", "weight")
+
+    def __init__(self, weight: Tensor, store: Store) -> None:
+        self.weight, self.store = weight, store
+        nothing = torch.full((), torch.nan, device=weight.device)
+        self.master = nn.Parameter(nothing.expand(weight.shape), requires_grad=weight.requires_grad)
+        self._collected: tuple[weakref.ref[Tensor], int] | None = None
+        if store.whole and weight.requires_grad:
+            self.master.data = store.open(weight.detach())
+
+    def __getstate__(self) -> tuple[Tensor, Store, nn.Parameter]:
+        return self.weight, self.store, self.master
+
+    def __setstate__(self, state: tuple[Tensor, Store, nn.Parameter]) -> None:
+        self.weight, self.store, self.master = state
+        self._collected = None
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def collect(self, factor: Tensor | None = None) -> None:
+        """Makes the master's gradient the model's in float32, times the factor, unless it is already."""
+        g = self.weight.grad
+        if g is None:
+            if self._collected is not None:  # someone has cleared the model's gradients since
+                self.forget()
+        elif not self._is_collected(g):
+            self.master.grad = in_float32(g, factor)
+            self._collected = weakref.ref(g), g._version  # noqa: SLF001  (the only count of changes in place)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model's gradient is another than the one that was collected. None counts as the same."""
+        g = self.weight.grad
+        return self._collected is not None and g is not None and not self._is_collected(g)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of the next step: the master's if there is one, else the model's in its own dtype."""
+        collected = self.master.grad
+        return self.weight.grad if collected is None else collected
+
+    def forget(self) -> None:
+        """Drops the master's gradient."""
+        self.master.grad, self._collected = None, None
+
+    def _is_collected(self, g: Tensor) -> bool:
+        if self._collected is None:
+            return False
+        found, version = self._collected
+        return found() is g and version == g._version  # noqa: SLF001  (likewise)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_bytes(self) -> int:
+        """What `open` allocates: values and their gradients, as far as they are not there."""
+        tensors = (not self.store.whole) + (self.master.grad is None)
+        return tensors * _FLOAT32_BYTES * self.weight.numel()
+
+    def open(self, factor: Tensor | None) -> None:
+        """Gives the master its values, and a gradient if it has none: the model's, times the factor."""
+        self.master.data = self.store.open(self.weight.detach())
+        g = self.weight.grad
+        if self.master.grad is None and g is not None:
+            self.master.grad = in_float32(g, factor)
+
+    def close(self, key: int) -> None:
+        """Writes the values back; the master has none then, and no gradient."""
+        self.store.close(self.weight.detach(), self.master.data, key)
+        self.shut()
+        self.forget()
+
+    def settle(self) -> None:
+        """Shows the values between steps, if the store keeps them and has them."""
+        if self.store.whole and self.store.kept:
+            self.master.data = self.store.open(self.weight.detach())
+
+    def shut(self) -> None:
+        """Takes the values from the master, unless the store keeps them."""
+        if not self.store.whole:
+            self.master.data = torch.full((), torch.nan, device=self.weight.device).expand(self.weight.shape)
+
+
+def in_float32(g: Tensor, factor: Tensor | None = None) -> Tensor:
+    """A copy of a gradient in float32, times the factor; a sparse one stays sparse."""
+    wide = g.detach().to(torch.float32, copy=True)
+    return wide if factor is None else wide.mul_(factor.to(g.device))

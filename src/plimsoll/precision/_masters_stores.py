@@ -1,0 +1,161 @@
+"""What is kept beside a 16-bit weight, so that an optimizer can step a float32 value in its place.
+
+A store opens the weight as float32 values, and closes it with those values after the step: all rounding is there.
+`entry` and `load` are its part of a checkpoint. An entry says by its keys how the value was kept, so that every store
+can load every other's: ``master`` (float32), ``weight`` and ``low`` (the float32's halves), ``weight`` and
+``compensation`` (their sum), or ``weight`` alone.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plimsoll.precision._compact_bits import join, split
+from plimsoll.rounding import cast
+
+Entry = dict[str, Tensor]
+
+
+class Store(Protocol):
+    """What is kept beside one weight."""
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The tensors that live between steps."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the float32 values live between steps, so that opening takes no memory."""
+        ...
+
+    def open(self, weight: Tensor) -> Tensor:
+        """The float32 values to step."""
+        ...
+
+    def close(self, weight: Tensor, value: Tensor, key: int) -> None:
+        """Writes the stepped values to the weight; `key` is for noise. The memory of `value` may be used up."""
+        ...
+
+    def peek(self, weight: Tensor) -> Tensor:
+        """A copy of the float32 values, with nothing changed."""
+        ...
+
+    def restart(self, weight: Tensor) -> None:
+        """Takes the weight as it is as the value."""
+        ...
+
+    def entry(self, weight: Tensor) -> Entry:
+        """What a checkpoint keeps: references, not copies."""
+        ...
+
+    def load(self, weight: Tensor, entry: Entry) -> None:
+        """Sets store and weight from a checkpoint."""
+        ...
+
+
+class Full:
+    """A float32 master. It is made when it is first needed, so that a frozen weight costs nothing."""
+
+    whole = True
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The master, once there is one."""
+        return () if self._value is None else (self._value,)
+
+    def open(self, weight: Tensor) -> Tensor:
+        """The master. Where the weight is no longer the master rounded, someone has changed it: it counts."""
+        if self._value is None:
+            self._value = weight.to(torch.float32)
+            return self._value
+        rounded = round_to(self._value, torch.empty_like(weight))
+        if not (weight.is_cpu and torch.equal(rounded, weight)):
+            self._value.copy_(torch.where(rounded == weight, self._value, weight.to(torch.float32)))
+        return self._value
+
+    def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
+        """Rounds the master to the weight."""
+        self._value = value
+        round_to(value, weight)
+
+    def peek(self, weight: Tensor) -> Tensor:
+        """A copy of the master."""
+        return weight.to(torch.float32) if self._value is None else self.open(weight).clone()
+
+    def restart(self, weight: Tensor) -> None:
+        """The master is the weight."""
+        if self._value is not None:
+            self._value.copy_(weight)
+
+    def entry(self, weight: Tensor) -> Entry:
+        """The master; of a weight that never had one, the weight."""
+        return {"weight": weight.detach()} if self._value is None else {"master": self._value}
+
+    def load(self, weight: Tensor, entry: Entry) -> None:
+        """Sets the master, and the weight to it rounded."""
+        if self._value is None and entry.keys() == {"weight"}:
+            weight.copy_(entry["weight"])
+            return
+        self._value = value_of(entry, weight)
+        round_to(self._value, weight)
+
+
+class Compact:
+    """The low 16 bits of a float32 master whose rest is the bfloat16 weight itself."""
+
+    whole = False
+
+    def __init__(self, weight: Tensor) -> None:
+        self._low = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The low bits."""
+        return (self._low,)
+
+    def open(self, weight: Tensor) -> Tensor:
+        """The master."""
+        return join(weight, self._low)
+
+    def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
+        """Splits the master."""
+        split(value, weight, self._low)
+
+    def peek(self, weight: Tensor) -> Tensor:
+        """The master."""
+        return join(weight, self._low)
+
+    def restart(self, weight: Tensor) -> None:  # noqa: ARG002  (the interface's)
+        """The master is the weight: the low bits are zero."""
+        self._low.zero_()
+
+    def entry(self, weight: Tensor) -> Entry:
+        """Both halves."""
+        return {"weight": weight.detach(), "low": self._low}
+
+    def load(self, weight: Tensor, entry: Entry) -> None:
+        """Sets both halves."""
+        split(value_of(entry, weight), weight, self._low)
+
+
+def round_to(value: Tensor, weight: Tensor) -> Tensor:
+    """Writes float32 values to a 16-bit weight, to nearest: ties away in bfloat16 (as `split`), to even in float16."""
+    if weight.dtype is torch.bfloat16:
+        return cast(value, "bf16", rounding="nearest_away", out=weight)
+    return weight.copy_(value)
+
+
+def value_of(entry: Entry, like: Tensor) -> Tensor:
+    """The float32 values that an entry stands for, on the device of `like`: a copy."""
+    here = {name: x.to(like.device) for name, x in entry.items()}
+    if "master" in here:
+        return here["master"].to(torch.float32, copy=True)
+    if "low" in here:
+        return join(here["weight"], here["low"])
+    value = here["weight"].to(torch.float32, copy=True)
+    return value.add_(here["compensation"]) if "compensation" in here else value
