@@ -1,0 +1,108 @@
+"""`Autocast`: operation lists in force, with any low dtype, on any device.
+
+It casts where torch's own autocast does, in front of autograd, and for the same calls, also those that a composite
+operation makes in C++. What differs: the lists are the caller's; a weight's kept cast ends when the weight changes or
+its gradient has come, so that a context may be left open around a whole training loop; and a backward inside the
+context is left alone.
+"""
+
+import contextlib
+import threading
+from collections.abc import Generator
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from plimsoll.emulate import _frames
+from plimsoll.emulate._casts import CastCache
+from plimsoll.emulate._frames import Frame
+from plimsoll.emulate._lists import CUDA, OperationLists
+from plimsoll.errors import ArgumentError
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class Autocast(contextlib.ContextDecorator):
+    """While the context is open on this thread, operations run as the lists say. A decorator too, and re-entrant.
+
+    `enabled=False` is a region without casts inside another one; so is `torch.autocast(..., enabled=False)`. With
+    torch's autocast on at the same time it raises `ArgumentError`: two lists would cast one call.
+
+    >>> with Autocast():
+    ...     y = torch.randn(2, 3) @ torch.randn(3, 2)
+    >>> y.dtype
+    torch.float16
+    """
+
+    def __init__(
+        self,
+        lists: OperationLists = CUDA,
+        dtype: torch.dtype = torch.float16,
+        *,
+        enabled: bool = True,
+        cache: bool = True,
+    ) -> None:
+        if dtype not in _LOW:
+            raise ArgumentError(
+                f"Autocast: expected dtype to be one of {', '.join(map(str, _LOW))}; got {dtype}. For a format that "
+                "torch has no arithmetic for, use plimsoll.emulate."
+            )
+        self.lists, self.dtype, self.enabled, self.cache = lists, dtype, enabled, cache
+        self._open = threading.local()
+
+    def __enter__(self) -> "Autocast":
+        stack: list[contextlib.AbstractContextManager[object]] = self._open.__dict__.setdefault("stack", [])
+        context = casting(self.lists if self.enabled else None, self.dtype, cache=self.cache)
+        context.__enter__()
+        stack.append(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.stack.pop().__exit__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def casting(lists: OperationLists | None, low: torch.dtype, *, cache: bool = True) -> Generator[Frame]:
+    """The lists in force over whatever the contexts around ask for; None takes those around out of force."""
+    around = _frames.current() or Frame()
+    if lists is None:
+        frame = replace(around, lists=OperationLists())
+    else:
+        _frames.refuse_torch_autocast("around")
+        kept = around.cache or CastCache()
+        frame = replace(around, lists=lists, low=low, cache=kept if cache else None)
+    with mha_in_python(), _frames.entered(frame):
+        try:
+            yield frame
+        finally:
+            if around.cache is None and frame.cache is not None:
+                frame.cache.clear()
+
+
+_lock = threading.Lock()
+_without_fastpath = 0
+_fastpath_before = True
+
+
+@contextlib.contextmanager
+def mha_in_python() -> Generator[None]:
+    """`nn.MultiheadAttention` by its separate operations: in evaluation it has one whole kernel that no list reaches.
+
+    The switch is the process's; other threads take the same slower path while any context is open.
+    """
+    global _without_fastpath, _fastpath_before  # noqa: PLW0603  (the count of the process's one switch)
+    with _lock:
+        if not _without_fastpath:
+            _fastpath_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _without_fastpath += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _without_fastpath -= 1
+            if not _without_fastpath:
+                torch.backends.mha.set_fastpath_enabled(_fastpath_before)

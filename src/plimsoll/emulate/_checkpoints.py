@@ -1,0 +1,70 @@
+"""Activation checkpointing: what is recomputed in the backward runs under the contexts that it first ran under.
+
+torch saves its own autocast's state with a checkpoint, and nobody else's. So while any context is open, the two
+functions through which `torch.utils.checkpoint.checkpoint` goes are given a function that brings its frame along. A
+checkpoint made inside recomputes rightly whenever its backward comes, also after the context has ended and the patch is
+gone.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import checkpoint as _torch_checkpoint
+
+_module: Any = _torch_checkpoint
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+Remember = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same with the present frame
+
+_lock = threading.Lock()
+_open = 0
+_undo: list[Callable[[], None]] = []
+
+
+def patch(remember: Remember) -> None:
+    """Counts one context more; the first installs the patch."""
+    global _open  # noqa: PLW0603  (the count of the process's one patch)
+    with _lock:
+        if not _open:
+            _undo.append(_replace(_module, _GENERATOR, _generator(getattr(_module, _GENERATOR), remember)))
+            kind = _module.CheckpointFunction
+            _undo.append(_replace(kind, "forward", staticmethod(_forward(kind.forward, remember))))
+        _open += 1
+
+
+def unpatch() -> None:
+    """Counts one context less; the last takes the patch back."""
+    global _open  # noqa: PLW0603
+    with _lock:
+        _open -= 1
+        while not _open and _undo:
+            _undo.pop()()
+
+
+def _generator(original: Any, remember: Remember) -> Any:
+    @functools.wraps(original)
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(remember(function), *args, **kwargs)
+
+    return generator
+
+
+def _forward(original: Any, remember: Remember) -> Any:
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return original(ctx, remember(run_function), *args)
+
+    return forward
+
+
+def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if owner.__dict__.get(name) is ours:  # unless someone has wrapped ours since
+            setattr(owner, name, original)
+
+    return undo

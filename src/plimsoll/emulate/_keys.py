@@ -1,0 +1,84 @@
+"""How calls of torch's operations are heard: a dispatch key that no backend uses, included on one thread at a time.
+
+torch runs an operation by the highest dispatch key that is set for the call. Its own autocast is such a key, above
+autograd, and off for a thread until that thread turns it on; each backend has one, also backends that no build of torch
+holds any more. Kernels of ours are registered under one of those. While the key is off, which it is for every thread
+outside a context, they are never reached and cost nothing; while it is on, they are reached from Python, from C++ (the
+inner calls of a composite operation), from methods, from operators, all the same, for tensors of any device, and what
+they call is recorded by autograd.
+
+A key hears the operations that it was told of (`hear`); one made with `everything=` hears all others too.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from plimsoll.errors import BackendError
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+
+# Autocast keys of backends that torch itself has no kernels for. IPU: the backend is gone; HPU, PrivateUse1: plugins.
+_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu", "AutocastPrivateUse1": "privateuseone"}
+
+_lock = threading.Lock()
+_taken: set[str] = set()
+
+
+class Key:
+    """One dispatch key with our kernels."""
+
+    def __init__(self, everything: Callable[..., Any] | None = None) -> None:
+        """`everything(key, keys, op, *args, **kwargs)` is called for the operations that `hear` does not name."""
+        self.name = _free_name()
+        self.device = _UNUSED[self.name]  # the backend whose key it is
+        self._key = getattr(_C.DispatchKey, self.name)
+        self._below = _C._dispatch_keyset_full_after(self._key)  # noqa: SLF001
+        self._heard: set[str] = set()
+        self._library = torch.library.Library("aten", "IMPL")
+        self._fallback = torch.library.Library("_", "IMPL")
+        if everything is None:
+            self._fallback.fallback(torch.library.fallthrough_kernel, self.name)
+        else:
+            self._fallback.fallback(functools.partial(everything, self), self.name, with_keyset=True)
+
+    def hear(self, op: Any, kernel: Callable[..., Any]) -> None:
+        """From now on calls of the overload `op` go to ``kernel(keys, *args, **kwargs)``, wherever the key is on."""
+        with _lock:
+            if str(op) not in self._heard:
+                self._heard.add(str(op))
+                self._library.impl(op, kernel, self.name, with_keyset=True)
+
+    def below(self, keys: Any, op: Any, args: Any, kwargs: Any) -> Any:
+        """The operation as it would have run unheard; what it calls in turn is heard again."""
+        return op.redispatch(keys & self._below, *args, **kwargs)
+
+    @property
+    def on(self) -> bool:
+        """Whether this thread's calls are heard."""
+        return bool(_C._dispatch_tls_is_dispatch_key_included(self._key))  # noqa: SLF001
+
+    def include(self, on: bool) -> None:
+        """Turns the key on or off for this thread, within a context that has opened it."""
+        _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+    def set(self, on: bool) -> None:
+        """Opens or closes the key for this thread: autocast keys are also excluded where no context is."""
+        _C._dispatch_tls_set_dispatch_key_excluded(self._key, not on)  # noqa: SLF001
+        _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+
+def _free_name() -> str:
+    with _lock:
+        for name in _UNUSED:
+            key = getattr(_C.DispatchKey, name, None)
+            if name not in _taken and key is not None and not _C._dispatch_has_backend_fallback(key):  # noqa: SLF001
+                _taken.add(name)
+                return name
+    raise BackendError(
+        f"emulate: expected one of torch's dispatch keys {', '.join(_UNUSED)} to be free; got a torch (with its "
+        "plugins) that uses them all. Run without the plugins of other backends."
+    )
