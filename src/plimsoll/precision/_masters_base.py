@@ -212,7 +212,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 continue
             pair = self._pairs.get(id(p))
             needed = 0 if pair is None else pair.open_bytes
-            if chunk and needed > room:
+            if chunk and needed > max(room, 0):
                 yield chunk
                 chunk, room = set[int](), self.chunk_bytes
             chunk.add(id(p))

@@ -1,0 +1,537 @@
+"""What `MasterWeights` owes to everything around it: scalers, schedulers, closures, hooks, groups, checkpoints."""
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
+from plimsoll.precision._masters_base import SixteenBitOptimizer
+
+FORMATS = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "bf16, compact": (torch.bfloat16, True)}
+formats = pytest.mark.parametrize(("dtype", "compact"), FORMATS.values(), ids=FORMATS)
+
+
+def network(dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def backward(model: nn.Module, step: int, scaler: Any = None) -> None:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss = model(x).float().pow(2).mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def in_float32(masters: SixteenBitOptimizer) -> list[Tensor]:
+    return [masters.master_of(pair.weight) for pair in masters.pairs]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@formats
+def test_collecting_gives_float32_gradients_once(dtype: torch.dtype, compact: bool) -> None:
+    model = network(dtype)
+    masters = MasterWeights(adamw(model), compact=compact)
+    backward(model, 0)
+    masters.collect_gradients()
+    found = [p.grad for group in masters.param_groups for p in group["params"]]
+    assert same(found, [p.grad.float() for p in model.parameters()])
+    found[0].mul_(0.5)
+    masters.collect_gradients()
+    assert found[0] is masters.pairs[0].master.grad and torch.equal(found[0], model[0].weight.grad.float() * 0.5)
+
+
+def test_a_gradient_that_has_changed_is_collected_anew() -> None:
+    model = network()
+    masters = MasterWeights(adamw(model))
+    backward(model, 0)
+    masters.collect_gradients()
+    backward(model, 1)  # adds up in place
+    masters.collect_gradients()
+    assert same([pair.master.grad for pair in masters.pairs], [p.grad.float() for p in model.parameters()])
+    model.zero_grad()
+    masters.collect_gradients()
+    assert [pair.master.grad for pair in masters.pairs] == [None] * 4
+    backward(model, 2)
+    masters.collect_gradients()
+    assert same([pair.master.grad for pair in masters.pairs], [p.grad.float() for p in model.parameters()])
+
+
+@formats
+def test_a_step_refuses_gradients_that_changed_after_they_were_collected(dtype: torch.dtype, compact: bool) -> None:
+    model = network(dtype)
+    masters = MasterWeights(adamw(model), compact=compact)
+    backward(model, 0)
+    masters.collect_gradients()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(
+        ArgumentError, match=r"MasterWeights\.step: expected the model's gradients as .*got 4 that chang"
+    ):
+        masters.step()
+    masters.collect_gradients()
+    masters.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    model = network()
+    masters = MasterWeights(adamw(model))
+    backward(model, 0)
+    masters.collect_gradients()
+    masters.zero_grad(set_to_none)
+    assert all(pair.master.grad is None for pair in masters.pairs)
+    for p in model.parameters():
+        assert p.grad is None if set_to_none else not p.grad.any()
+    before = in_float32(masters)
+    masters.step()
+    assert same(before, in_float32(masters)) is set_to_none  # with gradients of zero the weights decay
+
+
+@formats
+def test_clipping_is_torchs_of_the_masters(dtype: torch.dtype, compact: bool) -> None:
+    found = []
+    for own in (True, False):
+        model = network(dtype)
+        masters = MasterWeights(adamw(model), compact=compact)
+        for step in range(4):
+            masters.zero_grad()
+            backward(model, step)
+            if own:
+                norm = masters.clip_gradients(0.05)
+                assert all(pair.master.grad is None for pair in masters.pairs)
+            else:
+                masters.collect_gradients()
+                norm = torch.nn.utils.clip_grad_norm_(masters.param_groups[0]["params"], 0.05)
+            assert norm > 0.05
+            masters.step()
+        found.append([norm, *weights(model), *in_float32(masters)])
+    assert same(*found)
+
+
+def test_clipping_before_and_after_collecting_multiplies() -> None:
+    model = network()
+    masters = MasterWeights(adamw(model))
+    backward(model, 0)
+    first = masters.clip_gradients(0.1)
+    second = masters.clip_gradients(0.05)
+    masters.collect_gradients()
+    third = masters.clip_gradients(0.025)
+    assert first > 0.1
+    assert second.item() == pytest.approx(0.1, rel=1e-3) and third.item() == pytest.approx(0.05, rel=1e-3)
+    total = torch.nn.utils.get_total_norm([pair.master.grad for pair in masters.pairs])
+    assert total.item() == pytest.approx(0.025, rel=1e-3)
+
+
+def test_clipping_without_gradients_and_with_a_bad_bound() -> None:
+    masters = MasterWeights(adamw(network()))
+    assert masters.clip_gradients(1.0) == 0
+    with pytest.raises(ArgumentError, match=r"clip_gradients: expected max_norm above zero; got max_norm=-1"):
+        masters.clip_gradients(-1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own, of Adagrad
+@formats
+def test_sparse_gradients(dtype: torch.dtype, compact: bool) -> None:
+    rows = torch.tensor([1, 3, 3, 3])
+    for optimizer in (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad):
+        model = nn.Embedding(6, 4, sparse=True).to(dtype)
+        reference = nn.Parameter(model.weight.detach().float())
+        masters = MasterWeights(optimizer(model.parameters(), lr=0.1), compact=compact)
+        by_definition = optimizer([reference], lr=0.1)
+        for _ in range(3):
+            masters.zero_grad()
+            model(rows).float().pow(2).sum().backward()
+            reference.grad = model.weight.grad.float()
+            masters.clip_gradients(1e6)  # the norm of a sparse gradient, and no change
+            masters.collect_gradients()
+            assert masters.pairs[0].master.grad.is_sparse
+            masters.step()
+            by_definition.step()
+        assert torch.equal(masters.master_of(model.weight), reference.detach())
+
+
+# -- parameters of every kind ------------------------------------------------------------------------------------------
+
+
+@formats
+def test_frozen_tied_float32_and_unused_parameters(dtype: torch.dtype, compact: bool) -> None:
+    torch.manual_seed(0)
+    tied = nn.Parameter(torch.randn(4, 4).to(dtype))
+    frozen = nn.Parameter(torch.randn(4).to(dtype), requires_grad=False)
+    unused = nn.Parameter(torch.randn(4).to(dtype))
+    norm = nn.Parameter(torch.ones(4))
+    masters = MasterWeights(torch.optim.SGD([tied, frozen, unused, norm], lr=0.1, momentum=0.9), compact=compact)
+    assert masters.param_groups[0]["params"][3] is norm
+    before = [x.detach().clone() for x in (tied, frozen, unused, norm)]
+    for _ in range(2):
+        masters.zero_grad()
+        x = torch.randn(3, 4).to(dtype)
+        ((x @ tied @ tied + frozen).float() * norm).pow(2).sum().backward()
+        masters.step()
+    after = [x.detach() for x in (tied, frozen, unused, norm)]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True, True, False]
+    assert len(masters.state) == 2
+    if not compact:
+        assert masters.nbytes == 4 * (16 + 4)  # nothing for the frozen one
+        frozen.requires_grad_(True)
+        frozen.grad = torch.ones_like(frozen)
+        masters.step()
+        assert masters.nbytes == 4 * (16 + 4 + 4) and not torch.equal(frozen, before[1])
+
+
+@formats
+def test_groups_keep_their_own_settings_and_more_can_be_added(dtype: torch.dtype, compact: bool) -> None:
+    model, late = network(dtype), nn.Linear(3, 3).to(dtype)
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": list(model[2].parameters()), "lr": 0.2}]
+    masters = MasterWeights(torch.optim.SGD(groups), compact=compact)
+    masters.add_param_group({"params": list(late.parameters()), "lr": 0.4})
+    masters.add_param_group({"params": nn.Parameter(torch.ones(2)), "lr": 0.5})
+    assert [group["lr"] for group in masters.param_groups] == [0.1, 0.2, 0.4, 0.5]
+    before = weights(late)
+    for p in (*model.parameters(), *late.parameters()):
+        p.grad = torch.ones_like(p)
+    first, second = model[0].weight.detach().float(), model[2].weight.detach().float()
+    masters.step()
+    assert torch.equal(masters.master_of(model[0].weight), first - 0.1)
+    assert torch.equal(masters.master_of(model[2].weight), second - 0.2)
+    assert torch.equal(masters.master_of(late.bias), before[1].float() - 0.4)
+    with pytest.raises(ArgumentError, match="add_param_group: expected parameters that no group has"):
+        masters.add_param_group({"params": [late.bias]})
+    assert len(masters.param_groups) == 4
+
+
+def test_state_from_before_becomes_float32() -> None:
+    model = network()
+    inner = adamw(model)
+    train(model, inner, range(2))
+    moments = [inner.state[p]["exp_avg"].clone() for p in model.parameters()]
+    masters = MasterWeights(inner)
+    assert same([inner.state[pair.master]["exp_avg"] for pair in masters.pairs], [x.float() for x in moments])
+    train(model, masters, range(2, 4))
+    assert {x.dtype for state in inner.state.values() for x in state.values()} == {torch.float32}
+
+
+@formats
+def test_weights_changed_from_outside_count(dtype: torch.dtype, compact: bool) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    masters = MasterWeights(torch.optim.SGD([weight], lr=1e-5), compact=compact)
+    for change in (0.0, 3.0):
+        weight.grad = torch.ones_like(weight)
+        masters.step()
+        kept = masters.master_of(weight)[1:]
+        weight.data[0] = change  # no count of versions sees this
+        weight.grad = torch.zeros_like(weight)
+        masters.step()
+        spacing = max(abs(change), 1e-30) * torch.finfo(dtype).eps
+        assert weight[0] == change and abs(masters.master_of(weight)[0] - change) <= (spacing if compact else 0)
+        assert torch.equal(masters.master_of(weight)[1:], kept)
+
+
+def test_unwrapping_gives_the_inner_optimizer_back() -> None:
+    model = network()
+    inner = adamw(model)
+    masters = MasterWeights(inner)
+    train(model, masters, range(2))
+    moments = [inner.state[pair.master]["exp_avg"] for pair in masters.pairs]
+    assert masters.unwrap() is inner
+    assert all(a is b for a, b in zip(inner.param_groups[0]["params"], model.parameters(), strict=True))
+    assert all(inner.state[p]["exp_avg"] is x for p, x in zip(model.parameters(), moments, strict=True))
+
+
+# -- what steps and schedules it ---------------------------------------------------------------------------------------
+
+
+@formats
+def test_torchs_scaler(dtype: torch.dtype, compact: bool) -> None:
+    found = []
+    for scaled in (False, True):
+        model = network(dtype)
+        masters = MasterWeights(adamw(model), compact=compact)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=10**6, enabled=scaled)
+        for step in range(6):
+            masters.zero_grad()
+            backward(model, step, scaler)
+            if scaled and step == 3:  # an overflow, which the unscaled run does not have
+                model[0].weight.grad[0, 0] = torch.inf
+            masters.collect_gradients()
+            scaler.unscale_(masters)
+            if step != 3 or scaled:
+                scaler.step(masters)
+            scaler.update()
+        assert not scaled or scaler.get_scale() == 2.0**5
+        assert all(p.isfinite().all() for p in model.parameters())
+        found.append(weights(model))
+    if dtype is torch.bfloat16:  # a power of two changes no bits but those of subnormal numbers
+        assert same(*found)
+
+
+@formats
+def test_schedulers_of_either_reach_the_step(dtype: torch.dtype, compact: bool) -> None:
+    for outer in (True, False):
+        weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        early = None if outer else torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        masters = MasterWeights(inner, compact=compact)
+        scheduler = early or torch.optim.lr_scheduler.StepLR(masters, 1, 0.5)
+        for _ in range(3):
+            weight.grad = -torch.ones_like(weight)
+            masters.step()
+            scheduler.step()
+        assert weight.item() == 1.75
+    assert isinstance(masters, torch.optim.Optimizer)
+    cycling = torch.optim.lr_scheduler.OneCycleLR(masters, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    assert masters.param_groups[0]["lr"] == cycling.get_last_lr()[0] == inner.param_groups[0]["lr"]
+
+
+@formats
+def test_a_closure(dtype: torch.dtype, compact: bool) -> None:
+    found = []
+    for with_closure in (False, True):
+        model = network(dtype)
+        masters = MasterWeights(adamw(model), compact=compact)
+
+        def closure() -> float:
+            masters.zero_grad()  # noqa: B023  (called at once)
+            backward(model, 0)  # noqa: B023
+            return 7.0
+
+        for _ in range(3):
+            if with_closure:
+                assert masters.step(closure) == 7.0
+            else:
+                closure()
+                assert masters.step() is None
+        found.append(weights(model))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs(line_search: str | None) -> None:
+    target = torch.tensor([0.25, -1.5, 3.0, 0.75])
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    masters = MasterWeights(torch.optim.LBFGS([weight], max_iter=10, line_search_fn=line_search))
+    calls = []
+
+    def closure() -> Tensor:
+        masters.zero_grad()
+        loss = (weight.float() - target).pow(2).mul(torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss.detach()
+
+    for _ in range(3):
+        masters.step(closure)
+    assert len(calls) > 3
+    assert calls[-1] < 1e-3 * calls[0]
+    assert torch.equal(masters.master_of(weight).bfloat16(), weight)
+
+
+@formats
+def test_hooks_run_once_a_step(dtype: torch.dtype, compact: bool) -> None:
+    model, heard = network(dtype), []
+    inner = adamw(model)
+    inner.register_step_pre_hook(lambda *_: heard.append("inner begins"))
+    inner.register_step_post_hook(lambda *_: heard.append("inner ends"))
+    masters = MasterWeights(inner, compact=compact, chunk_bytes=1)
+    masters.register_step_pre_hook(lambda *_: heard.append("begins"))
+    masters.register_step_post_hook(lambda *_: heard.append("ends"))
+    train(model, masters, range(1))
+    assert heard == ["begins", "inner begins", "inner ends", "ends"]
+
+
+def test_it_can_be_copied_and_pickled() -> None:
+    model = network()
+    masters = MasterWeights(adamw(model))
+    torch.optim.lr_scheduler.StepLR(masters, 1)  # puts a function of its own in the place of `step`
+    train(model, masters, range(2))
+    backward(model, 9)
+    masters.collect_gradients()
+    for other_model, other in (copy.deepcopy((model, masters)), pickle.loads(pickle.dumps((model, masters)))):
+        train(other_model, other, range(2, 4))
+        assert not same(weights(model), weights(other_model))
+        again = network()
+        reference = MasterWeights(adamw(again))
+        train(again, reference, range(4))
+        assert same(weights(again), weights(other_model))
+        assert repr(other).startswith("MasterWeights of AdamW (")
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "full": lambda inner: MasterWeights(inner, compact=False),
+    "compact": lambda inner: MasterWeights(inner, compact=True),
+    "Kahan": KahanWeights,
+    "stochastic": lambda inner: StochasticWeights(inner, seed=5),
+}
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other_model", [False, True])
+def test_a_resumed_training_is_the_same_bit_for_bit(kind: str, other_model: bool) -> None:
+    model = network()
+    optimizer = KINDS[kind](adamw(model))
+    train(model, optimizer, range(5))
+    checkpoint, model_checkpoint = saved(optimizer.state_dict()), saved(model.state_dict())
+    train(model, optimizer, range(5, 10))
+
+    resumed = network(seed=2)
+    if not other_model:
+        resumed.load_state_dict(model_checkpoint)
+    again = (StochasticWeights if kind == "stochastic" else KINDS[kind])(adamw(resumed))  # the seed comes with it
+    again.load_state_dict(checkpoint)
+    assert same(weights(resumed), list(model_checkpoint.values()))
+    train(resumed, again, range(5, 10))
+    assert same(weights(model), weights(resumed))
+    assert same(in_float32(optimizer), in_float32(again))
+    assert again.steps == 10
+
+
+def test_a_checkpoint_takes_no_memory_and_with_the_model_four_bytes() -> None:
+    model = nn.Linear(256, 256).bfloat16()
+    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    entry = masters.state_dict()["masters"][0]
+    assert entry["weight"].data_ptr() == model.weight.data_ptr()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": masters.state_dict()}, file)
+    assert file.tell() < 4.2 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_every_kind_loads_every_others_checkpoint(source: str, target: str) -> None:
+    model = network()
+    optimizer = KINDS[source](adamw(model))
+    train(model, optimizer, range(3))
+    other = network(seed=2)
+    loaded = KINDS[target](adamw(other))
+    loaded.load_state_dict(saved(optimizer.state_dict()))
+    assert same(weights(other), weights(model))
+    # What a bfloat16 compensation, or nothing beside the weight, cannot hold is rounded.
+    allowed = {"stochastic": 2.0**-8, "Kahan": 0 if source in ("Kahan", "stochastic") else 2.0**-16}.get(target, 0)
+    for a, b in zip(in_float32(optimizer), in_float32(loaded), strict=True):
+        assert (((a - b) / a).abs() <= allowed).all()
+    train(other, loaded, range(3, 5))
+
+
+def test_masters_of_fp16_load_into_bfloat16() -> None:
+    model = network(torch.float16)
+    masters = MasterWeights(adamw(model))
+    train(model, masters, range(3))
+    other = network(torch.bfloat16)
+    loaded = MasterWeights(adamw(other))
+    loaded.load_state_dict(masters.state_dict())
+    assert same(in_float32(masters), in_float32(loaded))
+
+
+def test_other_weights_are_taken_on_request() -> None:
+    for compact in (True, False):
+        model = network()
+        masters = MasterWeights(adamw(model), compact=compact)
+        train(model, masters, range(3))
+        model.load_state_dict(network(seed=2).state_dict())
+        masters.take_model_weights()
+        assert same(in_float32(masters), [p.float() for p in weights(network(seed=2))])
+
+
+def test_state_dicts_that_do_not_fit_are_refused() -> None:
+    model = network()
+    masters = MasterWeights(adamw(model))
+    with pytest.raises(
+        ArgumentError, match=r"load_state_dict: expected a state dict with masters; got the keys state, "
+    ):
+        masters.load_state_dict(adamw(model).state_dict())
+    masters.optimizer.load_state_dict(adamw(network(torch.float32)).state_dict())
+    other = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).bfloat16()
+    before = weights(model)
+    with pytest.raises(
+        ArgumentError, match=r"got others for the parameters \[2, 3\], the first of shape \(5, 16\) where"
+    ):
+        masters.load_state_dict(MasterWeights(adamw(other)).state_dict())
+    assert same(before, weights(model))
+
+
+def test_hooks_of_state_dicts() -> None:
+    model, heard = network(), []
+    masters = MasterWeights(adamw(model))
+    masters.register_state_dict_pre_hook(lambda _: heard.append("before"))
+    masters.register_state_dict_post_hook(lambda _, state: state | {"note": 1})
+    masters.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "note"})
+    masters.register_load_state_dict_post_hook(lambda _: heard.append("loaded"))
+    state = masters.state_dict()
+    assert state["note"] == 1
+    masters.load_state_dict(state)
+    assert heard == ["before", "loaded"]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MasterWeights("AdamW"), "MasterWeights: expected a torch.optim.Optimizer; got str"),
+        (lambda: MasterWeights(adamw(network(torch.float32))), "got torch.float32. Cast the model first"),
+        (lambda: MasterWeights(adamw(network()), chunk_bytes=0), "expected chunk_bytes above zero; got chunk_bytes=0"),
+        (
+            lambda: MasterWeights(torch.optim.SGD(network().parameters(), lr=0.1, differentiable=True)),
+            "got differentiable=True",
+        ),
+        (
+            lambda: KahanWeights(adamw(network(torch.float16))),
+            "KahanWeights: expected 16-bit parameters to be bfloat16",
+        ),
+        (lambda: StochasticWeights(adamw(network(torch.float16))), "StochasticWeights: expected 16-bit parameters"),
+        (lambda: MasterWeights(adamw(network())).master_of(torch.ones(3)), r"master_of: expected a 16-bit parameter"),
+    ],
+)
+def test_mistakes(make: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_no_gradient_at_all_is_no_step() -> None:
+    for compact in (True, False):
+        model = network()
+        masters = MasterWeights(adamw(model), compact=compact)
+        before = weights(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            masters.step()
+        assert same(before, weights(model))
+        assert not masters.state
