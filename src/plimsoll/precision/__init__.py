@@ -1,5 +1,9 @@
 """Training in low precision: levels and policies, master weights, the training step."""
 
 from plimsoll.precision._kahan import KahanWeights as KahanWeights
+from plimsoll.precision._levels import LEVELS as LEVELS, Level as Level, levels_table as levels_table
+from plimsoll.precision._loop import Loop as Loop
 from plimsoll.precision._masters import MasterWeights as MasterWeights
+from plimsoll.precision._policy import Policy as Policy, PolicyRecord as PolicyRecord
+from plimsoll.precision._prepare import prepare as prepare
 from plimsoll.precision._stochastic import StochasticWeights as StochasticWeights

@@ -1,0 +1,106 @@
+"""One level carried out on a model and its optimizers, and taken back without losing a bit of the weights.
+
+Taking back makes the model FP32 again, each weight being its master (or what compensation made of it), and the
+optimizers those that the user gave, with their state in FP32. So a change of level is taking back one and carrying out
+another, and what both keep in FP32 passes exactly.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._computing import Computing, check_policy
+from plimsoll.precision._distributed import is_fully_sharded, level_on
+from plimsoll.precision._levels import DTYPES, Level
+from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.precision._placement import CastOutputs, Placement, module_formats
+from plimsoll.precision._policy import Policy, formats_of_plan
+from plimsoll.precision._schedule import Stage
+from plimsoll.precision._updates import put_state_in_the_weights_dtype, wrapped
+from plimsoll.watch._names import unwrapped
+
+_SMALLEST_FP16 = 2.0**-24
+Optimizer = torch.optim.Optimizer
+
+
+class Applied:
+    """A stage in force. `optimizers` are what the loop steps; `computing` what its forward runs under."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
+        root = unwrapped(model)
+        self.given = tuple(optimizers)
+        self.stage, self.level = stage, level_on(model, stage.level)
+        rules = _rules(root, stage, policy)
+        self.computing = Computing(root, self.level, policy, rules)
+        self.optimizers = self._cast(root, optimizers, rules)
+        self._handles = list(self._wide_outputs(root, stage.level))
+
+    def take_back(self) -> None:
+        """Makes model and optimizers FP32 and plain again."""
+        self._remove()
+        values: dict[nn.Parameter, Tensor] = {}
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SixteenBitOptimizer):
+                values |= {cast("nn.Parameter", p.weight): optimizer.master_of(p.weight) for p in optimizer.pairs}
+                optimizer.unwrap()
+        self.placement.widen(values)
+        if self.level.casts:
+            for optimizer in self.given:
+                put_state_in_the_weights_dtype(optimizer)
+
+    def _remove(self) -> None:
+        self.computing.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _cast(
+        self, root: nn.Module, optimizers: Sequence[Optimizer], rules: Mapping[str, str]
+    ) -> tuple[Optimizer, ...]:
+        level = self.level
+        own: Mapping[str, str] = rules if level.casts else {}
+        originals: dict[Tensor, Tensor] = {p: p.data for p in root.parameters() if level.casts}
+        try:
+            self.placement = Placement(root, module_formats(root, level.weights, level.norms, own))
+        except Exception:
+            self.computing.remove()
+            raise
+        try:
+            return wrapped(optimizers, level.update, originals)
+        except Exception:
+            self.computing.remove()
+            self.placement.widen(cast("dict[nn.Parameter, Tensor]", originals))
+            raise
+
+    def _wide_outputs(self, root: nn.Module, level: Level) -> Any:
+        """Under `fully_shard`, whose policy casts the model: its outputs in FP32, as at other places."""
+        if level.casts and is_fully_sharded(root):
+            yield root.register_forward_hook(CastOutputs(DTYPES["fp32"]))
+
+
+def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
+    """Raises for a stage that could not be carried out; changes nothing."""
+    level = level_on(model, stage.level)
+    check_policy(level, policy, _rules(unwrapped(model), stage, policy))
+    _check_epsilon(level, optimizers)
+
+
+def _rules(root: nn.Module, stage: Stage, policy: Policy) -> dict[str, str]:
+    """The formats that are said of modules: the plan's, and over them the policy's."""
+    planned = {} if stage.plan is None else formats_of_plan(stage.plan, root)
+    return planned | policy.formats_of(root)
+
+
+def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
+    """At fp16-pure an epsilon that is zero in FP16 divides zero by zero at the first gradient of zero."""
+    if not (level.weights == "fp16" and level.update == "plain"):
+        return
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        epsilon = group.get("eps")
+        if isinstance(epsilon, float) and 0 < epsilon <= _SMALLEST_FP16 / 2:
+            raise ArgumentError(
+                f"prepare: expected an eps that FP16 can hold at fp16-pure, where the optimizer's state is FP16; got "
+                f"eps={epsilon}, which is 0 in FP16. Use eps=1e-4, or fp16-master, whose state is FP32."
+            )

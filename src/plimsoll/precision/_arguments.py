@@ -1,0 +1,142 @@
+"""What `prepare` was asked for, checked before anything is changed."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._levels import Level
+from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.precision._placement import has_borders
+from plimsoll.scaling._static import StaticScaler
+from plimsoll.watch._names import unwrapped
+
+Optimizer = torch.optim.Optimizer
+
+
+def check_model(model: object) -> nn.Module:
+    """The user's own module inside wrappers, if it can be prepared."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"prepare: expected a torch.nn.Module; got {type(model).__name__}. Give the model first.")
+    if isinstance(model, (torch.jit.ScriptModule, nn.DataParallel)):
+        name = type(cast("object", model)).__name__
+        raise ArgumentError(
+            f"prepare: expected a module that runs its hooks in this process; got {name}. Prepare the "
+            "module inside it, or use DistributedDataParallel."
+        )
+    return unwrapped(model)
+
+
+def check_unprepared(root: nn.Module, prepared: Any) -> None:
+    """Raises if a loop has the model, or a part of it, already."""
+    for module in root.modules():
+        if module in prepared or has_borders(module):
+            raise ArgumentError(
+                f"prepare: expected a model that no loop has; got a {type(root).__name__} that is prepared already. "
+                "Use that loop, or close it first: loop.close()."
+            )
+
+
+def optimizers_of(given: Any, root: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers, one or several, each of parameters of the model."""
+    several: tuple[Any, ...] = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
+    if not several:
+        raise ArgumentError("prepare: expected an optimizer, or a list of them; got none. Give at least one.")
+    own = {id(p) for p in root.parameters()}
+    seen: set[int] = set()
+    for optimizer in several:
+        _check_optimizer(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in parameters if id(p) not in own]
+        if foreign:
+            raise ArgumentError(
+                f"prepare: expected an optimizer of the model's parameters; got one with {len(foreign)} others, the "
+                f"first of shape {tuple(foreign[0].shape)}. Put all that is trained into one module and prepare that."
+            )
+        twice = [p for p in parameters if id(p) in seen]
+        if twice:
+            raise ArgumentError(
+                f"prepare: expected each parameter in one optimizer; got {len(twice)} in two. Divide them."
+            )
+        seen.update(id(p) for p in parameters)
+    return several
+
+
+def _check_optimizer(optimizer: object) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, SixteenBitOptimizer):
+        raise ArgumentError(
+            f"prepare: expected the optimizer itself; got {name}, which a level makes where it needs it. "
+            "Give what is inside."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"prepare: expected a torch.optim.Optimizer or a list of them; got {name}. Make one first.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError(
+            "prepare: expected an optimizer that steps once for each backward; got LBFGS, which evaluates the loss "
+            "several times in a step. Train with it in FP32, in a loop of your own."
+        )
+
+
+def check_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+    """The learning-rate schedulers, which must be of these optimizers and need no argument to step."""
+    several = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
+    for scheduler in several:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ArgumentError(
+                "prepare: expected schedulers that step without a metric; got ReduceLROnPlateau. Leave it out, and "
+                "call its step(metric) yourself after an evaluation."
+            )
+        if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
+            raise ArgumentError(f"prepare: expected learning-rate schedulers; got {name}. Give a list of them.")
+        if not any(getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers):
+            raise ArgumentError(
+                f"prepare: expected schedulers of the optimizer that is prepared; got a {name} of another. Make it of "
+                "the same optimizer, before prepare."
+            )
+    return several
+
+
+def check_numbers(clip_norm: object, accumulate: object, max_retries: object) -> None:
+    """The numbers among the arguments."""
+    if clip_norm is not None and not (_is_number(clip_norm) and cast("float", clip_norm) > 0):
+        raise ArgumentError(
+            f"prepare: expected clip_norm above 0, or None; got clip_norm={clip_norm!r}. Use math.inf to have the norm "
+            "reported and nothing clipped."
+        )
+    for name, value, least in (("accumulate", accumulate, 1), ("max_retries", max_retries, 0)):
+        if type(value) is not int or value < least:
+            raise ArgumentError(
+                f"prepare: expected {name} as an integer of {least} or more; got {name}={value!r}. Correct it."
+            )
+
+
+def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> None:
+    """A scaler that is given must do what the levels need of it."""
+    if scaler is None:
+        return
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(
+            f"prepare: expected a scaler with torch.amp.GradScaler's interface; got {type(scaler).__name__}. Use one "
+            "of plimsoll.scaling."
+        )
+    if max_retries and isinstance(scaler, StaticScaler):
+        raise ArgumentError(
+            "prepare: expected max_retries with a scaler that can lower its scale; got a StaticScaler. "
+            "Use DynamicScaler."
+        )
+    pure = [level.name for level in levels if level.weights == "fp16" and level.update == "plain"]
+    if pure and not hasattr(scaler, "outcome"):
+        raise ArgumentError(
+            f"prepare: expected a scaler that takes FP16 gradients at {pure[0]}; got torch.amp.GradScaler, which "
+            "refuses them. Use plimsoll.scaling.DynamicScaler, or leave scaler out."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

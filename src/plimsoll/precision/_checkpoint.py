@@ -1,0 +1,78 @@
+"""A loop's state as one dictionary of tensors and plain values, which ``torch.load(..., weights_only=True)`` reads."""
+
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from plimsoll.errors import ArgumentError, StateError
+from plimsoll.precision._computing import device_of
+from plimsoll.watch._random import put, state_of
+
+SCHEMA = 1
+PARTS = ("schema", "precision", "step", "model", "optimizers", "scaler", "schedulers", "random")
+
+
+def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> None:
+    """Raises for a state that is not of a loop like this, before anything is loaded."""
+    schema = state.get("schema")
+    if type(schema) is int and schema > SCHEMA:
+        raise StateError(
+            f"load_state_dict: expected a loop's state of schema {SCHEMA}; got schema {schema}, written by a newer "
+            "Plimsoll. Use that version; nothing has been changed."
+        )
+    missing = [part for part in PARTS if part not in state]
+    if missing:
+        raise StateError(
+            f"load_state_dict: expected what loop.state_dict() gives; got a mapping without {', '.join(missing)}. "
+            "Load a model's own state into the model, before prepare."
+        )
+    for name, count in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if len(state[name]) != count:
+            raise StateError(
+                f"load_state_dict: expected the state of a loop with {count} {name}; got one with {len(state[name])}. "
+                "Prepare with the same ones."
+            )
+
+
+def random_state(root: nn.Module) -> dict[str, Any]:
+    """The generators of Python, NumPy, the CPU and the model's device, in this process."""
+    version, words, gauss = random.getstate()
+    kind, numbers, position, has_gauss, cached = cast("Any", np.random.get_state())  # noqa: NPY002  (the one models use)
+    devices = {torch.device("cpu"), device_of(root)} - {torch.device("meta")}
+    return {
+        "rank": _rank(),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, torch.from_numpy(numbers.astype(np.int64)), position, has_gauss, cached],
+        "torch": {device.type: state_of(device) for device in devices},
+    }
+
+
+def restore_random(state: Mapping[str, Any], root: nn.Module) -> None:
+    """Puts the generators back; those of another rank are refused."""
+    if state["rank"] != _rank():
+        raise ArgumentError(
+            f"load_state_dict: expected random generators of rank {_rank()}; got those of rank {state['rank']}, which "
+            "would make ranks draw the same. Save one state per rank, or use state_dict(random=False)."
+        )
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, numbers, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    for device in {torch.device("cpu"), device_of(root)}:
+        if device.type in state["torch"]:
+            put(device, state["torch"][device.type].cpu())
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,0 +1,118 @@
+"""What holds while a loop's forward runs: operation lists, emulation, TF32, bans, and the regions of single modules.
+
+On CUDA the amp levels are torch's own autocast, as long as the lists are torch's; everywhere else the same lists, or
+the user's, are applied by `plimsoll.emulate`, since torch's lists for CPUs are other ones, which leave sums, norms and
+losses in 16 bits. CPUs compute FP16 and BF16 products through `emulate` too: accumulated in FP32 and rounded once, as a
+GPU does it. At levels that cast the model no operation is cast; operations that are banned are refused all the same.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll import emulate
+from plimsoll.emulate._autocast import Autocast
+from plimsoll.emulate._lists import OperationLists
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import BlockFormat, get
+from plimsoll.precision._levels import DTYPES, Level
+from plimsoll.precision._policy import Policy
+from plimsoll.precision._regions import Regions
+from plimsoll.precision._tf32 import has_tf32, tf32
+
+Context = contextlib.AbstractContextManager[Any]
+
+# The format of gradients beside a forward format that keeps more digits than range; others serve both ways.
+_BACKWARD = {"e4m3": "e5m2", "e4m3fnuz": "e5m2fnuz"}
+
+
+class Computing:
+    """The contexts of one level on one model."""
+
+    def __init__(self, root: nn.Module, level: Level, policy: Policy, rules: Mapping[str, str]) -> None:
+        self._level, self._lists = level, policy.operations
+        self._device = device_of(root)
+        emulated = {fmt for fmt in rules.values() if fmt not in DTYPES}
+        self._native = self._device.type == "cuda" and not policy.own_lists and not emulated
+        self._regions = Regions(root, {} if level.casts else rules, level.operations or "fp32", self._entering())
+
+    @contextlib.contextmanager
+    def forward(self) -> Generator[None]:
+        """Around the forward and the loss."""
+        with self._precision(), self._operations():
+            self._regions.switch.on = True
+            try:
+                yield
+            finally:
+                self._regions.switch.on = False
+
+    def backward(self) -> Context:
+        """Around the backward and the step, where what the forward recorded decides everything but TF32."""
+        return self._precision(forward=False)
+
+    def remove(self) -> None:
+        """Takes the regions' hooks away."""
+        self._regions.remove()
+
+    def _precision(self, *, forward: bool = True) -> Context:
+        if self._level.matmuls is None:
+            return contextlib.nullcontext()
+        if has_tf32(self._device):
+            return tf32()
+        return emulate(forward="tf32", backward="tf32") if forward else contextlib.nullcontext()
+
+    def _operations(self) -> Context:
+        if self._level.operations is not None:
+            return self._entering()(self._level.operations)
+        if not self._level.casts:
+            return contextlib.nullcontext()
+        bans = OperationLists(banned=self._lists.banned)
+        return _in_16_bits(self._device, bans, self._level.dtype)
+
+    def _entering(self) -> Callable[[str], Context]:
+        """What enters a format, as a function that keeps nothing of this object alive."""
+        native, kind, lists, device = self._native, self._device.type, self._lists, self._device
+
+        def enter(fmt: str) -> Context:
+            if fmt == "fp32":
+                return torch.autocast(kind, enabled=False) if native else Autocast(enabled=False)
+            if fmt in DTYPES:
+                return torch.autocast(kind, DTYPES[fmt]) if native else _in_16_bits(device, lists, DTYPES[fmt])
+            return emulate(forward=fmt, backward=_BACKWARD.get(fmt, fmt))
+
+        return enter
+
+
+def device_of(root: nn.Module) -> torch.device:
+    """Where the model computes: the device of its first parameter, or the CPU."""
+    return next((p.device for p in root.parameters()), torch.device("cpu"))
+
+
+def _in_16_bits(device: torch.device, lists: OperationLists, dtype: torch.dtype) -> Context:
+    return Autocast(lists, dtype)
+
+
+def check_policy(level: Level, policy: Policy, rules: Mapping[str, str]) -> None:
+    """Raises for what a policy or plan asks of a level that it cannot do."""
+    if policy.own_lists and level.operations is None:
+        raise ArgumentError(
+            f"prepare: expected a policy of modules only at {level.name}, which casts no operations; got operation "
+            "lists of your own. Use amp-fp16 or amp-bf16, or take with_operation(...) out."
+        )
+    strange = sorted({fmt for fmt in rules.values() if fmt not in DTYPES})
+    if level.casts and strange:
+        raise ArgumentError(
+            f"prepare: expected modules in {', '.join(DTYPES)} at {level.name}, which keeps weights in them; got "
+            f"{', '.join(strange)}. Use an amp level, which emulates other formats in the operations."
+        )
+    for fmt in strange:
+        found = get(fmt)
+        element = found.element if isinstance(found, BlockFormat) else found
+        if not element.signed or element.bits > 32:
+            raise ArgumentError(
+                f"prepare: expected formats of signed numbers of at most 32 bits for modules; got {fmt}. "
+                "Choose another format for it."
+            )

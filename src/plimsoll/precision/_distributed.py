@@ -1,0 +1,129 @@
+"""What distributes a model, and what that asks of the training step.
+
+DistributedDataParallel averages gradients in backward, in the dtype that the parameters had when it was built: so a
+level that casts weights comes before it. `fully_shard` keeps FP32 shards, which are masters already, and its own policy
+casts what a module computes with: that is a level's way of keeping masters there, and any other mixture is refused.
+"""
+
+import contextlib
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._levels import DTYPES, Level
+
+
+def is_ddp(model: nn.Module) -> bool:
+    """Whether the model is wrapped in DistributedDataParallel."""
+    return isinstance(_outermost(model), nn.parallel.DistributedDataParallel)
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or parts of it."""
+    return next(_sharded_modules(model), None) is not None
+
+
+def process_group(model: nn.Module) -> Any:
+    """The group whose ranks have to agree on each step: DDP's; that of all processes for DTensors; else None."""
+    if is_ddp(model):
+        return cast("Any", _outermost(model)).process_group
+    if any(is_sharded(p) for p in model.parameters()):
+        return torch.distributed.group.WORLD
+    return None
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return getattr(x, "device_mesh", None) is not None
+
+
+def any_rank(flag: bool, group: Any, device: torch.device) -> bool:
+    """Whether the flag is set on some rank of the group; without a group, the flag."""
+    if group is None:
+        return flag
+    found = torch.tensor(float(flag), device=device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    return bool(found.item())
+
+
+@contextlib.contextmanager
+def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
+    """Inside, forwards and backwards leave gradients on their ranks, if they are to stay; none is sent."""
+    if not stay:
+        yield
+    elif is_ddp(model):
+        with cast("Any", _outermost(model)).no_sync():
+            yield
+    elif is_fully_sharded(model):
+        _send(model, False)
+        try:
+            yield
+        finally:
+            _send(model, True)
+    else:
+        yield
+
+
+def level_on(model: nn.Module, level: Level) -> Level:
+    """The level as it is carried out on this model: unchanged, but for `fully_shard`, which casts by its own policy.
+
+    Raises `ArgumentError` where the two contradict each other, and for casting under DistributedDataParallel.
+    """
+    if is_ddp(model) and level.casts and any(p.dtype == torch.float32 for p in model.parameters()):
+        raise ArgumentError(
+            f"prepare: expected {level.name} to come before DistributedDataParallel, which was built for FP32 "
+            "gradients; got a model that is wrapped. Prepare the module first, then set loop.model = "
+            "DistributedDataParallel(loop.model)."
+        )
+    if not is_fully_sharded(model):
+        return level
+    policies = [_policy(module) for module in _sharded_modules(model)]
+    dtypes = {policy.param_dtype or torch.float32 for policy in policies}
+    return _level_on_shards(level, dtypes)
+
+
+def _level_on_shards(level: Level, dtypes: set[torch.dtype]) -> Level:
+    shown = ", ".join(sorted(str(dtype) for dtype in dtypes))
+    if level.casts and level.update != "masters":
+        raise ArgumentError(
+            f"prepare: expected a level that keeps FP32 shards under fully_shard; got {level.name}. Use "
+            f"{level.weights}-master with MixedPrecisionPolicy(param_dtype={level.dtype})."
+        )
+    if not level.casts:
+        if dtypes != {torch.float32}:
+            raise ArgumentError(
+                f"prepare: expected fully_shard to leave the casting to {level.name}; got a MixedPrecisionPolicy with "
+                f"param_dtype {shown}. Leave mp_policy out, or use fp16-master or bf16-master, which it carries out."
+            )
+        return level
+    if level.dtype not in dtypes or not dtypes <= {level.dtype, torch.float32}:
+        raise ArgumentError(
+            f"prepare: expected {level.name} under fully_shard to be carried out by its mp_policy; got param_dtype "
+            f"{shown}. Shard with MixedPrecisionPolicy(param_dtype={DTYPES[level.weights]})."
+        )
+    return replace(level, weights="fp32", update="plain")
+
+
+def _send(model: nn.Module, send: bool) -> None:
+    for module in _sharded_modules(model):
+        module.set_requires_gradient_sync(send, recurse=False)
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[Any]:
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return (module for module in model.modules() if kind is not None and isinstance(module, kind))
+
+
+def _policy(module: Any) -> Any:
+    return module._get_fsdp_state()._mp_policy  # noqa: SLF001  (torch tells it nowhere else)
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """The model without what torch.compile puts around it."""
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model

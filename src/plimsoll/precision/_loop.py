@@ -1,0 +1,467 @@
+"""`Loop`: one training step after another, in whatever precision; `prepare` makes it.
+
+The file is long because the loop is where everything meets: each method is short, and what it does is elsewhere
+(`_applied`: the level on the model; `_stepping`: gradients and optimizers; `_replay`: batches that run again;
+`_checkpoint`: what is saved).
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError, StateError
+from plimsoll.precision import _checkpoint as checkpoint
+from plimsoll.precision._applied import Applied, check_stage
+from plimsoll.precision._computing import device_of
+from plimsoll.precision._distributed import any_rank, gradients_stay, level_on, process_group
+from plimsoll.precision._levels import level_named
+from plimsoll.precision._placement import cast_floating
+from plimsoll.precision._policy import Policy
+from plimsoll.precision._replay import Batch
+from plimsoll.precision._schedule import Schedule, Stage
+from plimsoll.precision._stepping import Stepped, lowered, step_plainly, step_scaled
+from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling._outcome import StepOutcome
+from plimsoll.watch import Watch
+from plimsoll.watch._names import unwrapped
+
+Optimizer = torch.optim.Optimizer
+PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # roots that a loop has
+
+
+class Loop:
+    """The training step in one object; `plimsoll.prepare` makes it.
+
+    ``with loop.forward():`` is around the model's call and the loss, ``loop.step(loss)`` is backward, unscaling,
+    clipping, the optimizer's step, the scheduler's and `zero_grad`. Gradients belong to the loop: it clears them after
+    every step. ``with plimsoll.prepare(...) as loop:`` closes it at the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedule: Schedule,
+        *,
+        policy: Policy,
+        scaler: Any,
+        clip_norm: float | None,
+        accumulate: int,
+        schedulers: Sequence[Any],
+        max_retries: int,
+    ) -> None:
+        self._model, self._root = model, unwrapped(model)
+        self._given, self._schedule, self._policy = tuple(optimizers), schedule, policy
+        self._clip_norm, self._accumulate, self._schedulers = clip_norm, accumulate, tuple(schedulers)
+        self._max_retries = max_retries
+        self._watch: Watch | None = None
+        self._owns_watch = False
+        self._step_index = self._micro = 0
+        self._inside: str | None = None
+        self._losses: list[Tensor] = []
+        self._loss: Tensor | None = None
+        self._forwards = 0
+        self._closed = False
+        self._given_scaler, self._made_scaler = scaler, cast("Any", None)
+        self._group = process_group(model)
+        self._check_stages()
+        for optimizer in self._given:
+            optimizer.zero_grad()
+        self._applied = Applied(model, self._given, schedule.at(0), policy)
+        self._batch = Batch(self._root)
+        if scaler is None and any(stage.level.scaled for stage in schedule.stages):
+            self._made_scaler = DynamicScaler(device_of(self._root).type)
+        PREPARED.add(self._root)
+
+    # -- what it has ---------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained. Set it to the same module in a wrapper: DistributedDataParallel, torch.compile."""
+        return self._model
+
+    @model.setter
+    def model(self, wrapper: nn.Module) -> None:
+        if unwrapped(wrapper) is not self._root:
+            raise ArgumentError(
+                f"loop.model: expected the prepared module in a wrapper; got another {type(wrapper).__name__}. "
+                "Write loop.model = DistributedDataParallel(loop.model)."
+            )
+        self._model, self._group = wrapper, process_group(wrapper)
+        self._check_stages()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What steps: the optimizer that was given, or what the level put around it. Of several, the first."""
+        return self._applied.optimizers[0]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All that steps."""
+        return self._applied.optimizers
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler in use; None where the loss is not scaled."""
+        if self._given_scaler is not None:
+            return self._given_scaler
+        return self._made_scaler if self._applied.level.scaled else None
+
+    @property
+    def precision(self) -> str:
+        """The name of the level in force."""
+        return self._applied.stage.level.name
+
+    @property
+    def policy(self) -> Policy:
+        """The operation lists and module rules."""
+        return self._policy
+
+    @property
+    def step_index(self) -> int:
+        """How many steps are over, skipped ones counted, micro-batches and repetitions not."""
+        return self._step_index
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The last step's loss, the mean over its micro-batches, detached; None before the first step."""
+        return self._loss
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch that hears of the steps."""
+        return self._watch
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format that each module's weights are kept in, by its name; the root is called "model"."""
+        return {name or "model": fmt for name, fmt in self._applied.placement.formats.items()}
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._closed
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self) -> Generator[None]:
+        """The context of a training forward and its loss: the level's arithmetic holds inside, and only there."""
+        self._enter("forward")
+        try:
+            with self._applied.computing.forward(), gradients_stay(self._model, not self._last_micro):
+                yield
+        finally:
+            self._inside = None
+        self._forwards += 1
+
+    @contextlib.contextmanager
+    def evaluate(self) -> Generator[nn.Module]:
+        """The context of an evaluation: the same arithmetic, the model in `eval` mode, no gradients; then as before."""
+        self._enter("evaluate")
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._applied.computing.forward():
+                yield self._model
+        finally:
+            self._inside = None
+            for module, training in modes:
+                module.training = training
+
+    def inputs(self, value: Any) -> Any:
+        """The same structure with its floating tensors in the dtype of the model's weights.
+
+        The model's own call does this by itself; this is for calls of its parts (``model.encode(loop.inputs(x))``).
+        """
+        return cast_floating(value, self._applied.level.dtype) if self._applied.level.casts else value
+
+    def step(self, loss: Tensor | Callable[[], Tensor]) -> StepOutcome:
+        """One training step, or one micro-batch of it; says what happened, without waiting for the device.
+
+        A closure runs forward and returns the loss; the loop enters `forward` around it. With ``max_retries`` it is
+        repeated at a lower scale if gradients overflow, with random generators and buffers as they were, so it must
+        read nothing that changes from batch to batch other than what is bound to it.
+
+        With ``accumulate=N`` the gradient is the mean over N micro-batches (each loss is divided by N), and every
+        N-th call steps; the outcome of the others says that it is accumulating.
+        """
+        self._check_step(loss)
+        if isinstance(loss, Tensor):
+            self._backward(loss)
+        else:
+            self._first_run(loss)
+        self._micro += 1
+        if self._micro < self._accumulate:
+            return StepOutcome(
+                stepped=False, scale=self._scale(), reason=f"accumulating: {self._micro} of {self._accumulate}"
+            )
+        stepped, retries = self._finish_or_repeat()
+        return self._end_of_step(stepped, retries)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients, and the micro-batches so far. The loop does so itself after every step."""
+        self._drop_gradients()
+        self._micro = self._forwards = 0
+        self._losses.clear()
+        self._batch.clear()
+
+    @property
+    def _last_micro(self) -> bool:
+        return self._micro + 1 >= self._accumulate
+
+    def _first_run(self, closure: Callable[[], Tensor]) -> None:
+        if not self._max_retries:
+            self._run(closure)
+            return
+        self._batch.begin(closure)
+        self._run(closure)
+        self._batch.end()
+
+    def _run(self, closure: Callable[[], Tensor]) -> None:
+        with self.forward():
+            loss = closure()
+        _check_loss(loss)
+        self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._forwards = 0
+        self._losses.append(loss.detach())
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
+        scaler = self.scaler
+        with self._applied.computing.backward(), gradients_stay(self._model, not self._last_micro):
+            (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def _finish_or_repeat(self) -> tuple[Stepped, int]:
+        stepped, retries = self._finish(), 0
+        while retries < self._max_retries and self._worth_repeating(stepped.outcome):
+            self._drop_gradients()
+            self._losses.clear()
+            for number, closure in enumerate(self._batch.rewound()):
+                self._micro = number
+                self._run(closure)
+            stepped, retries = self._finish(), retries + 1
+        return stepped, retries
+
+    def _finish(self) -> Stepped:
+        with self._applied.computing.backward():
+            if self.scaler is None:
+                return step_plainly(self.optimizers, self._clip_norm)
+            return step_scaled(self.optimizers, self.scaler, self._clip_norm)
+
+    def _worth_repeating(self, outcome: StepOutcome) -> bool:
+        """Whether the step was skipped for gradients that a lower scale can save: the loss itself is finite."""
+        device = device_of(self._root)
+        if not any_rank(not outcome.stepped, self._group, device):
+            return False
+        if outcome.stepped:
+            raise StateError(
+                "step: expected all ranks to skip a batch that overflowed on one of them; got one that stepped. Give "
+                "the scaler their process_group, so that they decide together."
+            )
+        broken = not bool(torch.stack([loss.float().reshape(()) for loss in self._losses]).isfinite().all())
+        return not any_rank(broken, self._group, device) and lowered(self.scaler, outcome.scale)
+
+    def _end_of_step(self, stepped: Stepped, retries: int) -> StepOutcome:
+        outcome = stepped.outcome.after_retries(retries) if retries else stepped.outcome
+        self._loss = torch.stack([loss.reshape(()) for loss in self._losses]).mean()
+        if self._watch is not None and not self._watch.closed:
+            told = {} if stepped.norm is None else {"grad_norm": stepped.norm}
+            self._watch.log(**told, **({"retries": retries} if self._max_retries else {}))
+        if self._schedulers and outcome.stepped:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        self.zero_grad()
+        self._step_index += 1
+        self._follow(self._schedule.at(self._step_index))
+        return outcome
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._applied.optimizers:
+            optimizer.zero_grad()
+        self._root.zero_grad()
+
+    def _enter(self, what: str) -> None:
+        self._check_open(what)
+        if self._inside is not None:
+            raise StateError(
+                f"{what}: expected no context of the loop to be open; got one inside {self._inside}. Close that first; "
+                "a closure for loop.step runs inside forward already."
+            )
+        self._inside = what
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise StateError(f"{operation}: expected an open loop; got one that is closed. Prepare the model again.")
+
+    def _check_step(self, loss: object) -> None:
+        self._check_open("step")
+        if self._inside is not None:
+            raise StateError(
+                f"step: expected the context of {self._inside} to have ended; got a call inside it. Move loop.step out "
+                "of the with block."
+            )
+        if not isinstance(loss, Tensor):
+            if not callable(loss):
+                raise ArgumentError(
+                    f"step: expected a loss, or a closure that returns one; got {type(loss).__name__}. "
+                    "Write loop.step(loss)."
+                )
+            return
+        if self._max_retries:
+            raise ArgumentError(
+                f"step: expected a closure, which can be repeated, with max_retries={self._max_retries}; got a loss. "
+                "Write loop.step(lambda: loss_of(model(x), y))."
+            )
+        if not self._forwards:
+            raise StateError(
+                "step: expected a forward since the last step; got none. Compute the loss inside "
+                "`with loop.forward():`, where the level's arithmetic holds."
+            )
+        _check_loss(loss)
+
+    # -- levels --------------------------------------------------------------------------------------------------------
+
+    def _check_stages(self) -> None:
+        """Refuses now what could not be carried out at some later step."""
+        stages = self._schedule.stages
+        for stage in stages:
+            check_stage(self._model, self._given, stage, self._policy)
+        found = [level_on(self._model, stage.level) for stage in stages]
+        kept = {(level.weights, level.norms) for level in found}
+        if self._group is not None and len(kept) > 1:
+            raise ArgumentError(
+                f"prepare: expected a distributed model to keep the dtype of its weights; got a schedule of "
+                f"{', '.join(level.name for level in found)}. Change among the amp levels, or stop and resume."
+            )
+        if self._max_retries and self._given_scaler is None and not any(level.scaled for level in found):
+            raise ArgumentError(
+                f"prepare: expected max_retries with a level that scales the loss, as amp-fp16; got "
+                f"max_retries={self._max_retries} at {found[0].name}, where no scale can be lowered. Leave it out."
+            )
+
+    def _follow(self, stage: Stage) -> None:
+        """Goes over to another level, if it is another."""
+        if stage == self._applied.stage:
+            return
+        self._applied.take_back()
+        self._applied = Applied(self._model, self._given, stage, self._policy)
+
+    def _scale(self) -> float | Tensor:
+        scale = getattr(self.scaler, "_scale", None)
+        return cast("Tensor", scale) if scale is not None else 1.0
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, random: bool | None = None) -> dict[str, Any]:
+        """All that the loop needs to go on exactly: model, optimizers, masters, scaler, schedulers, step.
+
+        With `random` the generators of Python, NumPy, the CPU and the model's device are in it too; None means in a
+        single process only, since each rank has its own. Where the data loader stands is yours to keep.
+        Tensors are references: save or copy them before the next step.
+        """
+        if self._micro:
+            raise StateError(
+                f"state_dict: expected a call between steps; got one after {self._micro} of {self._accumulate} "
+                "micro-batches, whose gradients it does not hold. Save after a step, or call zero_grad() before."
+            )
+        wants_random = checkpoint.world_size() == 1 if random is None else random
+        return {
+            "schema": checkpoint.SCHEMA,
+            "precision": self.precision,
+            "step": self._step_index,
+            "model": self._root.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": None if self._any_scaler is None else self._any_scaler.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "random": checkpoint.random_state(self._root) if wants_random else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state: bit for bit as if training had not stopped.
+
+        A state of another level is converted, as a schedule would: what both keep in FP32 exactly.
+        """
+        checkpoint.checked(state, optimizers=len(self._given), schedulers=len(self._schedulers))
+        self.zero_grad()
+        self._follow(self._stage_named(state["precision"]))
+        self._root.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self._any_scaler is not None and state["scaler"] is not None:
+            self._any_scaler.load_state_dict(state["scaler"])
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self._step_index = state["step"]
+        self._follow(self._schedule.at(self._step_index))
+        if state["random"] is not None:
+            checkpoint.restore_random(state["random"], self._root)
+
+    def _stage_named(self, name: str) -> Stage:
+        """The stage that a checkpoint was saved at: of this schedule, or else the level of that name."""
+        found = next((stage for stage in self._schedule.stages if stage.level.name == name), None)
+        if found is not None:
+            return found
+        return Stage(level=level_named("fp32" if name.startswith("plan (") else name))  # plans keep weights in FP32
+
+    @property
+    def _any_scaler(self) -> Any:
+        return self._given_scaler if self._given_scaler is not None else self._made_scaler
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def attach(self, watch: Watch, *, owned: bool) -> None:
+        """Tells the watch of each step from now on; an owned one is closed with the loop."""
+        self._watch, self._owns_watch = watch, owned
+
+    def close(self) -> None:
+        """Gives the model back in FP32, each weight its master, and the optimizer as it was.
+
+        Closing twice does nothing. Every hook of the loop is gone then, and a watch that the loop began is closed. A
+        loop that is dropped without this leaves the model as the level has it, casts included, so that it can be used.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.zero_grad()
+        if self._owns_watch and self._watch is not None:
+            self._watch.close()
+        self._applied.take_back()
+        PREPARED.discard(self._root)
+
+    def __enter__(self) -> "Loop":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._owns_watch and self._watch is not None:
+            self._watch.__exit__(kind, error, trace)  # which records what went wrong
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"step {self._step_index}"
+        return f"<Loop: {type(self._root).__name__} at {self.precision}, {state}>"
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise ArgumentError(
+            f"step: expected a closure that returns the loss; got one that returns {type(loss).__name__}. "
+            "Return the tensor."
+        )
+    if loss.numel() != 1:
+        raise ArgumentError(
+            f"step: expected a loss of one value; got {loss.dtype} of shape {tuple(loss.shape)}. Take its mean()."
+        )
+    if not loss.requires_grad:
+        raise ArgumentError(
+            "step: expected a loss that requires gradients; got one that does not. Compute it from the model's output, "
+            "without no_grad and detach."
+        )

@@ -1,0 +1,203 @@
+"""Where in a model which format lives, and the casts at the borders between formats.
+
+A level keeps the weights in one format and those of normalisation layers perhaps in another; a policy may name further
+modules. Parameters and buffers are cast where they are (a Parameter stays the object that the optimizer has), and a
+module whose format differs from that of the module which calls it casts its floating inputs on the way in, its outputs
+on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32.
+
+Casting back gives buffers that did not change their old FP32 bits again; parameters get theirs from the masters.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.precision._levels import DTYPES
+
+# The common base of batch and instance norms of any dimension is torch's own.
+_NORMS: tuple[type[nn.Module], ...] = (
+    cast("Any", nn.modules.batchnorm)._NormBase,  # noqa: SLF001
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+_NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer: one of torch's, or a module without children whose class is named so."""
+    named_so = type(module).__name__.lower().endswith(_NORM_ENDINGS)
+    return isinstance(module, _NORMS) or (named_so and not list(module.children()))
+
+
+def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
+    """Every module with its qualified name, the root's empty; one with several names each time, or once."""
+    return cast("list[tuple[str, nn.Module]]", list(root.named_modules(remove_duplicate=not twice)))
+
+
+def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str, str]) -> dict[str, str]:
+    """The format of every module by its qualified name (the root's is empty).
+
+    A rule for the module itself counts first, then that for norms; else a module has the format of the one around it.
+    """
+    found: dict[str, str] = {}
+    for name, module in named_modules(root):
+        around = found[name.rpartition(".")[0]] if name else weights
+        found[name] = rules.get(name) or (norms if is_norm(module) else around)
+    return found
+
+
+def callers(root: nn.Module) -> dict[str, str]:
+    """For every module but the root the name of the nearest one around it that has a forward."""
+    has_forward = {name: _has_forward(module) for name, module in named_modules(root)}
+    found: dict[str, str] = {}
+    for name in has_forward:
+        if name:
+            around = name.rpartition(".")[0]
+            found[name] = around if not around or has_forward[around] else found[around]
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure with its floating tensors in that dtype."""
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
+
+    return pytree.tree_map_only(Tensor, cast, value)
+
+
+class CastInputs:
+    """A forward pre-hook: floating arguments come in this dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
+
+
+class CastOutputs:
+    """A forward hook: floating outputs leave in this dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+        return cast_floating(output, self.dtype)
+
+
+def has_borders(module: nn.Module) -> bool:
+    """Whether the module casts what goes in or out."""
+    inside = cast("Any", module)
+    hooks: list[Any] = [*inside._forward_pre_hooks.values(), *inside._forward_hooks.values()]  # noqa: SLF001
+    return any(isinstance(hook, CastInputs | CastOutputs) for hook in hooks)
+
+
+class Placement:
+    """A model in the formats of a level; `remove` takes the hooks away, `widen` makes everything FP32 again."""
+
+    def __init__(self, root: nn.Module, formats: Mapping[str, str]) -> None:
+        self.formats = dict(formats)
+        self._root = weakref.ref(root)
+        self._old_buffers: list[tuple[nn.Module, str, Tensor]] = []
+        wanted = _wanted_dtypes(root, formats)
+        _check_castable(root, wanted)
+        self._cast(root, wanted)
+        self._handles = list(self._borders(root)) if root_is_cast(formats) else []
+
+    def remove(self) -> None:
+        """Takes the casts at the borders away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def widen(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Gives each parameter its FP32 value (the widened weight, where `values` has none), and removes the hooks."""
+        self.remove()
+        root = self._root()
+        if root is None:
+            return
+        for p in root.parameters():
+            if p.is_floating_point():
+                p.grad = None
+                p.data = values[p].to(p.device, torch.float32) if p in values else p.data.float()
+        for module, name, old in self._old_buffers:
+            now: Tensor = getattr(module, name)
+            setattr(module, name, old if old.to(now.dtype).equal(now) else now.to(old.dtype))
+        self._old_buffers.clear()
+
+    def _cast(self, root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype]) -> None:
+        for p, dtype in wanted.items():
+            if p.dtype != dtype:
+                p.grad = None
+                p.data = p.data.to(dtype)
+        for name, module in named_modules(root, twice=False):
+            dtype = DTYPES[self.formats[name]]
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.dtype != dtype:
+                    self._old_buffers.append((module, key, buffer))
+                    setattr(module, key, buffer.to(dtype))
+
+    def _borders(self, root: nn.Module) -> Any:
+        caller = callers(root)
+        for name, module in named_modules(root, twice=False):
+            inside = self.formats[name]
+            outside = self.formats[caller[name]] if name else None
+            if inside != outside and _has_forward(module):
+                # First in, last out: what other hooks see is what the module itself computes with.
+                yield module.register_forward_pre_hook(CastInputs(DTYPES[inside]), prepend=True, with_kwargs=True)
+                yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))
+
+
+def root_is_cast(formats: Mapping[str, str]) -> bool:
+    """Whether some module is in 16 bits, so that borders must be kept."""
+    return any(name != "fp32" for name in formats.values())
+
+
+def _wanted_dtypes(root: nn.Module, formats: Mapping[str, str]) -> dict[nn.Parameter, torch.dtype]:
+    wanted: dict[nn.Parameter, torch.dtype] = {}
+    first: dict[nn.Parameter, str] = {}
+    for name, module in named_modules(root):
+        for key, p in module.named_parameters(recurse=False):
+            if not p.is_floating_point():
+                continue
+            full, dtype = f"{name}.{key}".lstrip("."), DTYPES[formats[name]]
+            if wanted.setdefault(p, dtype) != dtype:
+                raise ArgumentError(
+                    f"prepare: expected modules that share a parameter to have one format; got {first[p]} in "
+                    f"{wanted[p]} and {full} in {dtype}. Name both in the policy, with one format."
+                )
+            first.setdefault(p, full)
+    return wanted
+
+
+def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype]) -> None:
+    for name, p in root.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise UnsupportedTensorError(
+                f"prepare: expected parameters that have a shape; got {name}, which is not initialised yet. "
+                "Run the model once before."
+            )
+        dtype = wanted.get(p)
+        if dtype is None or p.dtype in (torch.float32, dtype):
+            if dtype is not None and p.dtype != dtype and not p.detach().to(dtype).isfinite().all():
+                raise UnsupportedTensorError(
+                    f"prepare: expected weights that {dtype} can hold; got {name} with |weight| up to "
+                    f"{p.detach().abs().max().item():.4g}. Choose a bf16 level, or keep its "
+                    "module in FP32 by the policy."
+                )
+            continue
+        raise UnsupportedTensorError(
+            f"prepare: expected parameters in float32, from which the level makes what it needs; got {name} in "
+            f"{p.dtype}. Give the model as it was before it was cast."
+        )

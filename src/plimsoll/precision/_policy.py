@@ -1,0 +1,138 @@
+"""Which operations and which modules run in which precision: data that a user can read and change."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
+
+from rich.table import Table
+from torch import nn
+
+from plimsoll import formats
+from plimsoll.emulate._lists import CUDA, Category, OperationLists
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Plan
+from plimsoll.precision._placement import named_modules
+
+ROOT = "model"  # what the root module is called, as in a watch
+
+_MEANING = {
+    "low": "inputs are cast to the level's 16-bit format",
+    "high": "inputs are cast to FP32",
+    "promote": "inputs are cast to the widest of them",
+    "banned": "refused",
+}
+
+
+class PolicyRecord(NamedTuple):
+    """One line of a policy: what it is about, its name or glob, and where that runs."""
+
+    kind: str
+    name: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The operation lists of the amp levels, and formats of single modules. Methods return new policies.
+
+    - `operations`: lists of operations that run low, high, promoted, or are banned; by default those of torch's
+      autocast on CUDA, on every device.
+    - `modules`: globs over module names, each with a format. A module's own name counts before globs, a later glob
+      before an earlier one; what a rule says of a module holds for all in it, unless a rule says otherwise. The root
+      is called "model".
+
+    >>> policy = Policy().with_operation("softmax", "low").with_module("blocks.3.*", "fp32")
+    >>> policy.operations.of("softmax"), policy.modules
+    ('low', (('blocks.3.*', 'fp32'),))
+    """
+
+    operations: OperationLists = field(default=CUDA)
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        modules = tuple((glob, _format_name(glob, fmt)) for glob, fmt in self.modules)
+        object.__setattr__(self, "modules", modules)
+
+    @property
+    def own_lists(self) -> bool:
+        """Whether the operation lists are others than torch's."""
+        return self.operations != CUDA
+
+    def with_operation(self, operation: object, place: Category | None) -> "Policy":
+        """The policy with that operation (a name, or a function of torch) on that list; None takes it off all lists."""
+        if place is None:
+            return replace(self, operations=self.operations.without(operation))
+        if place not in get_args(Category):
+            raise ArgumentError(
+                f"Policy.with_operation: expected one of {', '.join(get_args(Category))}, or None; got {place!r}. "
+                "Name the list that the operation goes to."
+            )
+        moved: Any = getattr(self.operations, f"with_{place}")
+        return replace(self, operations=moved(operation))
+
+    def with_module(self, glob: str, fmt: Any) -> "Policy":
+        """The policy with the modules of that name, or that the glob matches, in that format."""
+        return replace(self, modules=(*self.modules, (glob, _format_name(glob, fmt))))
+
+    def records(self) -> list[PolicyRecord]:
+        """The policy line by line: operations by list and name, then the modules' rules in order."""
+        operations = [PolicyRecord("operation", name, place) for name, place in self.operations.rows()]
+        return operations + [PolicyRecord("module", glob, fmt) for glob, fmt in self.modules]
+
+    def table(self) -> Table:
+        """The policy as a table for the terminal."""
+        table = Table(title="Precision policy", show_lines=True)
+        for title in ("list", "what happens", "operations or modules"):
+            table.add_column(title, overflow="fold")
+        rows = self.records()
+        for place, meaning in _MEANING.items():
+            names = [row.name for row in rows if row.kind == "operation" and row.place == place]
+            table.add_row(place, meaning, ", ".join(names) or "none")
+        for glob, fmt in self.modules:
+            table.add_row("module", f"runs in {fmt}", glob)
+        return table
+
+    def formats_of(self, root: nn.Module) -> dict[str, str]:
+        """The format that a rule gives to each module, by the module's name; those without a rule are not in it."""
+        names = [name for name, _ in named_modules(root)]
+        for glob, _ in self.modules:
+            check_matches("policy", glob, names)
+        found = {name: format_by_rules(name or ROOT, self.modules) for name in names}
+        return {name: fmt for name, fmt in found.items() if fmt is not None}
+
+
+def format_by_rules(name: str, rules: Iterable[tuple[str, str]]) -> str | None:
+    """The format that rules give to a module of that name: its own name first, then the last glob that matches."""
+    backwards = list(rules)[::-1]
+    own = [fmt for glob, fmt in backwards if glob == name]
+    by_glob = [fmt for glob, fmt in backwards if fnmatch.fnmatchcase(name, glob)]
+    return next(iter(own + by_glob), None)
+
+
+def formats_of_plan(plan: Plan, root: nn.Module) -> dict[str, str]:
+    """The format that a plan gives to each module of the model; raises `ArgumentError` for names that match none."""
+    names = [name for name, _ in named_modules(root)]
+    for glob in plan.formats:
+        check_matches("plan", glob, names)
+    found = {name: plan.format_for(name or ROOT) for name in names}
+    return {name: fmt.name for name, fmt in found.items() if fmt is not None}
+
+
+def check_matches(what: str, glob: str, names: Iterable[str]) -> None:
+    """Raises `ArgumentError` for a glob that no module's name matches, with the nearest names."""
+    shown = [name or ROOT for name in names]
+    if glob in shown or any(fnmatch.fnmatchcase(name, glob) for name in shown):
+        return
+    near = difflib.get_close_matches(glob, shown, n=3, cutoff=0.4) or shown[:5]
+    raise ArgumentError(
+        f"prepare: expected each module of the {what} to be in the model; got {glob!r}, which matches none. "
+        f"Names are like {', '.join(near)}."
+    )
+
+
+def _format_name(glob: object, fmt: object) -> str:
+    if not isinstance(glob, str) or not glob:
+        raise ArgumentError(f'Policy: expected a module\'s name or a glob; got {glob!r}. Write "blocks.3.*".')
+    return formats.get(fmt).name

@@ -1,0 +1,118 @@
+"""A batch that can be run again: its closures, and what they ran from.
+
+Kept are, for each closure, the random generators of Python, NumPy, the CPU and the model's devices as they were before
+it ran, and once a batch the model's buffers. `rewound` puts these back, so that a repetition draws the same dropout
+masks and counts a batch into running statistics once.
+
+A closure that is kept for later must still mean what it meant: one that reads a loop's variable would, run again, read
+the next batch. So the variables that kept closures read are looked at whenever another one joins them.
+"""
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.watch._random import RandomState
+
+Closure = Callable[[], Tensor]
+_MISSING = object()
+_GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME"}
+
+
+class Batch:
+    """The closures of one optimizer step, in order."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._devices = {t.device for t in (*root.parameters(), *root.buffers())}
+        self._closures: list[tuple[Closure, RandomState]] = []
+        self._variables: list[dict[str, object]] = []
+        self._buffers = _Buffers(root)
+
+    def begin(self, closure: Closure) -> None:
+        """The closure is about to run for the first time."""
+        if not self._closures:
+            self._buffers = _Buffers(self._root)
+        self._check_unchanged()
+        self._closures.append((closure, RandomState(self._devices)))
+
+    def end(self) -> None:
+        """It has run."""
+        self._variables.append(variables_of(self._closures[-1][0]))
+
+    def clear(self) -> None:
+        """The step is over: nothing is kept."""
+        self._closures.clear()
+        self._variables.clear()
+
+    def rewound(self) -> Generator[Closure]:
+        """Each closure in turn, with buffers and random generators as they were when it ran first."""
+        self._buffers.restore()
+        for closure, random in self._closures:
+            random.restore()
+            yield closure
+
+    def _check_unchanged(self) -> None:
+        for (closure, _), before in zip(self._closures, self._variables, strict=True):
+            now = variables_of(closure)
+            changed = [name for name, value in before.items() if now.get(name, _MISSING) is not value]
+            if changed:
+                names = ", ".join(changed)
+                raise ArgumentError(
+                    f"step: expected closures that can be run again; got one whose variable {names} has been set anew "
+                    f"since, so that a repetition would not see its own batch. Bind what it reads: "
+                    f"loop.step(lambda {changed[0]}={changed[0]}: ...), or use functools.partial."
+                )
+
+
+def variables_of(closure: Any) -> dict[str, object]:
+    """The variables of surrounding scopes that a function reads, by name, with their values now."""
+    while isinstance(closure, functools.partial):
+        closure = cast("functools.partial[Any]", closure).func
+    function = getattr(closure, "__func__", closure)
+    if not isinstance(function, types.FunctionType):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: _content(cell) for name, cell in cells}
+    everywhere = function.__globals__
+    return found | {name: everywhere[name] for name in _globals_read(function.__code__) if name in everywhere}
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_read(code: types.CodeType) -> frozenset[str]:
+    """The global names that the code reads, nested functions included."""
+    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
+    inner = (_globals_read(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(own.union(*inner))
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+class _Buffers:
+    """A model's buffers: which tensors they are, and what they hold."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kept = list(_copied(root))
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for module, name, buffer, content in self._kept:
+                buffer.copy_(content)
+                setattr(module, name, buffer)
+
+
+def _copied(root: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor, Tensor]]:
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield module, name, buffer, buffer.detach().clone()

@@ -1,0 +1,89 @@
+"""What a loop trains at: one level, a plan, or a schedule of them over the run.
+
+A schedule is pairs of a step and a precision, the first at step 0: that precision holds from that optimizer step on,
+until the next pair's. Steps count as `Loop.step_index` does, skipped ones too.
+"""
+
+import bisect
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Plan
+from plimsoll.precision._levels import Level, level_named, level_of_plan
+
+Precision = str | os.PathLike[str] | Plan | Sequence[tuple[int, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A level, and the plan that says which modules run in which format, if there is one."""
+
+    level: Level
+    plan: Plan | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Stages, and the steps that they begin at."""
+
+    starts: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+    def at(self, step: int) -> Stage:
+        """The stage of that step."""
+        return self.stages[bisect.bisect_right(self.starts, step) - 1]
+
+
+def schedule_of(precision: Precision) -> Schedule:
+    """The schedule that `precision` means; raises `ArgumentError` for what means none."""
+    if isinstance(precision, str | os.PathLike | Plan):
+        return Schedule(starts=(0,), stages=(_stage(precision),))
+    pairs = _pairs(precision)
+    starts = tuple(step for step, _ in pairs)
+    if starts[:1] != (0,) or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise ArgumentError(
+            f"prepare: expected a schedule whose steps begin at 0 and rise; got steps {list(starts)}. "
+            'Write [(0, "bf16-master"), (1000, "amp-fp16")].'
+        )
+    return Schedule(starts=starts, stages=tuple(_stage(name) for _, name in pairs))
+
+
+def _pairs(given: object) -> list[tuple[int, Any]]:
+    if isinstance(given, Sequence):
+        pairs = list(cast("Sequence[Any]", given))
+        if pairs and all(_is_pair(pair) for pair in pairs):
+            return [(pair[0], pair[1]) for pair in pairs]
+    raise ArgumentError(
+        f"prepare: expected a level, a plan file or a schedule of (step, precision); got precision={given!r}. "
+        'Write "amp-bf16", or [(0, "bf16-master"), (1000, "amp-fp16")].'
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(cast("Any", value)) == 2 and type(cast("Any", value)[0]) is int
+
+
+def _stage(precision: object) -> Stage:
+    if isinstance(precision, Plan):
+        return _planned(precision)
+    if isinstance(precision, os.PathLike) or (isinstance(precision, str) and precision.endswith(".toml")):
+        path = Path(cast("str", precision))
+        if not path.is_file():
+            raise ArgumentError(
+                f"prepare: expected a plan file; got {os.fspath(path)!r}, which is not there. Save one."
+            )
+        return _planned(Plan.load(path))
+    if isinstance(precision, str):
+        return Stage(level=level_named(precision))
+    raise ArgumentError(
+        f"prepare: expected a level or a plan file at each step; got {precision!r}. Name one, such as amp-bf16."
+    )
+
+
+def _planned(plan: Plan) -> Stage:
+    return Stage(level=level_of_plan(plan), plan=plan)
