@@ -1,5 +1,10 @@
 """Training in low precision: levels and policies, master weights, the training step."""
 
+from plimsoll.precision._by_hand import (
+    masters_to_model_parameters as masters_to_model_parameters,
+    model_and_master_parameters as model_and_master_parameters,
+    model_gradients_to_masters as model_gradients_to_masters,
+)
 from plimsoll.precision._kahan import KahanWeights as KahanWeights
 from plimsoll.precision._levels import LEVELS as LEVELS, Level as Level, levels_table as levels_table
 from plimsoll.precision._loop import Loop as Loop
