@@ -78,7 +78,7 @@ class DynamicScaler(LossScaler):
         memory[1].copy_(scale)
 
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:
-        if found_inf.device.type == "cpu" and not torch.compiler.is_compiling():
+        if found_inf.device.type == "cpu":
             return self._advance_on_host(found_inf)
         return self._advance_on_device(found_inf)
 

@@ -10,13 +10,13 @@ def step_fused(optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dic
     """Calls the optimizer's step with `found_inf` and `grad_scale` set on it, as torch's fused optimizers read them.
 
     Gradients are unscaled already, where non-finite products are seen; a fused kernel's own division is not checked.
-    `grad_scale` is therefore what the user has set, if anything; else None for torch's optimizers, which saves a pass,
-    and 1 for others, which may expect a tensor.
+    `grad_scale` is therefore what the user has set, if anything; else None for torch's optimizers and Plimsoll's, which
+    saves a pass, and 1 for others, which may expect a tensor.
     """
-    own = type(optimizer).__module__.startswith("torch.optim")
-    if getattr(optimizer, "grad_scale", None) is None:
-        optimizer.grad_scale = None if own else torch.ones_like(found)
-    optimizer.found_inf = found
+    given = getattr(optimizer, "grad_scale", None)
+    if given is None and not _takes_none(optimizer):
+        given = _one(found)
+    optimizer.grad_scale, optimizer.found_inf = given, found
     unborn = _without_momentum(optimizer)
     try:
         result = optimizer.step(*args, **kwargs)
@@ -24,6 +24,16 @@ def step_fused(optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dic
         del optimizer.grad_scale, optimizer.found_inf
     _empty_if_skipped(optimizer, unborn, found)
     return cast("float | None", result)
+
+
+def _takes_none(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith(("torch.", "plimsoll."))
+
+
+def _one(found: Tensor) -> Tensor:
+    one: Any = torch.ones_like(found)
+    one.plimsoll_unscaled = True  # a watch reads it: these gradients do not carry the scale
+    return one
 
 
 def _without_momentum(optimizer: Any) -> list[Tensor]:
@@ -40,8 +50,13 @@ def _without_momentum(optimizer: Any) -> list[Tensor]:
 
 
 def _empty_if_skipped(optimizer: Any, parameters: list[Tensor], found: Tensor) -> None:
-    """Fills with zeros what was made in a step that was skipped, without reading whether it was."""
+    """Forgets what was made in a step that was skipped; on a device, fills it with zeros, and reads nothing.
+
+    The next step's momentum is then its gradient, as a first one's is, times ``1 - dampening``.
+    """
     for parameter in parameters:
-        buffer = optimizer.state[parameter].get("momentum_buffer")
-        if buffer is not None:
+        state = optimizer.state[parameter]
+        if found.device.type == "cpu" and found.item():
+            state.pop("momentum_buffer", None)
+        elif (buffer := state.get("momentum_buffer")) is not None and found.device.type != "cpu":
             buffer.copy_(torch.where(found.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))

@@ -1,10 +1,11 @@
 """What all loss scalers share: the interface of `torch.amp.GradScaler`, and the promises that it does not make."""
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ from plimsoll.scaling._outcome import StepOutcome
 from plimsoll.scaling._saved import LOSSES, SavedScaler, fresh_state
 
 FLOOR = 2.0**-14  # where gradients of 1 are still normal numbers of float16
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _eager(method: _Method) -> _Method:
+    """Leaves a method to Python where torch's compiler traces the loop around it, as it does with GradScaler's.
+
+    The compiler is imported when the method is first called, not before.
+    """
+    return cast("Any", torch)._disable_dynamo(method)  # noqa: SLF001
 
 
 class LossScaler(SavedScaler, ABC):
@@ -67,6 +79,7 @@ class LossScaler(SavedScaler, ABC):
             warnings.warn(f"{name}: CUDA is not available, so that nothing is scaled. Use device='cpu'.", stacklevel=3)
             enabled = False
         super().__init__(torch.device(device).type, init_scale, enabled=enabled)
+        self._init_scale = init_scale
         self._min_scale, self._max_scale = low, high
         self._process_group = process_group
         self._sync_free = sync_free
@@ -119,6 +132,7 @@ class LossScaler(SavedScaler, ABC):
 
     # -- scale ---------------------------------------------------------------------------------------------------------
 
+    @_eager
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or each tensor of an iterable, by the scale.
 
@@ -148,6 +162,7 @@ class LossScaler(SavedScaler, ABC):
         return copies[device]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        dev = torch.device(dev)  # accelerate gives a name
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._start(dev)
@@ -162,6 +177,7 @@ class LossScaler(SavedScaler, ABC):
 
     # -- unscaling -----------------------------------------------------------------------------------------------------
 
+    @_eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place, once between two updates.
 
@@ -226,6 +242,7 @@ class LossScaler(SavedScaler, ABC):
 
     # -- stepping ------------------------------------------------------------------------------------------------------
 
+    @_eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer if every gradient is finite, after unscaling them where that is still to do.
 
@@ -292,6 +309,7 @@ class LossScaler(SavedScaler, ABC):
 
     # -- updating ------------------------------------------------------------------------------------------------------
 
+    @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends the iteration: the scale follows from what was found in it, or is set to `new_scale`.
 
@@ -340,3 +358,8 @@ class LossScaler(SavedScaler, ABC):
 def _inverse(scale: Tensor) -> Tensor:
     """The scale's reciprocal, by way of float64 where the device has it: float32 division may be approximate."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+# A watch that is open already hears of these methods from here on; one that opens later finds the class by itself.
+if _seams := sys.modules.get("plimsoll.watch._seams"):
+    _seams.look_for_scalers()

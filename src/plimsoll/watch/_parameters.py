@@ -94,8 +94,9 @@ class Parameters:
         """Reads the gradients that an optimizer is given, and those that no optimizer has."""
         self._graded.add(id(optimizer))
         params, _ = self._known(optimizer)
-        # A fused optimizer is given scaled gradients, and the scale.
-        scaled = isinstance(getattr(optimizer, "grad_scale", None), Tensor)
+        # A fused optimizer is given scaled gradients, and the scale; Plimsoll's scalers unscale first, and mark it.
+        scale = getattr(optimizer, "grad_scale", None)
+        scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
         self._read_gradients_of(params, scaled=scaled)
 
     @contained

@@ -4,7 +4,8 @@ Installed when the first watch opens and removed when the last one closes:
 
 - global optimizer hooks (public in torch): an optimizer steps;
 - `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
-- `scale`, `step` and `update` of `torch.amp.GradScaler`, and of the class of any other scaler that a watch was given;
+- `scale`, `step` and `update` of `torch.amp.GradScaler`, of `plimsoll.scaling.LossScaler` once it is imported, and of
+  the class of any other scaler that a watch was given;
 - `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
 - `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
   compiled for another of its class without;
@@ -93,6 +94,7 @@ def _install() -> None:
     if threading.current_thread() is threading.main_thread():
         _undo.append(_patch_signal(signal.SIGTERM))
     _patch_scaler(torch.amp.GradScaler)
+    look_for_scalers()
 
 
 def _uninstall() -> None:
@@ -157,6 +159,14 @@ def _patch_scaler(kind: type) -> None:
             if name in owner.__dict__
         ]
         _patched[owner] = functools.partial(_call_all, undo)
+
+
+def look_for_scalers() -> None:
+    """Wraps the methods of Plimsoll's own scalers, if there are any and anyone listens; their room calls it too."""
+    kind = getattr(sys.modules.get("plimsoll.scaling._scaler"), "LossScaler", None)
+    if kind is not None and _undo:
+        with _lock:
+            _patch_scaler(kind)
 
 
 def look_for_pipelines() -> None:
