@@ -27,7 +27,7 @@ class DynamicScaler(LossScaler):
     - `process_group`: ranks that skip together and keep one scale. Not needed with DDP, whose gradients are the same
       everywhere, nor for DTensor gradients (FSDP2, tensor parallel), whose ranks are known.
     - `sync_free`: the host never waits for the device, neither in `step` nor in `update`; optimizers that cannot skip
-      on the device are refused. Where the scale lives on the CPU there is nothing to wait for.
+      on the device are refused.
 
     >>> import torch, plimsoll as pl
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -78,7 +78,7 @@ class DynamicScaler(LossScaler):
         memory[1].copy_(scale)
 
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:
-        if found_inf.device.type == "cpu":
+        if found_inf.device.type == "cpu" and not self._sync_free:
             return self._advance_on_host(found_inf)
         return self._advance_on_device(found_inf)
 

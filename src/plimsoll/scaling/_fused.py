@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 
-def step_fused(optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def step_fused(
+    optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, skipped: bool | None
+) -> float | None:
     """Calls the optimizer's step with `found_inf` and `grad_scale` set on it, as torch's fused optimizers read them.
 
     Gradients are unscaled already, where non-finite products are seen; a fused kernel's own division is not checked.
     `grad_scale` is therefore what the user has set, if anything; else None for torch's optimizers and Plimsoll's, which
-    saves a pass, and 1 for others, which may expect a tensor.
+    saves a pass, and 1 for others, which may expect a tensor. `skipped` is None where only the device knows.
     """
     given = getattr(optimizer, "grad_scale", None)
     if given is None and not _takes_none(optimizer):
@@ -22,7 +24,7 @@ def step_fused(optimizer: Any, found: Tensor, args: tuple[Any, ...], kwargs: dic
         result = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    _empty_if_skipped(optimizer, unborn, found)
+    _forget_if_skipped(optimizer, unborn, found, skipped)
     return cast("float | None", result)
 
 
@@ -49,14 +51,14 @@ def _without_momentum(optimizer: Any) -> list[Tensor]:
     ]
 
 
-def _empty_if_skipped(optimizer: Any, parameters: list[Tensor], found: Tensor) -> None:
-    """Forgets what was made in a step that was skipped; on a device, fills it with zeros, and reads nothing.
+def _forget_if_skipped(optimizer: Any, parameters: list[Tensor], found: Tensor, skipped: bool | None) -> None:
+    """Forgets what was made in a step that was skipped; where that is not known, fills it with zeros on the device.
 
     The next step's momentum is then its gradient, as a first one's is, times ``1 - dampening``.
     """
     for parameter in parameters:
         state = optimizer.state[parameter]
-        if found.device.type == "cpu" and found.item():
+        if skipped:
             state.pop("momentum_buffer", None)
-        elif (buffer := state.get("momentum_buffer")) is not None and found.device.type != "cpu":
+        elif skipped is None and (buffer := state.get("momentum_buffer")) is not None:
             buffer.copy_(torch.where(found.to(buffer.device, non_blocking=True) > 0, 0.0, buffer))

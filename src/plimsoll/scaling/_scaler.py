@@ -85,6 +85,7 @@ class LossScaler(SavedScaler, ABC):
         self._sync_free = sync_free
         self._outcome = None
         self._outcomes = {}
+        self._begins = True  # the next step is the first of an iteration
         self._losses = deque(maxlen=LOSSES)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -123,12 +124,10 @@ class LossScaler(SavedScaler, ABC):
         return self._outcomes[id(optimizer)]
 
     def _note(self, optimizer: Any, outcome: StepOutcome) -> None:
-        if not any(state["stage"] is OptState.STEPPED for state in self._stages()):
+        if self._begins:
             self._outcomes.clear()
+            self._begins = False
         self._outcomes[id(optimizer)] = self._outcome = outcome
-
-    def _stages(self) -> Iterable[dict[str, Any]]:
-        return self._per_optimizer_states.values() if self._enabled else ()
 
     # -- scale ---------------------------------------------------------------------------------------------------------
 
@@ -268,8 +267,9 @@ class LossScaler(SavedScaler, ABC):
             )
         if steps_on_device(optimizer):
             found = combined(state["found_inf_per_device"].values(), scale.device)
-            result = step_fused(optimizer, found, args, kwargs)
-            self._record(optimizer, not found.item() if found.device.type == "cpu" else found == 0)
+            known = bool(found.item()) if found.device.type == "cpu" and not self._sync_free else None
+            result = step_fused(optimizer, found, args, kwargs, skipped=known)
+            self._record(optimizer, found == 0 if known is None else not known)
         else:
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
@@ -299,13 +299,15 @@ class LossScaler(SavedScaler, ABC):
 
     def _record(self, optimizer: Any, stepped: bool | Tensor) -> None:
         scale = cast("Tensor", self._scale)
-        known = (
-            blame(optimizer, self._losses)
-            if stepped is False
-            else f"non-finite gradients in {type(optimizer).__name__}"
-        )
+        reason = f"non-finite gradients in {type(optimizer).__name__}"
+        if stepped is False:  # the host has waited already: it may look closer
+            reason = blame(optimizer, self._losses) + self._at_floor(scale.item())
         norm = self._grad_norm(optimizer)
-        self._note(optimizer, StepOutcome(stepped=stepped, scale=scale, reason=known, grad_norm=norm))
+        self._note(optimizer, StepOutcome(stepped=stepped, scale=scale, reason=reason, grad_norm=norm))
+
+    def _at_floor(self, scale: float) -> str:
+        moves = self._min_scale < self._max_scale
+        return f"; the scale is at its floor, {scale:g}" if moves and scale <= self._min_scale else ""
 
     # -- updating ------------------------------------------------------------------------------------------------------
 
@@ -316,6 +318,7 @@ class LossScaler(SavedScaler, ABC):
         `new_scale` is a number within the scaler's bounds, else `ArgumentError`; or a one-element tensor on the
         scaler's device, which is brought within them without being read. Waits for nothing.
         """
+        self._begins = True
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
@@ -323,7 +326,9 @@ class LossScaler(SavedScaler, ABC):
             self._write(self._given(new_scale))
             self._scale_set()
         else:
-            founds = [f for state in self._stages() for f in state["found_inf_per_device"].values()]
+            founds = [
+                f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()
+            ]
             if not founds:
                 raise StateError(
                     "update: expected a step of some optimizer before it; got none since the last update. Call "
