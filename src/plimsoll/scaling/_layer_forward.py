@@ -1,0 +1,127 @@
+"""A scaled forward: the mode that sees its operations, and the patch for what torch does not show to modes.
+
+A TorchFunctionMode sees every operation but custom autograd functions. So while a scaled forward runs, the method
+`torch.autograd.Function.apply` is ours, and makes of each one more operation.
+
+One of them is the reentrant ``torch.utils.checkpoint``: it runs a function without gradients, and again in the backward
+on detached inputs, with a backward of its own in between. It is given a function that, when it runs again, begins and
+ends at the exponent that it had in the forward. The other kind of checkpoint recomputes only what was saved for the
+backward; a `Shift` saves nothing, so nothing need be done.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, shifted
+from plimsoll.scaling._layer_mode import ForwardMode, replaced, tensors_in
+
+_function: Any = torch.autograd.Function
+_lock = threading.Lock()
+_active = threading.local()
+_undo: list[Callable[[], None]] = []
+_forwards = 0
+
+
+def present() -> ForwardMode | None:
+    """The mode of the scaled forward that runs in this thread."""
+    return getattr(_active, "mode", None)
+
+
+def enter(mode: ForwardMode) -> None:
+    """Begins a scaled forward."""
+    global _forwards  # noqa: PLW0603  (the count of the process's one patch)
+    with _lock:
+        if not _forwards:
+            _undo.append(_patch())
+        _forwards += 1
+    mode.outer = present()
+    _active.mode = mode
+    mode.__enter__()
+
+
+def leave(mode: ForwardMode) -> None:
+    """Ends it; with the last one, torch is as it was."""
+    global _forwards  # noqa: PLW0603
+    mode.__exit__(None, None, None)
+    _active.mode = mode.outer
+    with _lock:
+        _forwards -= 1
+        while not _forwards and _undo:
+            _undo.pop()()
+
+
+def _patch() -> Callable[[], None]:
+    before = _function.__dict__["apply"]
+    original = before.__func__
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        mode, run = present(), functools.partial(original, cls)
+        if mode is None or mode.busy or not torch.is_grad_enabled() or cls in (Shift, Leave):
+            return run(*args, **kwargs)
+        if cls is CheckpointFunction:
+            return _checkpoint(mode, run, *args)
+        return mode.run("apply", run, args, kwargs)
+
+    ours = classmethod(apply)
+    _function.apply = ours
+
+    def undo() -> None:
+        if _function.__dict__.get("apply") is ours:  # unless someone has wrapped ours since
+            _function.apply = before
+
+    return undo
+
+
+def _checkpoint(mode: ForwardMode, run: Callable[..., Any], function: Any, preserve: Any, *args: Any) -> Any:
+    inputs = [x for x in tensors_in(args) if x.requires_grad]
+    exponent = min((mode.exponent_of(x) for x in inputs if not x.is_leaf), default=mode.last)
+    given = replaced(args, lambda x: mode.bring(x, exponent) if x.requires_grad else x)
+    result = run(_Rerun(function, mode, exponent), preserve, *given)
+    for x in tensors_in(result):
+        if x.requires_grad and not x.is_leaf:
+            mark(x, exponent)
+    return result
+
+
+class _Rerun:
+    """The checkpointed function, which begins and ends at one exponent when it runs again in the backward."""
+
+    def __init__(self, function: Callable[..., Any], mode: ForwardMode, exponent: int) -> None:
+        self.function, self.layers, self.exponent = function, mode.layers, exponent
+        self.units = (*mode.units,)
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._unrecorded(args)
+        given = replaced(args, lambda x: _at(x, self.exponent) if x.requires_grad else x)
+        mode = ForwardMode(self.layers, self.units, self.exponent)
+        enter(mode)
+        try:
+            result = self.function(*given)
+        finally:
+            leave(mode)
+        return replaced(result, lambda x: mode.bring(x, self.exponent) if x.requires_grad and not x.is_leaf else x)
+
+    def _unrecorded(self, args: Any) -> Any:
+        mode = present()
+        if mode is None:
+            return self.function(*args)
+        mode.known_reruns += 1
+        try:
+            return self.function(*args)
+        finally:
+            mode.known_reruns -= 1
+
+
+def _at(x: Tensor, exponent: int) -> Tensor:
+    """A detached input as a tensor that has the exponent: an alias, as leaves have none."""
+    alias = shifted(x, Edge(exponent, 0, OUTSIDE))
+    mark(alias, exponent)
+    return alias

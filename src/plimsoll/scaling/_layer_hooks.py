@@ -1,0 +1,134 @@
+"""The hooks on a model's modules: where a scaled forward begins and ends, and whose code runs in between.
+
+The outermost module that is called begins the forward, whichever it is: outside of it every gradient carries the loss
+scale alone, so what it returns is brought to that. Copies and pickles of the model have no hooks.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from plimsoll.errors import StateError
+from plimsoll.scaling import _layer_forward as forwards
+from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, marked
+from plimsoll.scaling._layer_mode import ForwardMode, refuse_compiled, tensors_in
+from plimsoll.scaling._layer_units import Layers
+from plimsoll.watch._taps import ModuleHook
+
+_frames = threading.local()
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module's call that has begun in this thread."""
+
+    module: nn.Module
+    mode: ForwardMode | None = None  # None: its operations are not looked at
+    begins: bool = False  # whether the mode is this call's own
+
+
+class Before(ModuleHook):
+    """Before a module's forward."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layers, mode = self.layers, forwards.present()
+        _stack().append(frame := _Frame(module))  # first, for what follows after a raise too
+        if not layers.on or (mode is not None and mode.layers is not layers):
+            return
+        refuse_compiled()
+        if not torch.is_grad_enabled():
+            if mode is not None:
+                self._unrecorded(module, mode)
+            return
+        again = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # type: ignore[attr-defined]
+        if mode is None:
+            if again:
+                _refuse_unknown_rerun(layers, module, args, kwargs)
+            mode = ForwardMode(layers)
+            forwards.enter(mode)
+            frame.begins = True
+        frame.mode = mode
+        unit = layers.number.get(id(module), mode.units[-1])
+        mode.units.append(unit)
+        if not again and id(module) in layers.number:
+            layers.called(unit)
+
+    def _unrecorded(self, module: nn.Module, mode: ForwardMode) -> None:
+        """A call without gradients within a forward with gradients: a checkpoint's, or one that needs none."""
+        if not mode.known_reruns:
+            self.layers.quiet.add(id(module))
+        elif id(module) in self.layers.number:
+            self.layers.called(self.layers.number[id(module)])
+
+
+class After(ModuleHook):
+    """After it, also where it has raised."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002
+        stack = _stack()
+        if not stack or stack[-1].module is not module:
+            return None  # another hook raised before ours ran
+        frame = stack.pop()
+        if frame.mode is None:
+            return None
+        frame.mode.units.pop()
+        if self.layers.meter.measuring and id(module) in self.layers.number:
+            self._see(output, self.layers.number[id(module)])
+        if not frame.begins:
+            return None
+        forwards.leave(frame.mode)
+        return None if output is None or self.layers.plain else left(output, frame.mode)
+
+    def _see(self, output: Any, unit: int) -> None:
+        tap = self.layers.meter.tap(unit, "outputs")
+        for x in tensors_in(output):
+            known = marked(x) if x.requires_grad and not x.is_leaf else None
+            if known is not None and known.unit == unit:
+                x.register_hook(tap)
+
+
+def left(output: Any, mode: ForwardMode) -> Any:
+    """What leaves a model, at the loss scale alone."""
+    aliases: dict[int, Tensor] = {}
+    outputs: list[Any] = list(tensors_in(output))
+    views = any(x._is_view() for x in outputs)  # noqa: SLF001
+    function: Any = Shift if views else Leave  # a write into one output must not miss another that shares its memory
+    meter = mode.layers.meter
+    tap = meter.tap(mode.layers.loss, "outputs") if meter.measuring else None
+
+    def leave(x: Tensor) -> Tensor:
+        if not x.requires_grad or x.is_leaf:
+            return x
+        if id(x) not in aliases:
+            alias = function.apply(x, Edge(0, mode.exponent_of(x), OUTSIDE, tap=tap))
+            mark(alias, 0)
+            aliases[id(x)] = alias
+        return aliases[id(x)]
+
+    return tree_map_only(Tensor, leave, output)
+
+
+def _refuse_unknown_rerun(layers: Layers, module: nn.Module, args: Any, kwargs: Any) -> None:
+    detached = any(x.requires_grad and x.is_leaf for x in tensors_in((args, kwargs)))
+    if detached and id(module) in layers.quiet:
+        raise StateError(
+            f"LayerScaler: expected activation checkpointing by torch.utils.checkpoint; got a {type(module).__name__} "
+            "that ran without gradients in the forward and runs again on detached inputs in the backward. Use "
+            "torch.utils.checkpoint there, or run the forward under `with scaler.suspended():`."
+        )
+
+
+def _stack() -> list[_Frame]:
+    if not hasattr(_frames, "stack"):
+        _frames.stack = []
+    return cast("list[_Frame]", _frames.stack)

@@ -1,0 +1,123 @@
+"""The modules that have a scale of their own, and what is known of them."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.scaling._layer_meter import Meter
+
+Chooses = Callable[[str, nn.Module], bool]
+
+
+class Layers:
+    """The units of one model: their names, their exponents, and when they were last called."""
+
+    def __init__(self, model: nn.Module, fmt: str, units: Chooses | None) -> None:
+        self.model = model
+        chooses = units or is_unit
+        named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+        chosen = {name: module for name, module in named if chooses(name, module)}
+        if not chosen:
+            raise ArgumentError(
+                f"LayerScaler: expected a model with modules to scale; got {type(model).__name__}, of which none was "
+                "chosen. Choose some with units=lambda name, module: ..., or use DynamicScaler."
+            )
+        self.names: tuple[str, ...] = tuple(name or "model" for name in chosen)
+        self.modules: tuple[nn.Module, ...] = tuple(chosen.values())
+        self.number = {id(module): index for index, module in enumerate(self.modules)}
+        self.exponents = [0] * len(self.names)
+        self.meter = Meter(len(self.names) + 1, fmt)  # and one for what the model returns
+        self.on = True
+        self.quiet: set[int] = set()  # modules that ran without gradients within a forward with gradients
+        self._calls, self._clock = [0] * len(self.names), 0
+
+    @property
+    def loss(self) -> int:
+        """The number that stands for what the model returns."""
+        return len(self.names)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing needs to be done: all scales are the loss scale, and this step is not sampled."""
+        return not self.meter.measuring and not any(self.exponents)
+
+    def called(self, unit: int) -> None:
+        """Notes that a unit's forward begins."""
+        self._clock += 1
+        self._calls[unit] = self._clock
+
+    def from_the_loss(self) -> list[int]:
+        """The units in the order in which a backward comes to them; without those never called."""
+        called = [unit for unit, when in enumerate(self._calls) if when]
+        return sorted(called, key=lambda unit: -self._calls[unit])
+
+    def set_order(self, units: list[int]) -> None:
+        """Restores that order."""
+        self._clock = len(units)
+        self._calls = [0] * len(self.names)
+        for place, unit in enumerate(units):
+            self._calls[unit] = self._clock - place
+
+    def name_of(self, unit: int) -> str:
+        """The unit's name, for messages."""
+        return self.names[unit] if 0 <= unit < len(self.names) else "outside of any module with a scale"
+
+
+def is_unit(name: str, module: nn.Module) -> bool:  # noqa: ARG001  (what a user's own choice is given)
+    """Whether a module has a scale by default: it has parameters and no modules in it, or is an attention."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return own and (isinstance(module, nn.MultiheadAttention) or not any(True for _ in module.children()))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel; refuses what cannot have layer scales."""
+    parallel: Any = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
+    inner: Any = model.module if parallel is not None and isinstance(model, parallel) else model
+    for name, module in inner.named_modules():
+        compiled = (
+            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        )
+        if compiled:
+            raise ArgumentError(
+                f"LayerScaler: expected a model that runs eagerly; got {name or 'model'}, compiled by torch.compile, "
+                "which would freeze the layer scales of one step. Give the model uncompiled, or use SpectralScaler."
+            )
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedTensorError(
+                f"LayerScaler: expected plain parameters; got {name}, a DTensor, as fully_shard and tensor parallelism "
+                "make. Use SpectralScaler or DynamicScaler there; DistributedDataParallel is supported."
+            )
+    return inner
+
+
+def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
+    """Lets float16 parameters have float32 gradients: a weight's gradient without its layer's scale may be too small.
+
+    Raises `UnsupportedTensorError` where torch cannot.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is not torch.float16 or not parameter.is_leaf:
+            continue
+        if wrapped or not hasattr(parameter, "grad_dtype"):
+            why = "DistributedDataParallel, whose buckets are float16" if wrapped else f"torch {torch.__version__}"
+            raise UnsupportedTensorError(
+                f"LayerScaler: expected float32 or bfloat16 parameters with {why}; got {name} (torch.float16), whose "
+                "gradient without its layer's scale may be too small for float16. Keep the parameters in float32 and "
+                "run the model under autocast"
+                + ("." if wrapped else ", or use torch 2.10 or newer, where gradients may be wider.")
+            )
+        set_gradient_dtype(parameter, torch.float32)
+
+
+def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Has the parameter's gradient in that dtype, the present one too."""
+    present, given = parameter.grad, cast("Any", parameter)
+    if given.grad_dtype is not dtype:
+        given.grad = None
+        given.grad_dtype = dtype
+        given.grad = None if present is None else present.to(dtype)
