@@ -261,6 +261,7 @@ class LossScaler(SavedScaler, ABC):
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
+            del self._per_optimizer_states[id(optimizer)]  # nothing was unscaled: the step may be tried again
             raise StateError(
                 f"step: expected a gradient on at least one parameter; got none on any of {type(optimizer).__name__}. "
                 "Call scaler.scale(loss).backward() before it."

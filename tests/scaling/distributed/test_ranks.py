@@ -1,0 +1,68 @@
+"""That ranks never disagree on a scale or a skip, though one of them alone overflows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks saw of every scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
+    results = [folder / f"{rank}.json" for rank in range(WORLD)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "worker.py"), str(folder / "store"), str(rank), str(WORLD), str(results[rank])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(printed)
+    return [json.loads(result.read_text()) for result in results]
+
+
+def facts(rank: dict[str, Any], scenario: str) -> list[Any]:
+    return [[stepped, scale] for stepped, scale, _ in rank[scenario]["seen"]]
+
+
+@pytest.mark.parametrize("scenario", ["whole", "fused", "idle", "sharded"])
+def test_one_rank_of_four_overflows_and_all_skip_at_one_scale(ranks: list[Any], scenario: str) -> None:
+    expected = facts(ranks[0], scenario)
+    assert all(facts(rank, scenario) == expected for rank in ranks)
+    assert [step for step, (stepped, _) in enumerate(expected) if not stepped] == [3, 4, 7]
+    assert [scale for _, scale in expected][2:8] == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**15, 2.0**14]
+    weights = [rank[scenario]["weights"] for r, rank in enumerate(ranks) if not (scenario == "idle" and r == 1)]
+    assert all(w == weights[0] for w in weights) and weights[0][0] < 1.0
+
+
+def test_without_a_group_ranks_would_part(ranks: list[Any]) -> None:
+    assert len({str(facts(rank, "alone")) for rank in ranks}) == WORLD
+
+
+def test_two_ranks_of_a_smaller_group(ranks: list[Any]) -> None:
+    assert facts(ranks[0], "pair") == facts(ranks[1], "pair")
+    assert [step for step, (stepped, _) in enumerate(facts(ranks[0], "pair")) if not stepped] == [5]
+    assert ranks[0]["pair"]["weights"] == ranks[1]["pair"]["weights"]
+
+
+def test_the_reason_says_on_which_side_it_was(ranks: list[Any]) -> None:
+    for rank in range(WORLD):
+        reason = ranks[rank]["whole"]["seen"][3][2]
+        here = "non-finite gradients in 1 of 3 values of parameter 0 in group 0 of Adam"
+        there = "non-finite gradients on another rank; those of Adam are finite here"
+        assert reason == (here if rank == 2 else there)
+        assert ranks[rank]["whole"]["seen"][2][2] is None
