@@ -12,6 +12,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision._levels import Level
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import has_borders
+from plimsoll.scaling._scaler import LossScaler
 from plimsoll.scaling._static import StaticScaler
 from plimsoll.watch._names import unwrapped
 
@@ -131,7 +132,7 @@ def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> N
             "Use DynamicScaler."
         )
     pure = [level.name for level in levels if level.weights == "fp16" and level.update == "plain"]
-    if pure and not hasattr(scaler, "outcome"):
+    if pure and not isinstance(scaler, LossScaler):
         raise ArgumentError(
             f"prepare: expected a scaler that takes FP16 gradients at {pure[0]}; got torch.amp.GradScaler, which "
             "refuses them. Use plimsoll.scaling.DynamicScaler, or leave scaler out."

@@ -44,8 +44,8 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
 
 
 def _norm(x: Tensor, dtype: torch.dtype | None = None) -> Any:
-    vector_norm: Any = torch.linalg.vector_norm
-    return vector_norm(x, dtype=dtype)
+    linalg: Any = torch.linalg
+    return linalg.vector_norm(x, dtype=dtype)
 
 
 def _summed(g: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._levels import DTYPES
+from plimsoll.watch._compiled import inlined_only
 
 # The common base of batch and instance norms of any dimension is torch's own.
 _NORMS: tuple[type[nn.Module], ...] = (
@@ -32,12 +33,12 @@ _NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
 def is_norm(module: nn.Module) -> bool:
     """Whether it is a normalisation layer: one of torch's, or a module without children whose class is named so."""
     named_so = type(module).__name__.lower().endswith(_NORM_ENDINGS)
-    return isinstance(module, _NORMS) or (named_so and not list(module.children()))
+    return isinstance(module, _NORMS) or (named_so and next(iter(module.children()), None) is None)
 
 
 def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
     """Every module with its qualified name, the root's empty; one with several names each time, or once."""
-    return cast("list[tuple[str, nn.Module]]", list(root.named_modules(remove_duplicate=not twice)))
+    return cast("list[tuple[str, nn.Module]]", [*root.named_modules(remove_duplicate=not twice)])
 
 
 def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str, str]) -> dict[str, str]:
@@ -94,6 +95,9 @@ class CastOutputs:
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
         return cast_floating(output, self.dtype)
+
+
+inlined_only(CastInputs.__call__, CastOutputs.__call__)
 
 
 def has_borders(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision._gradients import clip, global_norm, gradients_of
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.scaling._outcome import StepOutcome
+from plimsoll.scaling._scaler import LossScaler
 
 Optimizer = torch.optim.Optimizer
 
@@ -37,6 +38,7 @@ def step_plainly(optimizers: Sequence[Optimizer], clip_norm: float | None) -> St
 def step_scaled(optimizers: Sequence[Optimizer], scaler: Any, clip_norm: float | None) -> Stepped:
     """Steps through a scaler, and lets it take its next scale."""
     norm: Tensor | None = None
+    _collect(optimizers)  # torch's own scaler does not ask for it
     if clip_norm is not None or len(optimizers) > 1:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
@@ -64,14 +66,19 @@ def lowered(scaler: Any, scale: float) -> bool:
 
 def _clip(optimizers: Sequence[Optimizer], bound: float) -> Tensor:
     """The norm of all gradients; clips them to the bound, of which Inf asks for the norm alone."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, SixteenBitOptimizer):
-            optimizer.collect_gradients()
+    _collect(optimizers)
     gradients = gradients_of(optimizers)
     norm = global_norm(gradients)
     if not math.isinf(bound):
         clip(gradients, norm, bound)
     return norm
+
+
+def _collect(optimizers: Sequence[Optimizer]) -> None:
+    """Gives FP32 masters the gradients of the model's weights, where they have not got them."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, SixteenBitOptimizer):
+            optimizer.collect_gradients()
 
 
 def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
@@ -87,9 +94,8 @@ def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
 
 def _outcome(scaler: Any) -> StepOutcome:
     """What the scaler says of the step; of one that says nothing, what its verdict was."""
-    outcome = getattr(scaler, "outcome", None)
-    if isinstance(outcome, StepOutcome):
-        return outcome
+    if isinstance(scaler, LossScaler):
+        return scaler.outcome
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (likewise)
     verdicts = [found for state in states.values() for found in state["found_inf_per_device"].values()]
     found = torch.stack([x.to(verdicts[0].device).reshape(()) for x in verdicts]).max()
