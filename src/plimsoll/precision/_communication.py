@@ -1,0 +1,145 @@
+"""Gradients that travel as 16-bit numbers between the ranks of DistributedDataParallel: half the bytes, no overflow.
+
+Each bucket of gradients is multiplied by a power of two before it becomes 16 bits wide, chosen so that the sum over all
+ranks cannot overflow and small gradients use what room there is below:
+
+1. every rank finds the largest finite magnitude in its bucket; a reduction of that one number gives all ranks the same;
+2. with m the exponent above it, and W ranks, the scale is 2**(15 - m - ceil(log2 W)): each addend is below 2**15 / W in
+   magnitude, so that every partial sum is below 2**15, whatever its order;
+3. the addends are summed as 16-bit numbers; the sum is divided by the scale and by W in float32.
+
+Scaling by powers of two is exact, but for values 39 binades or more below the bucket's largest, which FP16 flushes. NaN
+and Inf travel as they are, and reach every rank alike.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+
+Carrier = Literal["fp16", "bf16"]
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_TOP = 15  # 2**15 is the largest power of two of FP16, whose largest number is almost twice that
+# Exponents beyond these would take the scale itself out of float32.
+_LOWEST, _HIGHEST = -126, 126
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What has travelled so far. Every count is the same on all ranks."""
+
+    steps: int
+    buckets: int
+    bytes: int  # as 16-bit numbers, of one rank
+    nonfinite_buckets: int  # whose sum held a NaN or an Inf: some rank's gradient did
+    scales: tuple[float, ...]  # of the last step, by bucket
+
+
+def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") -> "GradientCompression":
+    """Has the gradients of a DistributedDataParallel model summed over ranks as `fmt`, scaled so that they fit.
+
+    Numerics. The mean over ranks as torch computes it, but for roundings to `fmt`: one of each rank's addend, and one
+    in each of the W - 1 additions. The error of a value is at most 2**-11 (FP16) or 2**-8 (BF16) of the sum of its
+    magnitudes over ranks, and in FP16 also 2 W times 2**-39 of the bucket's largest magnitude, where what is far below
+    that is flushed. All ranks get the same bits.
+
+    A sum of gradients of at most 2**127 never overflows, so nothing falls back. A NaN or Inf of any rank reaches all of
+    them, as without compression, so that scalers skip the same step everywhere; `traffic` counts such buckets.
+
+    It costs one pass over the bucket and a reduction of one number, before the bucket's own. A model has one such hook,
+    until its end: torch has no way to take it back.
+
+    Args:
+        model: wrapped already, and not yet used.
+        fmt: "fp16" has the digits, "bf16" the range: its scale is chosen likewise.
+    """
+    if not isinstance(cast("object", model), DistributedDataParallel):
+        raise ArgumentError(
+            f"compress_gradients: expected a DistributedDataParallel model; got {type(model).__name__}. Wrap the model "
+            "first. Sharded models reduce in MixedPrecisionPolicy's reduce_dtype."
+        )
+    if fmt not in _DTYPES:
+        raise ArgumentError(f"compress_gradients: expected fmt to be 'fp16' or 'bf16'; got {fmt!r}.")
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        raise UnsupportedTensorError(
+            "compress_gradients: expected dense gradients; got a module with sparse=True. Make its gradients dense."
+        )
+    compression = GradientCompression(_DTYPES[fmt], cast("Any", model).process_group)
+    _hook.__annotations__.clear()  # torch wants its own class of buckets there, which not every build has, or nothing
+    model.register_comm_hook(compression, _hook)
+    return compression
+
+
+class GradientCompression:
+    """The handle on a compressing model: `traffic` says what was sent."""
+
+    def __init__(self, dtype: torch.dtype, group: Any) -> None:
+        self.dtype, self.group = dtype, group
+        self._buckets = self._bytes = self._steps = 0
+        self._nonfinite: Tensor | None = None
+        self._exponents: list[Tensor] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has travelled so far. It waits for the device."""
+        return Traffic(
+            steps=self._steps,
+            buckets=self._buckets,
+            bytes=self._bytes,
+            nonfinite_buckets=0 if self._nonfinite is None else int(self._nonfinite),
+            scales=tuple(2.0 ** float(exponent) for exponent in self._exponents),
+        )
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The mean of the bucket over ranks, to come."""
+        whole: Tensor = bucket.buffer()
+        if not whole.is_floating_point() or whole.layout != torch.strided:
+            raise UnsupportedTensorError(
+                f"compress_gradients: expected dense gradients of real numbers; got {whole.dtype}, {whole.layout}. "
+                "Leave such a model's gradients as they are."
+            )
+        ranks = dist.get_world_size(self.group)
+        exponent = self._exponent(whole, ranks)
+        sent = torch.ldexp(whole.to(torch.float32), exponent).to(self.dtype)
+        self._count(bucket, sent, exponent)
+        future = self._begin_sum(sent)
+
+        def give_back(done: torch.futures.Future[Any]) -> Tensor:
+            total = cast("list[Tensor]", done.value())[0]
+            finite = total.isfinite().all()
+            if self._nonfinite is None:
+                self._nonfinite = torch.zeros((), dtype=torch.int64, device=total.device)
+            self._nonfinite.add_(finite.logical_not())
+            return whole.copy_(torch.ldexp(total.to(torch.float32).div_(ranks), -exponent))
+
+        return future.then(give_back)
+
+    def _begin_sum(self, sent: Tensor) -> torch.futures.Future[Any]:
+        return cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
+
+    def _exponent(self, whole: Tensor, ranks: int) -> Tensor:
+        """Of the scale, the same on every rank, on the bucket's device."""
+        size = whole.detach().abs().to(torch.float32)
+        largest = torch.where(size.isfinite(), size, 0.0).amax().reshape(1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        above = torch.frexp(largest).exponent  # the largest is below 2**above
+        exponent = _TOP - math.ceil(math.log2(ranks)) - above
+        return torch.where(largest > 0, exponent, 0).clamp_(_LOWEST, _HIGHEST)
+
+    def _count(self, bucket: Any, sent: Tensor, exponent: Tensor) -> None:
+        if bucket.index() == 0:
+            self._steps += 1
+            self._exponents.clear()
+        self._exponents.append(exponent)
+        self._buckets += 1
+        self._bytes += sent.nbytes
+
+
+def _hook(compression: GradientCompression, bucket: Any) -> Any:
+    return compression.reduce(bucket)

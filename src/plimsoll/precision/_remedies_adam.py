@@ -1,0 +1,179 @@
+"""`guard_adam`: Adam whose state is 16 bits wide, kept from what rounding does to it.
+
+Three things break there. Epsilon, 1e-8 as a rule, is zero in float16, so that an idle weight becomes 0/0. Squares of
+gradients below some 2e-4 are zero in float16, so that after a spell of small or no gradients the next one is divided by
+nothing, and the update explodes. And in bfloat16 the second moment cannot decay: 0.999 of it rounds back to it.
+
+The remedy for the second needs no new constant. By Cauchy and Schwarz no sequence of gradients can make the first
+moment larger than
+
+    (1 - b1) / sqrt(1 - b2) / sqrt(1 - b1**2 / b2)         7.27 for betas of 0.9 and 0.999
+
+times the root of the second, in exact arithmetic. Where the moments of the next step would break that bound, rounding
+has lost part of the second, and it is raised to what the bound asks. Moments that are sound are not touched.
+"""
+
+import math
+import warnings
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Format, get
+
+Epsilon = Literal["refuse", "raise"]
+_NARROW = (torch.float16, torch.bfloat16)
+_SLACK = 1.01  # rounding in float32 stays within; in 16 bits a moment that is off by less is let be
+
+
+def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGuard":
+    """Guards an Adam or AdamW over 16-bit parameters, whose state is 16-bit, until `AdamGuard.remove`.
+
+    An update is then at most 7.27 learning rates (for the usual betas), and no weight becomes 0/0. What the guard
+    cannot do is bring back squares that the format does not hold: their second moment is a floor, and the step can be
+    smaller than Adam's. `MasterWeights`, `StochasticWeights` and `KahanWeights` have float32 state: they need no guard.
+
+    Args:
+        optimizer: torch.optim.Adam or AdamW; parameters that are not 16-bit are left alone.
+        epsilon: where epsilon rounds to zero in a parameter's dtype. "refuse" is an error. "raise" sets the group's to
+            the smallest number above zero of that dtype (5.96e-8 in float16), and warns.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    >>> optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-4)
+    >>> guard = guard_adam(optimizer)
+    >>> weight.grad = torch.tensor([1e-4, 1e-3], dtype=torch.float16)  # their squares, times 0.001, are zero
+    >>> optimizer.step()
+    >>> guard.raised
+    2
+    """
+    if not isinstance(optimizer, torch.optim.Adam):
+        raise ArgumentError(
+            f"guard_adam: expected torch.optim.Adam or AdamW; got {type(optimizer).__name__}. Optimizers over float32 "
+            "values (MasterWeights, StochasticWeights, KahanWeights) need no guard; for others there is none."
+        )
+    if epsilon not in {"refuse", "raise"}:
+        raise ArgumentError(f"guard_adam: expected epsilon to be 'refuse' or 'raise'; got {epsilon!r}.")
+    groups = [(group, {p.dtype for p in group["params"]}.intersection(_NARROW)) for group in optimizer.param_groups]
+    if not any(dtypes for _, dtypes in groups):
+        raise ArgumentError(
+            "guard_adam: expected 16-bit parameters; got none. Adam of float32 parameters has float32 state, and needs "
+            "no guard."
+        )
+    for group, dtypes in groups:
+        for dtype in sorted(dtypes, key=str):
+            _check_betas(group, dtype)
+            _check_epsilon(group, dtype, epsilon)
+    return AdamGuard(optimizer)
+
+
+class AdamGuard:
+    """The handle on a guarded optimizer: how often it had to step in, and `remove`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._raised: dict[torch.device, Tensor] = {}
+        self._handle = optimizer.register_step_pre_hook(self._before)
+
+    @property
+    def raised(self) -> int:
+        """How many second moments were raised so far, over values and steps. It waits for the device."""
+        return sum(int(count) for count in self._raised.values())
+
+    def remove(self) -> None:
+        """Guards no more."""
+        self._handle.remove()
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # args begin with the optimizer
+            raise ArgumentError(
+                "guard_adam: expected a step without a closure, since the guard looks at gradients before the step; "
+                "got one. Run forward and backward before the step."
+            )
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype in _NARROW and p.grad is not None:
+                    state = cast("dict[str, Any]", optimizer.state[p])
+                    if not state:
+                        _begin(state, p, group)
+                    self._raise_second_moment(state, p, group)
+
+    def _raise_second_moment(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
+        first, second = _next_moments(state, p, group)
+        held = cast("Tensor", state["exp_avg_sq"])
+        floor = (first / (_SLACK * largest_ratio(*_betas(group)))).square_()
+        low = second < floor
+        # The step multiplies by b2 and rounds; two units of the last place more make up for both.
+        asked = (floor / _betas(group)[1]).mul_(1 + 2 * torch.finfo(held.dtype).eps).clamp_(min=_smallest(held.dtype))
+        held.copy_(torch.where(low, asked, held))
+        count = self._raised.setdefault(p.device, torch.zeros((), dtype=torch.int64, device=p.device))
+        count.add_(low.sum())
+
+
+def largest_ratio(b1: float, b2: float) -> float:
+    """The largest that the first moment can be, in units of the root of the second."""
+    return (1 - b1) / math.sqrt(1 - b2) / math.sqrt(1 - b1 * b1 / b2)
+
+
+def _next_moments(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The first moment after this step, in float32, and the second as its dtype will hold it."""
+    b1, b2 = _betas(group)
+    g = cast("Tensor", p.grad).to(torch.float32)
+    if group["maximize"]:
+        g = -g
+    if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        g = g + p.to(torch.float32) * group["weight_decay"]
+    held = cast("Tensor", state["exp_avg_sq"])
+    added = g.square().mul_(1 - b2)
+    second = held.to(torch.float32).mul_(b2).to(held.dtype).to(torch.float32).add_(added).to(held.dtype)
+    return state["exp_avg"].to(torch.float32).lerp_(g, 1 - b1), second.to(torch.float32)
+
+
+def _begin(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
+    """The state that Adam makes in a parameter's first step: the guard has to be there before it."""
+    on_device = group["capturable"] or group["fused"]
+    state["step"] = torch.zeros((), device=p.device if on_device else "cpu", dtype=torch.float32)
+    for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+        state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """The smallest number above zero that the dtype holds."""
+    return cast("Format", get(dtype)).smallest_subnormal
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, float]:
+    b1, b2 = group["betas"]
+    return float(b1), float(b2)
+
+
+def _check_betas(group: dict[str, Any], dtype: torch.dtype) -> None:
+    b1, b2 = _betas(group)
+    if b1 * b1 >= b2:
+        raise ArgumentError(
+            f"guard_adam: expected betas whose first squared is below the second, without which no bound holds; got "
+            f"betas=({b1}, {b2}). Take a smaller first or a larger second one."
+        )
+    if 1 - b2 < torch.finfo(dtype).eps / 4:
+        warnings.warn(
+            f"guard_adam: the second moment cannot decay in {dtype}: {b2} of it rounds back to it, so that it only "
+            f"grows. Use StochasticWeights or KahanWeights, whose state is float32, or a second beta of at most "
+            f"{1 - torch.finfo(dtype).eps / 2:.3f}.",
+            stacklevel=3,
+        )
+
+
+def _check_epsilon(group: dict[str, Any], dtype: torch.dtype, epsilon: Epsilon) -> None:
+    if group["fused"] or float(torch.tensor(group["eps"], dtype=dtype)) > 0:
+        return  # a fused step adds epsilon in float32
+    smallest = _smallest(dtype)
+    if epsilon == "refuse":
+        raise ArgumentError(
+            f"guard_adam: expected an epsilon that {dtype} can hold; got eps={group['eps']}, which is zero there: a "
+            f"weight without gradients becomes 0/0. Use eps={smallest:.3g} or more, guard_adam(..., epsilon='raise'), "
+            "or MasterWeights, whose state is float32."
+        )
+    warnings.warn(f"guard_adam: eps={group['eps']} is zero in {dtype}; it is {smallest:.3g} from now on.", stacklevel=3)
+    group["eps"] = smallest
