@@ -1,0 +1,264 @@
+"""A scale that follows the gradients' spectra, and is lowered before they overflow."""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError, NotRecordedError
+from plimsoll.formats import FP16, FP32, Format, get_element
+from plimsoll.kernels import _layout as layout
+from plimsoll.kernels._later import Later
+from plimsoll.scaling import _arguments as arguments
+from plimsoll.scaling._gradients import Gradient
+from plimsoll.scaling._scaler import FLOOR, LossScaler
+from plimsoll.scaling._spectral_banks import OptimizerBanks, join, look, no_summary
+from plimsoll.scaling._spectral_looks import Facts, Looks
+from plimsoll.scaling._spectral_rule import Look, Memory, SpectralRule
+from plimsoll.scaling._spectral_windows import ScaleReport
+
+MOST_MARGIN = 16.0  # binades
+
+
+class SpectralScaler(LossScaler):
+    """Sets the scale from what the gradients look like, before they overflow, and says where no scale serves.
+
+    The pass that unscales the gradients measures them too: their largest magnitude, and how many values are about to be
+    lost. The scale is the highest power of two that keeps the largest gradient to be expected `margin` binades below
+    the format's overflow; the expectation is a robust trend over steps, and covers the jumps that are usual. Overflow
+    lowers the scale at once and leaves no trace in the statistics; ten clean steps later the scale climbs back, a
+    binade a step (`plimsoll.scaling._spectral_rule` has the whole rule).
+
+    - `format`: what the backward pass computes in, "fp16" under autocast, whatever dtype the parameters have. Overflow
+      may happen to gradients of activations, which are not measured; how far these lie above those of the parameters
+      is learned where it shows. Gradients that are float16 themselves count as "fp16" in any case.
+    - `init_scale`: a power of two. The first clean step shows where the scale belongs, so it starts low.
+    - `inspect_every`: so many steps apart each tensor's window is looked at; where no scale serves all tensors at two
+      looks in a row, a warning names those that span too far, once. `report` says more at any time.
+    - `process_group`, `sync_free`: as for `DynamicScaler`.
+
+    On a CPU the scale follows from the step before. On other devices overflow lowers it for the very next step, and
+    what spectra say takes one step more, so that the host waits for no step but the last; in sync-free mode it takes
+    as long as the device does, and the host never waits. An `update(new_scale)` holds for one step.
+
+    >>> import torch, plimsoll as pl
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = pl.scaling.SpectralScaler("cpu")
+    >>> scaler.scale((weight * torch.tensor([1.0, 0.5])).sum()).backward()
+    >>> scaler.step(optimizer); scaler.update()
+    >>> scaler.get_scale(), scaler.window
+    (16384.0, (-23, 15))
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**10,
+        *,
+        format: object = "fp16",  # noqa: A002  (what it is everywhere else)
+        margin: float = 0.75,
+        inspect_every: int = 100,
+        enabled: bool = True,
+        min_scale: float = FLOOR,
+        max_scale: float = 2.0**32,
+        process_group: Any = None,
+        sync_free: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        super().__init__(
+            device, init_scale, enabled=enabled, min_scale=min_scale, max_scale=max_scale,
+            process_group=process_group, sync_free=sync_free,
+        )  # fmt: skip
+        for word, value in (("init_scale", init_scale), ("min_scale", min_scale), ("max_scale", max_scale)):
+            _check_power(name, word, value)
+        self._format = _check_format(name, format)
+        self._margin = _check_margin(name, margin)
+        self._memory = Memory()
+        self._looks = Looks(arguments.check_interval(name, "inspect_every", inspect_every))
+        self._banks: weakref.WeakKeyDictionary[Any, OptimizerBanks] = weakref.WeakKeyDictionary()
+        self._seen: list[Tensor] = []
+        self._halves = False  # whether a gradient was float16
+        self._late = self._device != "cpu"
+        self._waiting: deque[Facts] = deque()
+        self._overflows: Tensor | None = None  # in all, on the scale's device
+        self._known_overflows = 0  # those among them that the memory knows of
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def report(self) -> ScaleReport:
+        """The window of scales for each tensor, as the latest look at them found it; reading waits for the device.
+
+        Raises `NotRecordedError` before the first step with finite gradients.
+        """
+        found = self._looks.latest(self._narrowest())
+        if found is not None:
+            return found
+        raise NotRecordedError(
+            f"report: expected a step with finite gradients before; got none that was looked at. {type(self).__name__} "
+            f"looks at the first step and at every {self._looks.every}th: train for longer."
+        )
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The lowest and the highest exponent of the scales that serve all tensors; None where no scale does."""
+        return self.report().window
+
+    # -- what the unscale pass measures --------------------------------------------------------------------------------
+
+    def _bank(self, optimizer: Any, gradients: Sequence[Gradient]) -> tuple[Tensor | None, Sequence[int]]:
+        self._halves |= any(gradient.values.dtype is torch.float16 for gradient in gradients)
+        return self._banks_of(optimizer).prepare(optimizer, gradients), range(len(gradients))
+
+    def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
+        faint_rows = max(self._narrowest().quantum_exponent + 1 - layout.LOWEST_BINADE, 0)
+        banks = self._banks_of(optimizer)
+        self._looks.offer(banks)
+        self._seen.append(banks.summary(faint_rows, self._process_group, found_inf.device))
+
+    def _banks_of(self, optimizer: Any) -> OptimizerBanks:
+        return self._banks.setdefault(optimizer, OptimizerBanks())
+
+    def _grad_norm(self, optimizer: Any) -> Tensor | None:
+        banks = self._banks.get(optimizer)
+        if banks is None or not banks.banks or banks.groups or self._process_group is not None:
+            return None
+        return banks.norm(cast("Tensor", self._scale))
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def _start(self, device: torch.device) -> None:
+        self._overflows = torch.full((), self._known_overflows, dtype=torch.float64, device=device)
+
+    def _next_scale(self, found_inf: Tensor) -> float | Tensor:
+        scale = cast("Tensor", self._scale)
+        self._looks.step(scale, self._narrowest())
+        seen = join(self._seen) if self._seen else no_summary(scale.device)
+        self._seen.clear()
+        if self._late:
+            return self._next_scale_late(seen, scale, found_inf)
+        return self._advance(look(cast("list[int]", seen.tolist()), found_inf.item() > 0), scale.item())
+
+    def _next_scale_late(self, seen: Tensor, scale: Tensor, found_inf: Tensor) -> Tensor:
+        """Lowered on the device if this step overflowed; else what follows from the steps before, if that is known.
+
+        A plan that does not know of the latest overflow would undo what was done about it, and is dropped.
+        """
+        overflows = cast("Tensor", self._overflows)
+        planned = self._catch_up()
+        held = scale if planned is None else torch.where(overflows == self._known_overflows, planned, scale)
+        lowered = scale * 2.0 ** -self._rule().drop(self._memory)
+        overflows += found_inf > 0
+        parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen[:1].view(torch.float64), seen[1:]]
+        self._waiting.append(Facts(Later(torch.cat([part.double() for part in parts]))))
+        return torch.where(found_inf > 0, lowered, held)
+
+    def _catch_up(self) -> float | None:
+        """Reads what has come of the steps before, and returns the scale that follows from it, if anything came."""
+        planned = None
+        while self._waiting and (not self._sync_free or self._waiting[0].ready()):
+            scale, overflows, found, absmax, nonzero, faint = self._waiting.popleft().numbers()
+            seen = Look(overflowed=found > 0, absmax=absmax, nonzero=int(nonzero), faint=int(faint))
+            planned, self._known_overflows = self._advance(seen, scale), int(overflows)
+        return planned
+
+    def _advance(self, seen: Look, scale: float) -> float:
+        return 2.0 ** self._rule().next_exponent(self._memory, seen, scale)
+
+    def _rule(self) -> SpectralRule:
+        # The first gradient of the backward pass is the scale itself, in the loss's dtype.
+        half_loss = any(loss.dtype is torch.float16 for loss in self._losses)
+        highest = min(self._max_scale, 2.0**FP16.max_exponent) if half_loss else self._max_scale
+        return SpectralRule(
+            line=math.log2(self._narrowest().overflow_threshold),
+            margin=self._margin,
+            lowest=round(math.log2(self._min_scale)),
+            highest=round(math.log2(max(highest, self._min_scale))),
+        )
+
+    def _narrowest(self) -> Format:
+        return FP16 if self._halves and self._format.max > FP16.max else self._format
+
+    def _scale_set(self) -> None:
+        self._memory.cap, self._memory.overflows = None, 0
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> dict[str, Any]:
+        return {
+            "format": self._format.name,
+            "margin": self._margin,
+            "inspect_every": self._looks.every,
+            "halves": self._halves,
+            "memory": self._memory.to_dict(),
+            "looks": self._looks.to_dict(),
+            "waiting": [facts.numbers() for facts in self._waiting],
+            "known_overflows": self._known_overflows,
+        }
+
+    def _load(self, extra: dict[str, Any]) -> None:
+        self._memory, self._waiting, self._known_overflows = Memory(), deque(), 0
+        if "memory" in extra:
+            self._format, self._margin = get_element(extra["format"], "load_state_dict"), extra["margin"]
+            self._halves, self._memory = extra["halves"], Memory.from_dict(extra["memory"])
+            self._looks = Looks.from_dict(extra["inspect_every"], extra["looks"])
+            self._waiting.extend(Facts(list(numbers)) for numbers in extra["waiting"])
+            self._known_overflows = extra["known_overflows"]
+        if self._overflows is not None:
+            self._overflows.fill_(self._waiting[-1].numbers()[1] if self._waiting else self._known_overflows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state | {"_banks": weakref.WeakKeyDictionary(), "_seen": [], "_waiting": deque()}
+
+    # -- what it has not -----------------------------------------------------------------------------------------------
+
+    def set_growth_factor(self, new_factor: float) -> NoReturn:
+        """Raises `ArgumentError`: the scale goes where the gradients are, by no factor."""
+        _refuse("set_growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> NoReturn:
+        """Raises `ArgumentError`: overflow lowers the scale by the rule's own binades."""
+        _refuse("set_backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> NoReturn:
+        """Raises `ArgumentError`: the scale waits for no interval to grow."""
+        _refuse("set_growth_interval", new_interval)
+
+
+def _refuse(operation: str, value: object) -> NoReturn:
+    raise ArgumentError(
+        f"{operation}: expected a scaler with a growth rule; got {value!r} for a SpectralScaler, which sets its scale "
+        "from the gradients. Use DynamicScaler, or the argument `margin`."
+    )
+
+
+def _check_power(name: str, word: str, value: float) -> None:
+    if math.frexp(value)[0] != 0.5:
+        raise ArgumentError(
+            f"{name}: expected {word} as a power of two, which multiplies exactly; got {value!r}. Use "
+            f"2.0**{round(math.log2(value))}."
+        )
+
+
+def _check_format(name: str, given: object) -> Format:
+    fmt = get_element(given, name)
+    if fmt.max > FP32.max or not fmt.signed:
+        raise ArgumentError(
+            f"{name}: expected a format of gradients that float32's range holds; got format={fmt.name}. Use 'fp16', "
+            "what the backward pass computes in under autocast."
+        )
+    return fmt
+
+
+def _check_margin(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
+        raise ArgumentError(
+            f"{name}: expected a margin of 0 to {MOST_MARGIN:g} binades; got {value!r}. Use 0.75; 2 where an overflow "
+            "is dear."
+        )
+    return float(value)
