@@ -98,11 +98,13 @@ class DynamicScaler(LossScaler):
         """Tens of microseconds less than the same in tensors; these are on the host already."""
         scale, tracker = self._check_scale_growth_tracker("update")
         memory = cast("Tensor", self._memory)
-        overflows, ceiling, unproven = _numbers(memory)
-        state = RuleState(scale.item(), tracker.item(), overflows, ceiling, unproven > 0)
+        before = _numbers(memory)
+        state = RuleState(scale.item(), tracker.item(), before[0], before[1], before[2] > 0)
         after = advance(state, found_inf.item() > 0, self._rule(), _select)
         tracker.fill_(after.clean)
-        memory.copy_(torch.tensor((after.overflows, after.ceiling, float(after.unproven))))
+        remembered = (after.overflows, after.ceiling, float(after.unproven))
+        if remembered != before:
+            memory.copy_(torch.tensor(remembered))
         return float(after.scale)
 
     def _advance_on_device(self, found_inf: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
 """The gradients of an optimizer's parameters, as plain tensors that can be multiplied in place, by device."""
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plimsoll import kernels
 from plimsoll.errors import UnsupportedTensorError
 
+_STRIDED = torch.strided
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Gradient:
-    """One parameter's gradient."""
+    """One parameter's gradient; not frozen, as thousands are made in a step."""
 
     group: int  # of the optimizer's parameter groups
     index: int  # within the group
@@ -22,29 +22,28 @@ class Gradient:
     values: Tensor  # plain and strided: the stored values of a sparse gradient, the local shard of a DTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(NamedTuple):
     """All gradients of an optimizer, and over which ranks they are spread."""
 
-    by_device: dict[torch.device, list[Gradient]] = field(default_factory=dict[torch.device, list[Gradient]])
-    groups: dict[int, Any] = field(default_factory=dict[int, Any])  # process groups of DTensors' meshes, by their id
+    by_device: dict[torch.device, list[Gradient]]
+    groups: dict[int, Any]  # process groups of DTensors' meshes, by their id
 
 
 def gather(optimizer: Any, *, half: bool = True) -> Gradients:
     """The gradients that are there; without `half`, float16 ones are refused as `torch.amp.GradScaler` refuses them."""
-    found = Gradients()
-    for gradient in _each(optimizer, found.groups):
-        if not half and gradient.values.dtype is torch.float16:
-            raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
-        found.by_device.setdefault(gradient.values.device, []).append(gradient)
-    return found
-
-
-def _each(optimizer: Any, meshes: dict[int, Any]) -> Iterator[Gradient]:
+    found: dict[torch.device, list[Gradient]] = {}
+    meshes: dict[int, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            if parameter.grad is not None:
-                yield Gradient(number, index, parameter, _values(parameter, meshes))
+            values = parameter.grad
+            if values is None:
+                continue
+            if type(values) is not Tensor or values.layout is not _STRIDED or values.is_complex():
+                values = _values(parameter, meshes)
+            if not half and values.dtype is torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
+            found.setdefault(values.device, []).append(Gradient(number, index, parameter, values))
+    return Gradients(found, meshes)
 
 
 def _values(parameter: Tensor, meshes: dict[int, Any]) -> Tensor:
@@ -74,8 +73,3 @@ def _stored(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.dtype is torch.float16 and not gradient.is_coalesced():
         gradient = parameter.grad = gradient.coalesce()
     return gradient._values()  # type: ignore[attr-defined]  # noqa: SLF001  (values() refuses what is not coalesced)
-
-
-def unscale(gradients: list[Gradient], inverse: Tensor, found: Tensor) -> None:
-    """Multiplies them in place; where one is not finite, before or after, `found` becomes 1."""
-    kernels.unscale_into([gradient.values for gradient in gradients], inverse, found)

@@ -9,7 +9,6 @@ regrows no further than to below it, and goes on by the growth interval.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plimsoll.scaling._hysteresis import Hysteresis
@@ -29,8 +28,7 @@ class RuleState(NamedTuple):
     unproven: Number  # whether the scale has grown and not held since
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """The numbers that the rule works by."""
 
     growth_factor: float

@@ -224,7 +224,8 @@ class LossScaler(SavedScaler, ABC):
             bank, rows = self._bank(optimizer, these)
             per_device[device] = found.to(device, copy=True, non_blocking=True)
             factor = inverse.to(device, non_blocking=True)
-            kernels.unscale_into([gradient.values for gradient in these], factor, per_device[device], bank, rows)
+            with torch.no_grad():  # gradients that a graph was made of are written to all the same
+                kernels.unscale_into([gradient.values for gradient in these], factor, per_device[device], bank, rows)
         return per_device
 
     def _unscale_grads_(
