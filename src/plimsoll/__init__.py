@@ -23,11 +23,14 @@ if TYPE_CHECKING:
         NotRecordedError,
         PlimsollError,
         RunError,
+        StateError,
         UnsupportedTensorError,
     )
     from plimsoll.formats import BlockFormat, Format
+    from plimsoll.precision import MasterWeights, Policy, prepare
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
     from plimsoll.runs import Run, RunWriter
+    from plimsoll.scaling import StepOutcome
     from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
     from plimsoll.watch import Watch
 
@@ -39,15 +42,19 @@ __all__ = [
     "Format",
     "FormatError",
     "Interval",
+    "MasterWeights",
     "MissingExtraError",
     "NotRecordedError",
     "Packed",
     "PlimsollError",
+    "Policy",
     "Run",
     "RunError",
     "RunWriter",
     "Source",
     "Spectrum",
+    "StateError",
+    "StepOutcome",
     "UnsupportedTensorError",
     "Watch",
     "__version__",
@@ -59,6 +66,7 @@ __all__ = [
     "measure",
     "pack",
     "precision",
+    "prepare",
     "rounding",
     "runs",
     "scaling",
@@ -72,11 +80,13 @@ _ROOMS = ("emulate", "errors", "formats", "precision", "rounding", "runs", "scal
 _HOMES = {
     "errors": (
         "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",
-        "RunError", "UnsupportedTensorError",
+        "RunError", "StateError", "UnsupportedTensorError",
     ),
     "formats": ("BlockFormat", "Format"),
+    "precision": ("MasterWeights", "Policy", "prepare"),
     "rounding": ("Packed", "cast", "fake_quantize", "pack", "unpack"),
     "runs": ("Run", "RunWriter"),
+    "scaling": ("StepOutcome",),
     "spectrum": ("Fit", "Interval", "Source", "Spectrum", "measure"),
     "watch": ("Watch",),
 }  # fmt: skip
