@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plimsoll.emulate import _frames
+from plimsoll.emulate import _frames, _kernels
 from plimsoll.emulate._autocast import Autocast
 from plimsoll.emulate._lists import CUDA
 from plimsoll.errors import ArgumentError
@@ -237,7 +237,7 @@ def test_contexts_nest_and_are_taken_back() -> None:
             assert product() is FP32
         assert product() is FP16
     assert product() is FP32
-    assert not any(_frames.current() or key.on for key in (_frames.hearing_some(),))
+    assert not any(_frames.current() or key.on for key in (_kernels.hearing_some(),))
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from plimsoll.emulate._frames import overloads
+from plimsoll.emulate._kernels import overloads
 from plimsoll.emulate._lists import CATEGORIES, CUDA, OperationLists, operation_name
 from plimsoll.errors import ArgumentError
 

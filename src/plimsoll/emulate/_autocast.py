@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from plimsoll.emulate import _frames
+from plimsoll.emulate import _contexts, _frames
 from plimsoll.emulate._casts import CastCache
 from plimsoll.emulate._frames import Frame
 from plimsoll.emulate._lists import CUDA, OperationLists
@@ -74,7 +74,7 @@ def casting(lists: OperationLists | None, low: torch.dtype, *, cache: bool = Tru
         _frames.refuse_torch_autocast("around")
         kept = around.cache or CastCache()
         frame = replace(around, lists=lists, low=low, cache=kept if cache else None)
-    with mha_in_python(), _frames.entered(frame):
+    with mha_in_python(), _contexts.entered(frame):
         try:
             yield frame
         finally:

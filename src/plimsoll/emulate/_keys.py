@@ -24,6 +24,16 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 # Autocast keys of backends that torch itself has no kernels for. IPU: the backend is gone; HPU, PrivateUse1: plugins.
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu", "AutocastPrivateUse1": "privateuseone"}
 
+# Not even a key that hears everything hears these: they compute nothing, and are called most. `detach` must not be
+# heard: a Parameter is made of its result, which may not have been seen by Python before.
+_UNHEARD = (
+    "_reshape_alias", "alias", "as_strided", "chunk", "contiguous", "detach", "detach_", "diagonal", "expand",
+    "expand_as", "flatten", "is_nonzero", "is_same_size", "item", "lift_fresh", "movedim", "narrow", "permute",
+    "requires_grad_", "reshape", "select", "size", "slice", "split", "split_with_sizes", "squeeze", "stride",
+    "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk",
+    "unsqueeze", "view", "view_as",
+)  # fmt: skip
+
 _lock = threading.Lock()
 _taken: set[str] = set()
 
@@ -44,6 +54,14 @@ class Key:
             self._fallback.fallback(torch.library.fallthrough_kernel, self.name)
         else:
             self._fallback.fallback(functools.partial(everything, self), self.name, with_keyset=True)
+            self._leave_unheard()
+
+    def _leave_unheard(self) -> None:
+        for name in _UNHEARD:
+            packet = getattr(torch.ops.aten, name)
+            for op in (getattr(packet, overload) for overload in packet.overloads()):
+                if any("Tensor" in str(one.type) for one in op._schema.arguments):  # noqa: SLF001
+                    self._library.impl(op, torch.library.fallthrough_kernel, self.name)
 
     def hear(self, op: Any, kernel: Callable[..., Any]) -> None:
         """From now on calls of the overload `op` go to ``kernel(keys, *args, **kwargs)``, wherever the key is on."""
@@ -53,7 +71,17 @@ class Key:
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
     def below(self, keys: Any, op: Any, args: Any, kwargs: Any) -> Any:
-        """The operation as it would have run unheard; what it calls in turn is heard again."""
+        """The operation as it would have run unheard; what it calls in turn is heard again.
+
+        A number in a tensor's place (``x * 2``) came as a tensor that counts as a number in type promotion. Only a call
+        from the top makes one of it again; the few operations that take it call no others.
+        """
+        if _has_number(op, args):
+            self.include(False)
+            try:
+                return op(*args, **kwargs)
+            finally:
+                self.include(True)
         return op.redispatch(keys & self._below, *args, **kwargs)
 
     @property
@@ -69,6 +97,17 @@ class Key:
         """Opens or closes the key for this thread: autocast keys are also excluded where no context is."""
         _C._dispatch_tls_set_dispatch_key_excluded(self._key, not on)  # noqa: SLF001
         _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
+
+
+_places: dict[Any, tuple[int, ...]] = {}
+
+
+def _has_number(op: Any, args: Any) -> bool:
+    places = _places.get(op)
+    if places is None:
+        arguments = enumerate(op._schema.arguments)  # noqa: SLF001
+        places = _places[op] = tuple(index for index, one in arguments if str(one.type) == "Tensor")
+    return any(index < len(args) and isinstance(args[index], int | float | complex) for index in places)
 
 
 def _free_name() -> str:

@@ -1,0 +1,69 @@
+"""Entering a frame, and leaving it: what is set for the thread, and what is put back."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from plimsoll.emulate import _checkpoints
+from plimsoll.emulate._casts import CastCache
+from plimsoll.emulate._frames import NO_LISTS, Frame, categories_of, graph_task, local, nesting
+from plimsoll.emulate._kernels import hear, key_of
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Generator[Frame]:
+    """The frame holds on this thread, until the end, however that comes."""
+    before, silent = local.frame, local.silent
+    frame = replace(frame, task=graph_task(), nesting=nesting(), categories=categories_of(frame.lists))
+    frame = replace(frame, without_lists=replace(frame, lists=NO_LISTS, categories={}, without_lists=None))
+    key = key_of(frame)
+    hear(key, frame.lists, tuple(frame.rules))
+    _checkpoints.patch(_remembering)
+    restore = _switch(before, frame)
+    local.frame, local.silent = frame, False
+    try:
+        yield frame
+    finally:
+        local.frame, local.silent = before, silent
+        restore()
+        _checkpoints.unpatch()
+
+
+def _switch(before: Frame | None, now: Frame) -> Callable[[], None]:
+    """Opens the key of the frame, and closes the other one; what it returns takes that back."""
+    # The dtype of the key's backend is what torch.compile guards upon: another low dtype recompiles.
+    dtype = torch.get_autocast_dtype(key_of(now).device)
+    torch.set_autocast_dtype(key_of(now).device, now.low)
+    heard = key_of(before).on if before is not None else False
+    if before is not None:
+        key_of(before).set(False)
+    key_of(now).set(True)
+
+    def restore() -> None:
+        key_of(now).set(False)
+        torch.set_autocast_dtype(key_of(now).device, dtype)
+        if before is not None:
+            key_of(before).set(True)
+            key_of(before).include(heard)
+
+    return restore
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, under this thread's frame wherever it is called."""
+    frame = local.frame
+    if frame is None:
+        return function
+
+    @functools.wraps(function, updated=())
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        if local.frame is frame and frame.task == graph_task():
+            return function(*args, **kwargs)
+        with entered(replace(frame, cache=None if frame.cache is None else CastCache())):
+            return function(*args, **kwargs)
+
+    return remembered

@@ -1,0 +1,193 @@
+"""Convolutions with rounded operands, in any number of dimensions, plain and transposed, with groups.
+
+Three linear maps make up a convolution and its backward: `correlate` (x, w -> y), its adjoint `spread` (y, w -> x), and
+`weigh` (x, y -> w). A transposed convolution is the same with the first two exchanged. With the machine's own sums
+torch computes them; with an accumulator of a format each is a matrix product over unfolded windows:
+
+- correlate sums over channels, then window, of one output;
+- spread is the correlation of y, zeros put between its values where the stride skips, with the mirrored window;
+- weigh sums over the batch, then the positions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast as typed
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plimsoll.emulate import _frames
+from plimsoll.emulate._products import common_dtype
+from plimsoll.emulate._recipe import Multiply, Recipe
+from plimsoll.emulate._wide import narrow, widen
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Where the windows lie: one number a dimension."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def correlate(self, x: Tensor, w: Tensor, multiply: Multiply) -> Tensor:
+        """From x (N, C, ...) and w (O, C/groups, ...): (N, O, ...)."""
+        windows = self._windows(_padded(x, self.padding), w.shape[2:])
+        spatial = windows.shape[2 : 2 + len(self.stride)]
+        columns = self._columns(windows, x.shape[0])  # (N * groups, C/groups * window, positions)
+        rows = w.reshape(1, self.groups, w.shape[0] // self.groups, -1).expand(x.shape[0], -1, -1, -1).flatten(0, 1)
+        return multiply(rows, columns).reshape(x.shape[0], w.shape[0], *spatial)
+
+    def spread(self, y: Tensor, w: Tensor, size: Sequence[int], multiply: Multiply) -> Tensor:
+        """From y (N, O, ...) and w (O, C/groups, ...): (N, C, *size); the adjoint of `correlate` in x."""
+        inner = [(one - 1) * s + 1 for one, s in zip(y.shape[2:], self.stride, strict=True)]
+        sparse = y.new_zeros((*y.shape[:2], *inner))
+        sparse[(..., *(slice(None, None, s) for s in self.stride))] = y
+        # As many zeros around as make each of `size` values the first of a window of the mirrored correlation.
+        reach = [d * (k - 1) for d, k in zip(self.dilation, w.shape[2:], strict=True)]
+        before = [r - p for r, p in zip(reach, self.padding, strict=True)]
+        after = [n + r - i - b for n, r, i, b in zip(size, reach, inner, before, strict=True)]
+        sparse = _padded(sparse, before, after)
+        mirrored = (
+            typed("Any", w.flip(tuple(range(2, w.dim())))).unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        )
+        still = Geometry(stride=(1,) * len(size), padding=(0,) * len(size), dilation=self.dilation, groups=self.groups)
+        return still.correlate(sparse, mirrored, multiply)
+
+    def weigh(self, x: Tensor, y: Tensor, window: Sequence[int], multiply: Multiply) -> Tensor:
+        """From x (N, C, ...) and y (N, O, ...): (O, C/groups, *window); the adjoint of `correlate` in w."""
+        windows = self._windows(_padded(x, self.padding), window)
+        windows = windows[(slice(None), slice(None), *(slice(0, n) for n in y.shape[2:]))]
+        columns = typed("Any", self._columns(windows, x.shape[0])).unflatten(0, (x.shape[0], self.groups))
+        columns = columns.permute(1, 0, 3, 2).flatten(1, 2)  # (groups, N * positions, C/groups * window)
+        rows = typed("Any", y.flatten(2)).unflatten(1, (self.groups, -1)).permute(1, 2, 0, 3).flatten(2)
+        return multiply(rows, columns).reshape(y.shape[1], x.shape[1] // self.groups, *window)
+
+    def _windows(self, x: Tensor, window: Sequence[int]) -> Tensor:
+        """(N, C, positions..., window...): a view of x."""
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, window, strict=True)]
+        counts = [(n - r) // s + 1 for n, r, s in zip(x.shape[2:], reach, self.stride, strict=True)]
+        steps = [n * s for n, s in zip(x.stride()[2:], self.stride, strict=True)]
+        inner = [n * d for n, d in zip(x.stride()[2:], self.dilation, strict=True)]
+        return x.as_strided((*x.shape[:2], *counts, *window), (*x.stride()[:2], *steps, *inner), x.storage_offset())
+
+    def _columns(self, windows: Tensor, batch: int) -> Tensor:
+        dims = len(self.stride)
+        positions = tuple(range(2, 2 + dims))
+        order = (0, 1, *range(2 + dims, 2 + 2 * dims), *positions)
+        window, count = math.prod(windows.shape[2 + dims :]), math.prod(windows.shape[2 : 2 + dims])
+        channels = windows.shape[1] // self.groups
+        return windows.permute(order).reshape(batch * self.groups, channels * window, count)
+
+
+def _padded(x: Tensor, before: Sequence[int], after: Sequence[int] | None = None) -> Tensor:
+    pairs = list(zip(before, before if after is None else after, strict=True))
+    return torch.nn.functional.pad(x, [one for pair in reversed(pairs) for one in pair])
+
+
+class _Convolution(torch.autograd.Function):
+    """``aten.convolution`` without its bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, geometry: Geometry, transposed: bool, extra: tuple[int, ...], recipe: Recipe
+    ) -> Tensor:
+        # The channels that the sum runs over: of w, those of its first axis if transposed, else those of its second.
+        held_x = _by_group(recipe.operand, x, geometry.groups)
+        held_w = _by_group(recipe.operand, w, geometry.groups, axis=0) if transposed else recipe.operand(w, 1)
+        ctx.save_for_backward(*((x, w) if recipe.in_blocks else (held_x, held_w)))
+        ctx.geometry, ctx.transposed, ctx.extra, ctx.recipe = geometry, transposed, extra, recipe
+        if recipe.accumulate is None:
+            rest = (geometry.stride, geometry.padding, geometry.dilation, transposed, extra, geometry.groups)
+            return torch.convolution(held_x, held_w, None, *rest)
+        if transposed:
+            return geometry.spread(held_x, held_w, _transposed_size(x, w, geometry, extra), recipe.multiply)
+        return geometry.correlate(held_x, held_w, recipe.multiply)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        grad_x = _grad_x(ctx, g, x, w) if ctx.needs_input_grad[0] else None
+        grad_w = _grad_w(ctx, g, x, w) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None, None, None, None
+
+
+def _grad_x(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    geometry, recipe = ctx.geometry, ctx.recipe
+    g = _by_group(recipe.gradient, g, geometry.groups)
+    if recipe.in_blocks:
+        w = recipe.operand(w, 1) if ctx.transposed else _by_group(recipe.operand, w, geometry.groups, axis=0)
+    if recipe.accumulate is None:
+        return _native_backward(ctx, g, x, w, 0)
+    if ctx.transposed:
+        return geometry.correlate(g, w, recipe.multiply)
+    return geometry.spread(g, w, x.shape[2:], recipe.multiply)
+
+
+def _grad_w(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    geometry, recipe = ctx.geometry, ctx.recipe
+    g = recipe.gradient(g, 0)  # summed over the batch and the positions: blocks run along the batch
+    x = recipe.operand(x, 0) if recipe.in_blocks else x
+    if recipe.accumulate is None:
+        return _native_backward(ctx, g, x, w, 1)
+    inside, outside = (g, x) if ctx.transposed else (x, g)
+    return geometry.weigh(inside, outside, w.shape[2:], recipe.multiply)
+
+
+def _native_backward(ctx: Any, g: Tensor, x: Tensor, w: Tensor, which: int) -> Tensor:
+    geometry = ctx.geometry
+    places = (geometry.stride, geometry.padding, geometry.dilation, ctx.transposed, ctx.extra, geometry.groups)
+    return _aten.convolution_backward(g, x, w, None, *places, [which == 0, which == 1, False])[which]
+
+
+def _transposed_size(x: Tensor, w: Tensor, geometry: Geometry, extra: Sequence[int]) -> list[int]:
+    parts = zip(x.shape[2:], geometry.stride, geometry.padding, geometry.dilation, w.shape[2:], extra, strict=True)
+    return [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in parts]
+
+
+def _by_group(held: Any, x: Tensor, groups: int, axis: int = 1) -> Tensor:
+    """Rounded along a channel axis, no block of which reaches over into another group."""
+    if groups == 1:
+        return held(x, axis)
+    return held(x.unflatten(axis, (groups, -1)), axis + 1).flatten(axis, axis + 1)
+
+
+class Convolutions:
+    """torch's convolutions by one recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def rules(self) -> dict[str, _frames.Rule]:
+        """Name to rule. conv2d and the like are made of `convolution`, and heard there."""
+        return {"convolution": self._convolution, "_convolution": self._convolution, "conv_tbc": self._conv_tbc}
+
+    def _convolution(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (a rule's signature)
+        x, w, bias, stride, padding, dilation, transposed, extra, groups = args[:9]
+        dtype = common_dtype((x, w), {}) if bias is None else common_dtype((x, w, bias), {})
+        if dtype is None or kwargs:
+            return NotImplemented
+        dims = x.dim() - 2
+        places = Geometry(
+            stride=_each(stride, dims), padding=_each(padding, dims), dilation=_each(dilation, dims), groups=groups
+        )
+        wide_x, wide_w, wide_bias = widen((x, w, bias)) if dtype.itemsize == 2 else (x, w, bias)
+        y = typed("Any", _Convolution).apply(wide_x, wide_w, places, transposed, _each(extra, dims), self._recipe)
+        y = y if wide_bias is None else y + wide_bias.reshape(-1, *(1,) * dims)
+        return narrow(y, dtype) if dtype.itemsize == 2 else y
+
+    def _conv_tbc(self, op: Any, args: Any, kwargs: Any) -> Any:
+        x, w, bias, padding = args if len(args) == 4 else (*args, 0)
+        args = (x.permute(1, 2, 0), w.permute(2, 1, 0), bias, [1], [padding], [1], False, [0], 1)
+        result = self._convolution(op, args, kwargs)
+        return result if result is NotImplemented else result.permute(2, 0, 1)
+
+
+def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
+    return tuple(values) * dims if len(values) == 1 else tuple(values)

@@ -1,0 +1,107 @@
+"""What ran while an emulation was open: which operations were emulated, and which ran on torch's own 16-bit kernels."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast as typed
+
+import torch
+from torch import Tensor
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """How often each operation ran, by name, in the forward and in a backward inside the context.
+
+    - `emulated`: computed as the emulation says.
+    - `native`: computed by the machine's own kernel, with a 16-bit result.
+
+    What makes, moves or converts values without computing with them is in neither, nor is what has no 16-bit result.
+    The backward of an emulated operation is emulated too, and not counted apart.
+    """
+
+    emulated: Mapping[str, int]
+    native: Mapping[str, int]
+
+    def __str__(self) -> str:
+        rows = [(name, count, "emulated") for name, count in self.emulated.items()]
+        rows += [(name, count, "native") for name, count in self.native.items()]
+        width = max((len(name) for name, _, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}} {count:>8} {how}" for name, count, how in sorted(rows, key=_by_count))
+
+
+def _by_count(row: tuple[str, int, str]) -> tuple[str, int, str]:
+    name, count, how = row
+    return how, -count, name
+
+
+@dataclass(slots=True, eq=False)
+class Counts:
+    """A context's count, and its place among those around it: what runs inside runs in them as well."""
+
+    around: "Counts | None" = None
+    by_rule: Counter[str] = field(default_factory=Counter[str])
+    by_torch: Counter[str] = field(default_factory=Counter[str])
+
+    def ruled(self, op: Any) -> None:
+        """Counts an emulated call."""
+        counts: Counts | None = self
+        while counts is not None:
+            counts.by_rule[name_of(op)] += 1
+            counts = counts.around
+
+    def native(self, op: Any, arguments: Any, call: Callable[[], Any]) -> Any:  # noqa: ARG002  (a witness's signature)
+        """Makes a call, and counts it."""
+        result = call()
+        self.see(op, result)
+        return result
+
+    def see(self, op: Any, result: Any) -> None:
+        """Counts a call that ran on a kernel of torch."""
+        if computes(op) and _is_16_bits(result):
+            counts: Counts | None = self
+            while counts is not None:
+                counts.by_torch[name_of(op)] += 1
+                counts = counts.around
+
+    def total(self) -> Operations:
+        """What was counted until now."""
+        return Operations(emulated=dict(self.by_rule), native=dict(self.by_torch))
+
+
+def name_of(op: Any) -> str:
+    """The operation's name, one for all of its overloads."""
+    return op.overloadpacket.__name__
+
+
+_MOVING = frozenset((
+    "_to_copy", "_unsafe_view", "clone", "copy", "copy_", "empty", "empty_like", "empty_strided", "fill", "fill_",
+    "full", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "resize_", "select_backward", "slice_backward", "zero", "zero_", "zeros", "zeros_like",
+))  # fmt: skip
+_known: dict[Any, bool] = {}
+
+
+def computes(op: Any) -> bool:
+    """Whether it computes, and is not made of calls that are heard themselves."""
+    found = _known.get(op)
+    if found is None:
+        moves = name_of(op) in _MOVING or op.namespace == "plimsoll" or _gives_views(op)
+        found = _known[op] = not moves and not op.has_kernel_for_dispatch_key(_COMPOSITE)
+    return found
+
+
+def _gives_views(op: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in op._schema.returns)  # noqa: SLF001
+
+
+_DispatchKey: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  # noqa: SLF001
+_COMPOSITE = _DispatchKey.CompositeImplicitAutograd
+
+
+def _is_16_bits(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.dtype in _SIXTEEN_BITS
+    return isinstance(result, tuple | list) and any(map(_is_16_bits, typed("list[Any]", result)))

@@ -1,0 +1,134 @@
+"""Products with rounded operands: y = Q(a) Q(b), and backward da = G(dy) Q(b)^T, db = Q(a)^T G(dy).
+
+Q rounds to the forward format, G to the backward format; the sums are those of the recipe. With block formats each of
+the three products has its own blocks, along the axis that it sums over, of the unrounded operand, since a block of one
+axis is no block of another. Biases, and what addmm and the like add, are no operands of a product: they are added
+afterwards, and the gradient that they get is unrounded.
+
+A 16-bit operand is widened (exact), and the result rounded to its dtype once.
+"""
+
+import math
+from typing import Any, cast as typed
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plimsoll.emulate import _frames
+from plimsoll.emulate._recipe import Recipe
+from plimsoll.emulate._wide import narrow, widen
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Product(torch.autograd.Function):
+    """a (batch x) M x K times b (batch x) K x N."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+        held_a, held_b = recipe.operand(a, -1), recipe.operand(b, -2)
+        ctx.recipe = recipe
+        ctx.save_for_backward(*((a, b) if recipe.in_blocks else (held_a, held_b)))
+        return recipe.multiply(held_a, held_b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            held = recipe.operand(b, -1) if recipe.in_blocks else b
+            grad_a = recipe.multiply(recipe.gradient(g, -1), held.mT)
+        if ctx.needs_input_grad[1]:
+            held = recipe.operand(a, -2) if recipe.in_blocks else a
+            grad_b = recipe.multiply(held.mT, recipe.gradient(g, -2))
+        return grad_a, grad_b, None
+
+
+class Products:
+    """torch's products by one recipe: a rule for each."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def rules(self) -> dict[str, _frames.Rule]:
+        """Name to rule."""
+        forms = {
+            "mm": self._matmul, "bmm": self._matmul, "mv": self._matmul, "dot": self._matmul, "vdot": self._matmul,
+            "matmul": self._matmul, "linear": self._linear, "addmm": self._add, "baddbmm": self._add,
+            "addmv": self._add, "addbmm": self._add_batches, "addr": self._add_outer, "bilinear": self._bilinear,
+        }  # fmt: skip
+        return {name: _rule(form) for name, form in forms.items()}
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """``torch.matmul`` of wide operands."""
+        a_row, b_column = a.dim() == 1, b.dim() == 1
+        a, b = (a[None] if a_row else a), (b[:, None] if b_column else b)
+        y: Tensor = self._batched(a, b)
+        y = y.squeeze(-2) if a_row else y
+        return y.squeeze(-1) if b_column else y
+
+    def _batched(self, a: Tensor, b: Tensor) -> Any:
+        if b.dim() == 2:
+            y: Any = self._product(a.reshape(-1, a.shape[-1]), b)
+            return y.reshape(*a.shape[:-1], b.shape[-1])
+        batch = typed("tuple[int, ...]", torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        flat_a = a.expand(*batch, *a.shape[-2:]).reshape(math.prod(batch), *a.shape[-2:])
+        flat_b = b.expand(*batch, *b.shape[-2:]).reshape(math.prod(batch), *b.shape[-2:])
+        return self._product(flat_a, flat_b).reshape(*batch, a.shape[-2], b.shape[-1])
+
+    def _product(self, a: Tensor, b: Tensor) -> Any:
+        return typed("Any", _Product).apply(a, b, self._recipe)
+
+    def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.matmul(a, b)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self.matmul(x, weight.mT if weight.dim() > 1 else weight)
+        return y if bias is None else y + bias
+
+    def _add(self, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return _sum(added, self.matmul(a, b), beta, alpha)
+
+    def _add_batches(self, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        flat_a = a.transpose(0, 1).reshape(a.shape[1], -1)
+        return _sum(added, self.matmul(flat_a, b.reshape(-1, b.shape[2])), beta, alpha)
+
+    def _add_outer(self, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return _sum(added, self.matmul(a[:, None], b[None]), beta, alpha)
+
+    def _bilinear(self, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        outputs, a_size, b_size = weight.shape
+        half = typed("Any", self.matmul(a, weight.transpose(0, 1).reshape(a_size, -1))).unflatten(-1, (outputs, b_size))
+        y = self.matmul(half, b.unsqueeze(-1)).squeeze(-1)
+        return y if bias is None else y + bias
+
+
+def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    product = product if alpha == 1 else alpha * product
+    if beta == 0:
+        return product.expand(typed("tuple[int, ...]", torch.broadcast_shapes(added.shape, product.shape)))
+    return product + (added if beta == 1 else beta * added)
+
+
+def _rule(form: Any) -> _frames.Rule:
+    """A form of wide tensors as a rule: widened before, narrowed after; of mixed dtypes it leaves torch to complain."""
+
+    def rule(op: Any, args: Any, kwargs: Any) -> Any:
+        dtype = common_dtype(args, kwargs)
+        if dtype is None or "dtype" in op._overloadname:  # noqa: SLF001
+            return NotImplemented
+        return narrow(form(*widen(args), **widen(kwargs)), dtype) if dtype.itemsize == 2 else form(*args, **kwargs)
+
+    return rule
+
+
+def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    """The one floating dtype of all tensors, if it is one and there are only dense ones."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) != 1 or not dtypes <= set(_FLOATS) or any(x.layout is not torch.strided for x in tensors):
+        return None
+    return dtypes.pop()

@@ -1,0 +1,151 @@
+"""What an emulation of a format does to numbers: how operands and gradients are rounded, how products are summed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.rounding import cast, fake_quantize
+from plimsoll.rounding._arguments import plan
+
+_PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
+AnyFormat = Format | BlockFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recipe:
+    """The formats of both directions, the arguments of their casts, and the accumulator."""
+
+    forward: AnyFormat | None
+    backward: AnyFormat | None
+    accumulate: Format | None  # None: the FP32 (or FP64) sums of the machine's own matrix product
+    chunk: int
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def operand(self, x: Tensor, axis: int) -> Tensor:
+        """A matmul's operand of the forward, in the forward format; blocks run along `axis`, which is summed over."""
+        return self._cast(x, self.forward, axis)
+
+    def gradient(self, g: Tensor, axis: int) -> Tensor:
+        """A matmul's operand of the backward that is a gradient, in the backward format."""
+        return self._cast(g, self.backward, axis)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands depend on the axis that is summed over: then each product rounds them anew."""
+        return isinstance(self.forward, BlockFormat)
+
+    def anywhere(self, x: Tensor) -> Tensor:
+        """The result of an operation in the forward format, and its gradient in the backward one."""
+        if (self.forward is None and self.backward is None) or (not x.dim() and self._any_blocks()):
+            return x  # a block format has no meaning for a scalar
+        return fake_quantize(x, forward=self.forward, backward=self.backward, **self.arguments)
+
+    def _any_blocks(self) -> bool:
+        return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
+
+    def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int) -> Tensor:
+        if fmt is None:
+            return x
+        given = dict(self.arguments)
+        if isinstance(fmt, BlockFormat):
+            return cast(x, fmt, axis=axis, **given)
+        given.pop("scale_rule", None)
+        return cast(x, fmt, **given)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b`` of 2 or 3 dimensions, summed as the accumulator does.
+
+        With an accumulator of a format: the products of `chunk` neighbours along the summed axis are added in FP64,
+        then added to the accumulator in FP64, and the sum is rounded to the format, from the first chunk to the last.
+        """
+        if self.accumulate is None:
+            return a @ b
+        total = a.new_zeros((*a.shape[:-1], b.shape[-1]), dtype=torch.float64)
+        wide_a, wide_b = a.double(), b.double()
+        for start in range(0, a.shape[-1], self.chunk):
+            part = slice(start, start + self.chunk)
+            total = cast(total + wide_a[..., part] @ wide_b[..., part, :], self.accumulate)
+        return total.to(a.dtype)
+
+
+def recipe(
+    forward: object, backward: object, accumulate: object, chunk: int, arguments: Mapping[str, Any]
+) -> Recipe | None:
+    """The recipe, with every argument checked; None where nothing is asked for."""
+    _check_arguments(forward, backward, arguments)
+    accumulator = get(accumulate)
+    if isinstance(accumulator, BlockFormat):
+        raise ArgumentError(
+            f"emulate: expected accumulate to be an element format; got {accumulator.name}, whose values share scales. "
+            "Use fp32, fp16, bf16 or an eXmY."
+        )
+    if type(chunk) is not int or chunk < 1:
+        raise ArgumentError(f"emulate: expected chunk to be a whole number of at least 1; got {chunk!r}.")
+    plain = accumulator.name == "fp32"
+    if plain and chunk != 1:
+        raise ArgumentError(
+            f"emulate: expected chunk with an accumulator other than fp32, whose sums are the machine's own; got "
+            f"chunk={chunk}. Leave it out, or name accumulate=."
+        )
+    if forward is None and backward is None and plain:
+        return None
+    return Recipe(
+        forward=None if forward is None else get(forward),
+        backward=None if backward is None else get(backward),
+        accumulate=None if plain else accumulator,
+        chunk=chunk,
+        arguments=_seeded(arguments),
+    )
+
+
+def _check_arguments(forward: object, backward: object, arguments: Mapping[str, Any]) -> None:
+    unknown = [name for name in arguments if name not in _PASSED_ON]
+    if unknown:
+        raise ArgumentError(
+            f"emulate: expected arguments of a cast among {', '.join(_PASSED_ON)}; got {', '.join(unknown)}. "
+            "Blocks run along the axis that a product sums over."
+        )
+    formats = [get(fmt) for fmt in (forward, backward) if fmt is not None]
+    if arguments and not formats:
+        raise ArgumentError(
+            f"emulate: expected {', '.join(arguments)} with a forward or a backward format; got neither. Name one."
+        )
+    if "scale_rule" in arguments and not any(isinstance(fmt, BlockFormat) for fmt in formats):
+        raise ArgumentError(
+            f"emulate: expected scale_rule with a block format only; got {arguments['scale_rule']!r} with "
+            f"{', '.join(fmt.name for fmt in formats)}. Leave it out."
+        )
+    for fmt in formats:
+        rule = arguments.get("scale_rule", "floor") if isinstance(fmt, BlockFormat) else "floor"
+        rounding, saturate = arguments.get("rounding", "nearest_even"), arguments.get("saturate")
+        plan("emulate", fmt, rounding=rounding, saturate=saturate, scale_rule=rule, axis=-1)
+        cast(torch.zeros(1), fmt, **{name: value for name, value in arguments.items() if name in ("scale", "rounding")})
+    generator = arguments.get("generator")
+    if generator is not None and arguments.get("rounding") != "stochastic":
+        raise ArgumentError(
+            f"emulate: expected a generator with rounding='stochastic' only; got generator={generator!r}. Leave it "
+            "out, or round stochastically."
+        )
+
+
+def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A seed becomes a generator: each cast draws other noise, in the order of the calls."""
+    seed = arguments.get("generator")
+    if seed is None:
+        return {name: value for name, value in arguments.items() if name != "generator"}
+    if type(seed) is int:
+        return {**arguments, "generator": torch.Generator().manual_seed(seed)}
+    if not isinstance(seed, torch.Generator) or seed.device.type != "cpu":
+        raise ArgumentError(
+            f"emulate: expected generator to be an int or a CPU torch.Generator; got {seed!r}. A key tensor would give "
+            "every cast the same noise."
+        )
+    return dict(arguments)
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,77 @@
+"""Operations whose results are rounded to a format: those that a user selects, or all."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast as typed
+
+from torch import Tensor
+
+from plimsoll.emulate import _frames, _kernels
+from plimsoll.emulate._counts import Counts, computes
+from plimsoll.emulate._recipe import Recipe
+
+
+class Rounded:
+    """Rules that round what an operation gives, and the gradient that comes back to it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def alone(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The rule for an operation that runs as torch runs it."""
+        return self.result(op(*args, **kwargs), args)
+
+    def after(self, rule: _frames.Rule) -> _frames.Rule:
+        """The rule, its result rounded too."""
+
+        def rounded(op: Any, args: Any, kwargs: Any) -> Any:
+            result = rule(op, args, kwargs)
+            return result if result is NotImplemented else self.result(result, args)
+
+        return rounded
+
+    def result(self, result: Any, args: Any) -> Any:
+        """A result with every floating tensor in it rounded; one that was written in place, in its place."""
+        if isinstance(result, Tensor):
+            if not result.is_floating_point() or not result.numel():
+                return result
+            rounded = self._recipe.anywhere(result)
+            return result.copy_(rounded) if any(result is one for one in args) else rounded
+        if isinstance(result, tuple | list):
+            return tuple(self.result(one, args) for one in typed("list[Any]", result))
+        return result
+
+
+class Everywhere:
+    """A witness that rounds the result of every operation on floating tensors, in the forward."""
+
+    def __init__(self, counts: Counts, rounded: Rounded) -> None:
+        self._counts, self._rounded = counts, rounded
+
+    def ruled(self, op: Any) -> None:
+        """Counts a call that a rule has stood in for."""
+        self._counts.ruled(op)
+
+    def native(self, op: Any, arguments: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call, and rounds its result."""
+        result = call()
+        if not computes(op) or _frames.in_backward() or not any(map(_floating, arguments)):
+            self._counts.see(op, result)
+            return result
+        self._counts.ruled(op)
+        with _kernels.unheard():
+            return self._rounded.result(result, arguments)
+
+
+def within(rules: Mapping[str, _frames.Rule]) -> _frames.Rule:
+    """The rule for an operation that is made of others, to which these rules apply."""
+
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        return _kernels.aloud(op, args, kwargs, rules)
+
+    return run
+
+
+def _floating(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.is_floating_point()
+    return isinstance(x, tuple | list) and any(map(_floating, typed("list[Any]", x)))
