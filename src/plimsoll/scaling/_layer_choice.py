@@ -83,20 +83,24 @@ class Choice:
             "outputs": {name: None if s is None else s.to_dict() for name, s in zip(names, self._outputs, strict=True)},
         }
 
+    def check(self, saved: dict[str, Any] | None) -> None:
+        """Raises `StateError` for the state of a model with other units."""
+        names = set(self.layers.names)
+        theirs: set[str] = names if saved is None else set(saved["exponents"])
+        differing = sorted(theirs ^ names)
+        if differing:
+            more = " and more" if len(differing) > 4 else ""
+            raise StateError(
+                f"load_state_dict: expected the layer scales of a model with the same modules; got a state that "
+                f"differs in {', '.join(differing[:4])}{more}. Nothing was changed. Load it into a LayerScaler of the "
+                "model that it was saved with."
+            )
+
     def load(self, saved: dict[str, Any]) -> None:
         """Takes what `save` gave for a model with the same units."""
         names = self.layers.names
-        if set(saved["exponents"]) != set(names):
-            differing = sorted(set(saved["exponents"]) ^ set(names))
-            raise StateError(
-                f"load_state_dict: expected the layer scales of a model with the same modules; got a state that "
-                f"differs in {', '.join(differing[:4])}{' and more' if len(differing) > 4 else ''}. Nothing of the "
-                "layers was changed. Load it into a LayerScaler of the model that it was saved with."
-            )
         self.whole = [int(saved["exponents"][name]) for name in names]
-        self.tops = [
-            deque(saved["tops"][name], maxlen=tops.maxlen) for name, tops in zip(names, self.tops, strict=True)
-        ]
+        self.tops = [deque(saved["tops"][name], maxlen=t.maxlen) for name, t in zip(names, self.tops, strict=True)]
         self._outputs = [None if s is None else Spectrum.from_dict(s) for s in (saved["outputs"][n] for n in names)]
         self.layers.set_order([names.index(name) for name in saved["order"]])
 

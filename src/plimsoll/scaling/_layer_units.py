@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.scaling._layer_meter import Meter
 
+WIDENS = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient's dtype may be another than its tensor's
+
 Chooses = Callable[[str, nn.Module], bool]
 
 
@@ -74,10 +76,14 @@ def is_unit(name: str, module: nn.Module) -> bool:  # noqa: ARG001  (what a user
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel; refuses what cannot have layer scales."""
+    """The model inside of DistributedDataParallel, or the model itself."""
     parallel: Any = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
-    inner: Any = model.module if parallel is not None and isinstance(model, parallel) else model
-    for name, module in inner.named_modules():
+    return cast("nn.Module", model.module) if parallel is not None and isinstance(model, parallel) else model
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raises for a model that cannot have layer scales."""
+    for name, module in model.named_modules():
         compiled = (
             type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
         )
@@ -86,13 +92,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
                 f"LayerScaler: expected a model that runs eagerly; got {name or 'model'}, compiled by torch.compile, "
                 "which would freeze the layer scales of one step. Give the model uncompiled, or use SpectralScaler."
             )
-    for name, parameter in inner.named_parameters():
+    for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedTensorError(
                 f"LayerScaler: expected plain parameters; got {name}, a DTensor, as fully_shard and tensor parallelism "
                 "make. Use SpectralScaler or DynamicScaler there; DistributedDataParallel is supported."
             )
-    return inner
 
 
 def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
@@ -103,7 +108,7 @@ def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float16 or not parameter.is_leaf:
             continue
-        if wrapped or not hasattr(parameter, "grad_dtype"):
+        if wrapped or not WIDENS:
             why = "DistributedDataParallel, whose buckets are float16" if wrapped else f"torch {torch.__version__}"
             raise UnsupportedTensorError(
                 f"LayerScaler: expected float32 or bfloat16 parameters with {why}; got {name} (torch.float16), whose "

@@ -17,8 +17,16 @@ from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, mark
 from plimsoll.scaling._layer_graph import behind
 from plimsoll.scaling._layer_hooks import After, Before
 from plimsoll.scaling._layer_mode import tensors_in
-from plimsoll.scaling._layer_units import Layers, keep_gradients_wide, set_gradient_dtype, unwrapped
+from plimsoll.scaling._layer_units import (
+    WIDENS,
+    Layers,
+    keep_gradients_wide,
+    refuse_unsupported,
+    set_gradient_dtype,
+    unwrapped,
+)
 from plimsoll.scaling._scaler import FLOOR, LossScaler
+from plimsoll.scaling._state import read_state
 from plimsoll.spectrum import Spectrum
 
 _RULES = ("spectra", "zhao")
@@ -173,7 +181,7 @@ class LayerScaler(LossScaler):
         self._now = self._init_scale
 
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
-        if found_inf.item():
+        if found_inf.item() and all(bool(loss.isfinite().all()) for loss in self._losses):  # else no scale is to blame
             self._broken |= broken_units(self._layers)
         if not hasattr(optimizer, "collect_gradients"):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -222,14 +230,18 @@ class LayerScaler(LossScaler):
             }
         }  # fmt: skip
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, or another scaler's, which has no layers; raises before anything is changed."""
+        if self._enabled and state_dict:
+            self._choice.check(read_state(state_dict).extra.get("layers"))
+        super().load_state_dict(state_dict)
+
     def _load(self, extra: dict[str, Any]) -> None:
-        saved = extra.get("layers")
-        if saved is None:
-            return
-        self._choice.load(saved)
-        self._steps, self._clean = int(saved["steps"]), int(saved["clean"])
-        self._now = self.get_scale()
-        self._end(due=bool(saved["due"]))
+        saved, self._now = extra.get("layers"), self.get_scale()
+        if saved is not None:
+            self._choice.load(saved)
+            self._steps, self._clean = int(saved["steps"]), int(saved["clean"])
+        self._end(due=saved is None or bool(saved["due"]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -245,7 +257,7 @@ class LayerScaler(LossScaler):
         return math.frexp(self._now)[1] - 1
 
     def _halves(self) -> list[nn.Parameter]:
-        return [p for p in self._layers.model.parameters() if p.dtype is torch.float16 and hasattr(p, "grad_dtype")]
+        return [p for p in self._layers.model.parameters() if WIDENS and p.dtype is torch.float16 and p.is_leaf]
 
     def _attach(self, model: nn.Module, *, wrapped: bool) -> None:
         for module in model.modules():
@@ -255,6 +267,7 @@ class LayerScaler(LossScaler):
                     f"LayerScaler: expected a model without layer scales; got one with a {type(module).__name__} that "
                     "another LayerScaler scales. Close that one first, or give both parts to one scaler."
                 )
+        refuse_unsupported(model)
         keep_gradients_wide(model, wrapped=wrapped)
         for module in model.modules():
             before = module.register_forward_pre_hook(Before(self._layers), with_kwargs=True)
