@@ -16,7 +16,7 @@ from plimsoll.errors import StateError
 from plimsoll.scaling import _layer_forward as forwards
 from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, marked
 from plimsoll.scaling._layer_mode import ForwardMode, refuse_compiled, tensors_in
-from plimsoll.scaling._layer_units import Layers
+from plimsoll.scaling._layer_units import Layers, refuse_sharded
 from plimsoll.watch._taps import ModuleHook
 
 _frames = threading.local()
@@ -43,6 +43,7 @@ class Before(ModuleHook):
         if not layers.on or (mode is not None and mode.layers is not layers):
             return
         refuse_compiled()
+        refuse_sharded(module)
         if not torch.is_grad_enabled():
             if mode is not None:
                 self._unrecorded(module, mode)

@@ -59,7 +59,7 @@ class ForwardMode(TorchFunctionMode):
                 f"LayerScaler: expected a forward without torch.autograd.{func.__name__} in it; got one, whose result "
                 "would carry layer scales. Run it under `with scaler.suspended():`."
             )
-        return self.run(func.__name__, func, args, kwargs)
+        return self.run(getattr(func, "__name__", ""), func, args, kwargs)
 
     def run(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs one operation, its inputs brought to one exponent, and marks what it makes."""
@@ -199,7 +199,7 @@ def refuse_compiled() -> None:
 def _passes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return func.__self__.__name__ not in _VIEWS
+        return getattr(func.__self__, "__name__", "") not in _VIEWS
     return name in _OF_THE_TENSOR
 
 

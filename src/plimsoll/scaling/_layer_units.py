@@ -84,6 +84,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def refuse_unsupported(model: Any) -> None:
     """Raises for a model that cannot have layer scales."""
     for name, module in model.named_modules():
+        refuse_sharded(module)
         compiled = (
             type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
         )
@@ -98,6 +99,16 @@ def refuse_unsupported(model: Any) -> None:
                 f"LayerScaler: expected plain parameters; got {name}, a DTensor, as fully_shard and tensor parallelism "
                 "make. Use SpectralScaler or DynamicScaler there; DistributedDataParallel is supported."
             )
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Raises for a module that fully_shard has taken: it reduces gradients in the parameters' dtype."""
+    if hasattr(type(module), "set_reshard_after_backward"):
+        raise UnsupportedTensorError(
+            f"LayerScaler: expected a model without fully_shard; got {type(module).__name__}, whose gradients are "
+            "reduced before they could be float32. Use SpectralScaler or DynamicScaler there; DistributedDataParallel "
+            "is supported."
+        )
 
 
 def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:

@@ -1,0 +1,53 @@
+"""Layer scales under DistributedDataParallel: what is averaged carries none of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw of every scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
+    results = [folder / f"{rank}.json" for rank in range(WORLD)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "layers_worker.py"), str(folder / "store"), str(rank), str(WORLD), str(result)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, result in enumerate(results)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(printed)
+    return [json.loads(result.read_text()) for result in results]
+
+
+def test_gradients_are_the_same_to_the_bit_though_ranks_have_other_exponents(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["exact"]["got"] == rank["exact"]["expected"] == ranks[0]["exact"]["got"]
+        assert rank["exact"]["names"] == ["a", "b", "c"]
+
+
+def test_one_rank_overflows_and_both_skip_at_one_loss_scale(ranks: list[Any]) -> None:
+    assert ranks[0]["steps"] == ranks[1]["steps"]
+    assert [stepped for stepped, _ in ranks[0]["steps"]["seen"]] == [True, True, False, False, True, True, True, True]
+
+
+def test_what_cannot_be_right_is_refused(ranks: list[Any]) -> None:
+    said = ranks[0]["refused"]
+    assert "DistributedDataParallel, whose buckets are float16; got a.weight (torch.float16)" in said["half"]
+    assert "expected a model without fully_shard; got FSDPWritten" in said["sharded"]
+    assert "expected a model without fully_shard; got FSDPWritten" in said["sharded later"]
