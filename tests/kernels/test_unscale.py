@@ -41,7 +41,7 @@ def threads(request, monkeypatch):
 def unscaled(
     name: str, gradients: list[Tensor], scale: float, *, rows: list[int] | None = None, measured: bool = True
 ) -> tuple[list[Tensor], float, Tensor | None]:
-    """What a backend makes of copies of the gradients (strides kept), of found_inf, and of a bank that was not empty."""
+    """What a backend makes of copies of the gradients (strides kept), of found_inf, and of a bank not empty before."""
     copies = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) for x in gradients]
     found = torch.zeros(1)
     rows = list(range(len(gradients))) if rows is None else rows
@@ -228,6 +228,86 @@ def test_on_threads(threads, dtype):
     assert_agrees("numba", gradients, 0.3, rows=[0, 1, 0, 2, 2])
     gradients[1][77_000] = math.inf
     assert_agrees("numba", gradients, 0.3)
+
+
+def powers(low: int, high: int, count: int) -> Tensor:
+    """Values of random signs whose binades are all those from low to high, both included."""
+    exponents = torch.randint(low, high + 1, (count,))
+    exponents[:2] = torch.tensor([low, high])
+    values = torch.ldexp(1 + torch.rand(count, dtype=torch.float64), exponents) * (torch.randint(2, (count,)) * 2 - 1)
+    return values.to(torch.float32)
+
+
+def at(x: Tensor, places: range, value: float) -> Tensor:
+    return x.index_fill(0, torch.tensor(places), value)
+
+
+COUNT = 40_000
+PLACES = torch.arange(COUNT)
+SWEPT = {  # gradients long enough for the CPU's sweep, each of which asks something else of it
+    "normal": lambda x: x,
+    "half_zero": lambda x: x * (torch.rand(COUNT) < 0.5),
+    "zero_stretches": lambda x: x * (PLACES % 9000 < 5000),
+    "window_moves": lambda x: x * torch.where(PLACES < 9000, 1.0, torch.where(PLACES < 20_000, 2.0**-60, 2.0**40)),
+    "outliers": lambda x: at(at(x, range(7000, COUNT, 20_000), 1e30), range(12_345, COUNT, 9999), -1e-30),
+    "subnormals": lambda x: at(x, range(3000, COUNT, 5001), -1e-40),
+    "not_finite": lambda x: at(at(x, range(4000, COUNT, 9000), math.nan), range(13_001, COUNT, 20_000), -math.inf),
+    "all_tiny": lambda _: at(powers(-126, -115, COUNT), range(100, COUNT, 300), 2.0**-149),
+    "all_huge": lambda _: powers(100, 127, COUNT),
+    "a_window_wide": lambda _: powers(-27, 4, COUNT),
+    "one_binade_more": lambda _: powers(-28, 4, COUNT),
+    "very_wide": lambda _: powers(-120, 120, COUNT),
+}
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_long_gradients_on_the_cpu(name):
+    x = SWEPT[name](torch.randn(COUNT))
+    for scale in (2.0**-11, 0.3, 1.0):
+        for length in (COUNT, 8192, 8191 + 256, 16_384 + 17):
+            assert_agrees("numba", [x[:length], x[length:]], scale)
+    assert_agrees("numba", [x.to(torch.bfloat16), x.to(torch.float16)], 0.3)
+
+
+def test_windows_that_touch_on_the_cpu():
+    for top in (-95, -94, -63, 0, 1, 31, 127):
+        for low in (top - 31, top - 32, top - 33):
+            if low >= -126:
+                assert_agrees("numba", [torch.cat([powers(top, top, 300), powers(low, low, 9000)])], 0.5)
+
+
+def test_more_values_than_the_planes_of_a_sweep_hold():
+    """Lanes that are all one binade fill the planes first."""
+    x = torch.cat([torch.ones(2_200_000), torch.randn(100_000)])
+    assert_agrees("numba", [x], 0.5)
+
+
+@pytest.mark.skipif("numba" not in FAST, reason="numba is not installed")
+def test_the_sweep_for_a_processor_without_three_way_logic(monkeypatch):
+    from numba import njit
+
+    from plimsoll.kernels._numba import _sweep
+
+    def results(*, ternary: bool) -> list[np.ndarray]:
+        monkeypatch.setattr(_sweep, "_has_ternary_logic", lambda: ternary)
+        sweep = _sweep.sweep_and_multiply
+
+        @njit
+        def call(x, planes, extremes, moments):
+            return sweep(
+                x.ctypes.data, x.size // 256, 131, planes.ctypes.data, extremes.ctypes.data, moments.ctypes.data,
+                np.float32(0.3),
+            )  # fmt: skip
+
+        arrays = [x.copy(), np.ones((_sweep.PLANES, _sweep.LANES), np.uint32), np.zeros(4, np.uint32), np.zeros(3)]
+        assert call(*arrays) == 20
+        return arrays
+
+    x = (torch.randn(8192) * (torch.rand(8192) < 0.7)).numpy()
+    x[256 * 20 + 5] = 1e9
+    native = _sweep._has_ternary_logic()
+    for one, other in zip(results(ternary=False), results(ternary=native), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_autograd_notices_that_a_saved_gradient_changed():

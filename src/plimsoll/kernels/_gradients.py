@@ -11,7 +11,7 @@ from plimsoll.kernels._tensors import FLOATING, fail
 
 _OPERATION = "unscale_into"
 _KNOWN = frozenset(FLOATING)
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def check_unscale(
@@ -28,7 +28,7 @@ def check_unscale(
             fail(x, _OPERATION, f" at index {index}", "an expanded tensor, whose values share memory", "Use x.clone().")
     _check_rows(len(gradients), bank, rows, device)
     if device.type != "meta":
-        _check_apart([x.data_ptr() for x in gradients if x.numel()])
+        _check_apart([address for x in gradients if (address := x.data_ptr())])  # 0 for an empty one
 
 
 def _check_apart(addresses: list[int]) -> None:

@@ -83,7 +83,7 @@ def _extremes_16bit(narrow, n):
 
 
 @inlined
-def scan_bfloat(narrow, bits, exponents, n):
+def _scan_bfloat(narrow, bits, exponents, n):
     """Extremes and exponent bytes of bfloat16 patterns, and their float32 bits."""
     positive, negative, nearest = _extremes_16bit(narrow, n)
     for i in range(n):
@@ -97,7 +97,7 @@ def scan_bfloat(narrow, bits, exponents, n):
 
 
 @inlined
-def scan_half(narrow, bits, exponents, n):
+def _scan_half(narrow, bits, exponents, n):
     """Extremes and exponent bytes of float16 patterns, and their float32 bits; fast where all are normal or zero."""
     positive, negative, nearest = _extremes_16bit(narrow, n)
     if max(positive, negative) >= np.uint32(0x7C00) or nearest + np.uint32(1) < np.uint32(0x0400):
@@ -221,7 +221,7 @@ def _count_zeros(bits, n, row, cleared, low):
 
 
 @inlined
-def _key(magnitude):
+def key_of(magnitude):
     """The bits of the float64 with the value of float32 magnitude bits; in integers for subnormals, flushed or not."""
     if magnitude < np.uint32(0x0080_0000):
         return as_int64(np.float64(magnitude) * _TINY32)
@@ -256,10 +256,10 @@ def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
     sums[_SUM] += total
     sums[_ABSSUM] += absolute
     sums[_SUMSQ] += squares
-    row[_POSITIVE] = max(row[_POSITIVE], _key(positive))
-    row[_NEGATIVE] = max(row[_NEGATIVE], _key(negative))
+    row[_POSITIVE] = max(row[_POSITIVE], key_of(positive))
+    row[_NEGATIVE] = max(row[_NEGATIVE], key_of(negative))
     if nearest != np.uint32(0xFFFF_FFFF):
-        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - _key(nearest + np.uint32(1)))
+        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - key_of(nearest + np.uint32(1)))
     return lowest, top
 
 
@@ -335,9 +335,9 @@ def measure_16bit(table, parts, address, length, row_address, fresh, variant):
             n = min(_BLOCK, length - start)
             part_bits = bits[start : start + n]
             if variant == 1:
-                found = scan_half(part_bits, wide, exponents, n)
+                found = _scan_half(part_bits, wide, exponents, n)
             else:
-                found = scan_bfloat(part_bits, wide, exponents, n)
+                found = _scan_bfloat(part_bits, wide, exponents, n)
             lowest, top = add_block(wide, n, found, exponents, clean, row, sums, counts)
             low, high = min(low, lowest), max(high, top)
         fold(counts, row, low, high)

@@ -13,11 +13,12 @@ from plimsoll.kernels._numba._memory import Words, pieces
 from plimsoll.kernels._numba._rows import empty_rows, merge_into, row_addresses
 from plimsoll.kernels._tensors import is_dense
 
-_KERNELS: dict[torch.dtype, tuple[Any, int]] = {
-    torch.float64: (kernels.unscale_float64, 0),
-    torch.float32: (kernels.unscale_float32, 0),
-    torch.bfloat16: (kernels.unscale_16bit, 0),
-    torch.float16: (kernels.unscale_16bit, 1),
+# Of each dtype: the kernel that measures and multiplies, the one that multiplies only, and the variant of both.
+_KERNELS: dict[torch.dtype, tuple[Any, Any, int]] = {
+    torch.float64: (kernels.unscale_float64, kernels.multiply_float64, -1),
+    torch.float32: (kernels.unscale_float32, kernels.multiply_float32, -1),
+    torch.bfloat16: (kernels.unscale_16bit, kernels.multiply_16bit, 0),
+    torch.float16: (kernels.unscale_16bit, kernels.multiply_16bit, 1),
 }
 _Numbers = tuple[int, int]  # the addresses of inverse_scale and found_inf
 
@@ -68,7 +69,8 @@ def _unscale_parts(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> N
 
 
 def _launch(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
-    kernel, variant = _KERNELS[dtype]
+    measuring, multiplying, variant = _KERNELS[dtype]
+    kernel = measuring if words[2] else multiplying
     listed = Words(words)
     kernel(listed.address, len(words) // 3, *numbers, variant)
 

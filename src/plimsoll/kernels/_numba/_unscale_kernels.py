@@ -1,27 +1,21 @@
-"""Unscaling on the CPU: a block is measured, then multiplied while it is in the first-level cache.
+"""Unscaling on the CPU: gradients counted and multiplied in one pass over memory.
 
-Whether a value or a product is not finite follows from the block's largest magnitude alone: rounding is monotonic, so
-if any product overflows, that one's does.
+Whether a value or a product is not finite follows from the largest magnitude alone: rounding is monotonic, so if any
+product overflows, that one's does. Sixteen-bit values are widened into a block of float32, which is treated like any,
+and rounded from there.
 
-Numba's cache does not notice a change of `_measure_kernels`: after one, remove the compiled code of this file.
+Numba's cache does not notice a change of `_sweep`, `_sweep_kernels` or `_measure_kernels`: after one, remove the
+compiled code of this file.
 """
 
 import numpy as np
 from numba import carray
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba._jit import as_float32, as_float64, as_uint32, inlined, kernel, pointer
-from plimsoll.kernels._numba._measure_kernels import (
-    add_block,
-    add_block64,
-    fold,
-    fold64,
-    scan,
-    scan_bfloat,
-    scan_half,
-)
+from plimsoll.kernels._numba._jit import as_float32, as_float64, as_uint32, inlined, kernel, pointer, widen_half
+from plimsoll.kernels._numba._measure_kernels import add_block64, fold64
+from plimsoll.kernels._numba._sweep_kernels import BLOCK, add_and_multiply, end_part, new_room
 
-_BLOCK = 4096
 _COUNT, _WORDS = layout.COUNT, layout.NARROW
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 
@@ -38,13 +32,6 @@ def _overflows(largest, inverse, variant):
     elif variant == 1:
         limit = np.uint32(0x477F_F000)
     return product >= limit
-
-
-@inlined
-def _multiply(bits, inverse, n):
-    values = bits.view(np.float32)
-    for i in range(n):
-        values[i] = values[i] * inverse
 
 
 @inlined
@@ -81,115 +68,162 @@ def _to_half(bits):
 
 
 @inlined
-def _narrow(wide, bits, inverse, variant, n):
-    values = wide.view(np.float32)
+def _widen(wide, bits, variant, n):
     if variant == 1:
         for i in range(n):
-            bits[i] = _to_half(as_uint32(values[i] * inverse))
+            wide[i] = widen_half(np.uint32(bits[i]))
     else:
         for i in range(n):
-            bits[i] = _to_bfloat(as_uint32(values[i] * inverse))
+            wide[i] = np.uint32(np.uint32(bits[i]) << np.uint32(16))
+
+
+@inlined
+def _narrow(wide, bits, variant, n):
+    if variant == 1:
+        for i in range(n):
+            bits[i] = _to_half(wide[i])
+    else:
+        for i in range(n):
+            bits[i] = _to_bfloat(wide[i])
+
+
+@inlined
+def _multiply_block(bits, inverse, n):
+    """Multiplies float32 values; returns the largest magnitude before."""
+    largest = np.uint32(0)
+    values = bits.view(np.float32)
+    for i in range(n):
+        largest = max(largest, np.uint32(bits[i] & np.uint32(0x7FFF_FFFF)))
+        values[i] = values[i] * inverse
+    return largest
+
+
+# -- kernels: each over a list of parts, three words each: address, length, and the address of the row -----------------
+# Those without a row do the same, but for the measuring. `inverse_address` and `found_address` are those of one float32
+# each. `variant` is 1 for float16, 0 for bfloat16, -1 for float32.
+
+
+@inlined
+def _raise_flag(address, bad):
+    if bad:
+        carray(pointer(address), (1,), np.float32)[0] = np.float32(1)
 
 
 @kernel
-def unscale_float32(table, parts, inverse_address, found_address, _):
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
+def unscale_float32(table, parts, inverse_address, found_address, variant):
+    words = carray(pointer(table), (parts, 3), np.int64)
+    inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
+    room = new_room()
+    bad = False
+    for part in range(parts):
+        length = words[part, 1]
+        bits = carray(pointer(words[part, 0]), (length,), np.uint32)
+        row = carray(pointer(words[part, 2]), (_WORDS,), np.int64)
+        row[_COUNT] += length
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
+            bad |= _overflows(add_and_multiply(bits[start : start + n], n, inverse, row, room), inverse, variant)
+        end_part(row, room)
+    _raise_flag(found_address, bad)
+
+
+@kernel
+def multiply_float32(table, parts, inverse_address, found_address, variant):
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
     bad = False
     for part in range(parts):
-        length, row_address = words[part, 1], words[part, 2]
+        length = words[part, 1]
         bits = carray(pointer(words[part, 0]), (length,), np.uint32)
-        low, high = 255, 0
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
             block = bits[start : start + n]
-            if row_address:
-                row = carray(pointer(row_address), (_WORDS,), np.int64)
-                found = scan(block, exponents, n)
-                largest = max(found[0], found[1])
-                lowest, top = add_block(block, n, found, exponents, clean, row, row.view(np.float64), counts)
-                low, high = min(low, lowest), max(high, top)
-            else:
-                largest = _largest32(block, n)
-            bad |= _overflows(largest, inverse, -1)
-            if inverse != np.float32(1):
-                _multiply(block, inverse, n)
-        if row_address:
-            row = carray(pointer(row_address), (_WORDS,), np.int64)
-            row[_COUNT] += length
-            fold(counts, row, low, high)
-    if bad:
-        carray(pointer(found_address), (1,), np.float32)[0] = np.float32(1)
+            largest = _largest32(block, n) if inverse == np.float32(1) else _multiply_block(block, inverse, n)
+            bad |= _overflows(largest, inverse, variant)
+    _raise_flag(found_address, bad)
 
 
 @kernel
 def unscale_16bit(table, parts, inverse_address, found_address, variant):
-    """Float16 is variant 1, bfloat16 is 0."""
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    wide = np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
+    room, wide = new_room(), np.empty(BLOCK, np.uint32)
     bad = False
     for part in range(parts):
-        length, row_address = words[part, 1], words[part, 2]
+        length = words[part, 1]
         bits = carray(pointer(words[part, 0]), (length,), np.uint16)
-        low, high = 255, 0
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
+        row = carray(pointer(words[part, 2]), (_WORDS,), np.int64)
+        row[_COUNT] += length
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
             block = bits[start : start + n]
-            if variant == 1:
-                found = scan_half(block, wide, exponents, n)
-            else:
-                found = scan_bfloat(block, wide, exponents, n)
-            bad |= _overflows(max(found[0], found[1]), inverse, variant)
-            if row_address:
-                row = carray(pointer(row_address), (_WORDS,), np.int64)
-                lowest, top = add_block(wide, n, found, exponents, clean, row, row.view(np.float64), counts)
-                low, high = min(low, lowest), max(high, top)
+            _widen(wide, block, variant, n)
+            bad |= _overflows(add_and_multiply(wide, n, inverse, row, room), inverse, variant)
             if inverse != np.float32(1):
-                _narrow(wide, block, inverse, variant, n)
-        if row_address:
-            row = carray(pointer(row_address), (_WORDS,), np.int64)
-            row[_COUNT] += length
-            fold(counts, row, low, high)
-    if bad:
-        carray(pointer(found_address), (1,), np.float32)[0] = np.float32(1)
+                _narrow(wide, block, variant, n)
+        end_part(row, room)
+    _raise_flag(found_address, bad)
+
+
+@kernel
+def multiply_16bit(table, parts, inverse_address, found_address, variant):
+    words = carray(pointer(table), (parts, 3), np.int64)
+    inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
+    wide = np.empty(BLOCK, np.uint32)
+    bad = False
+    for part in range(parts):
+        length = words[part, 1]
+        bits = carray(pointer(words[part, 0]), (length,), np.uint16)
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
+            block = bits[start : start + n]
+            _widen(wide, block, variant, n)
+            bad |= _overflows(_multiply_block(wide, inverse, n), inverse, variant)
+            if inverse != np.float32(1):
+                _narrow(wide, block, variant, n)
+    _raise_flag(found_address, bad)
 
 
 @kernel
 def unscale_float64(table, parts, inverse_address, found_address, _):
-    clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
+    words = carray(pointer(table), (parts, 3), np.int64)
+    inverse = np.float64(carray(pointer(inverse_address), (1,), np.float32)[0])
+    clean, exponents, wide = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
     counts = np.zeros((4, 2048), np.int64)
+    bad = False
+    for part in range(parts):
+        length = words[part, 1]
+        bits = carray(pointer(words[part, 0]), (length,), np.uint64)
+        row = carray(pointer(words[part, 2]), (_WORDS,), np.int64)
+        row[_COUNT] += length
+        low, high = 2047, 0
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
+            block = bits[start : start + n]
+            lowest, top = add_block64(block, n, exponents, wide, clean, row, row.view(np.float64), counts)
+            low, high = min(low, lowest), max(high, top)
+            bad |= _multiply64(block, inverse, n)
+        fold64(counts, row, low, high)
+    _raise_flag(found_address, bad)
+
+
+@kernel
+def multiply_float64(table, parts, inverse_address, found_address, _):
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = np.float64(carray(pointer(inverse_address), (1,), np.float32)[0])
     bad = False
     for part in range(parts):
-        length, row_address = words[part, 1], words[part, 2]
+        length = words[part, 1]
         bits = carray(pointer(words[part, 0]), (length,), np.uint64)
-        low, high = 2047, 0
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            block = bits[start : start + n]
-            if row_address:
-                row = carray(pointer(row_address), (_WORDS,), np.int64)
-                sums = row.view(np.float64)
-                lowest, top = add_block64(block, n, exponents, wide, clean, row, sums, counts)
-                low, high = min(low, lowest), max(high, top)
-            bad |= _multiply64(block, inverse, n)
-        if row_address:
-            row = carray(pointer(row_address), (_WORDS,), np.int64)
-            row[_COUNT] += length
-            fold64(counts, row, low, high)
-    if bad:
-        carray(pointer(found_address), (1,), np.float32)[0] = np.float32(1)
+        for start in range(0, length, BLOCK):
+            n = min(BLOCK, length - start)
+            bad |= _multiply64(bits[start : start + n], inverse, n)
+    _raise_flag(found_address, bad)
 
 
 @inlined
 def _multiply64(bits, inverse, n):
-    """Multiplies a block; returns whether a value or a product is not finite."""
+    """Multiplies float64 values; returns whether one or a product is not finite."""
     largest = np.uint64(0)
     for i in range(n):
         largest = max(largest, np.uint64(bits[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF)))

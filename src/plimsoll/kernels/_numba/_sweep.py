@@ -1,0 +1,329 @@
+"""One sweep over float32 values for all that a row holds, which multiplies them on its way.
+
+Written in LLVM's vectors, since what makes it fast is what a compiler's vectorizer does not find:
+
+- *Exponents* are counted without memory. A value becomes the word with one bit set, at its exponent modulo 32, which is
+  one rotation, and words are added up bit by bit: a carry-save adder takes three and gives two, their sums and their
+  carries, in two instructions where the processor has three-way logic. The counts of a lane then stand across `PLANES`
+  words, plane p holding bit p of each. This counts right as long as the exponents lie in one window of 32 binades,
+  which each group of 256 values is tested for by its extremes. A zero is counted as exponent 0; how many there were is
+  counted too, but only in groups that have one.
+- *Moments* are float64, four lanes at a time: on a Zen 4 core that is faster than eight.
+- *Products* take the group's place when all else is done, while it is in the first-level cache.
+
+The arithmetic is the limit, not memory. Sixteen lanes are one register of AVX-512, two of AVX2, four of NEON.
+"""
+
+# ruff: noqa: ARG001  (an intrinsic names its arguments for its callers; what generates it takes them as a list)
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+LANES = 16
+GROUP = 256  # values
+MOST_GROUPS = 64  # of one call
+PLANES = 18
+MOST_VALUES = LANES << (PLANES - 1)  # that planes in memory can count
+
+_PLANES_OF_CALL = 11  # a lane's count is at most 16 * 64
+_DOUBLES = 4  # lanes of float64
+_WORD, _LONG = ir.IntType(32), ir.IntType(64)
+_SINGLE, _DOUBLE = ir.FloatType(), ir.DoubleType()
+_WORDS, _SINGLES = ir.VectorType(_WORD, LANES), ir.VectorType(_SINGLE, LANES)
+_FEW_SINGLES, _FEW_DOUBLES = ir.VectorType(_SINGLE, _DOUBLES), ir.VectorType(_DOUBLE, _DOUBLES)
+_MAGNITUDE, _SIGN, _NOTHING = 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF
+
+
+def _has_ternary_logic() -> bool:
+    """Whether code is compiled for a processor with AVX-512, this one or the one that Numba was told of."""
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return "+avx512f" in (config.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
+class _Vectors:
+    """What the sweep needs of LLVM's builder."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        self.ternary = _has_ternary_logic()
+
+    def fill(self, number: int) -> Any:
+        return ir.Constant(_WORDS, [number] * LANES)
+
+    def splat(self, value: Any) -> Any:
+        empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+        single = self.builder.insert_element(empty, value, ir.Constant(_WORD, 0))
+        return self.builder.shuffle_vector(single, empty, self.fill(0))
+
+    def call(self, name: str, returns: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(returns, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
+
+    def variable(self, start: Any) -> Any:
+        return cgutils.alloca_once_value(self.builder, start)
+
+    def at(self, address: Any, kind: Any, index: int = 0) -> Any:
+        """The pointer to the index-th of this kind of value from an address on."""
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
+        return self.builder.gep(pointer, [ir.Constant(_LONG, index)])
+
+    def group(self, start: Any) -> Iterator[tuple[Any, Any]]:
+        """Pointers to the sixteen vectors of a group, and the vectors, each loaded when its turn comes.
+
+        The compiler does not know that it has read there before: else it would keep a group's values, and spill them.
+        """
+        same = ir.FunctionType(start.type, [start.type])
+        start = self.builder.asm(same, "", "=r,0", [start], side_effect=False)
+        for step in range(0, GROUP, LANES):
+            pointer = self.builder.gep(start, [ir.Constant(_LONG, step)])
+            yield pointer, self.builder.load(self.builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
+
+    def magnitude(self, value: Any) -> Any:
+        return self.builder.and_(value, self.fill(_MAGNITUDE))
+
+    def any(self, lanes: Any) -> Any:
+        bits = self.builder.bitcast(lanes, ir.IntType(LANES))
+        return self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
+
+    def reduce(self, value: Any, operation: Callable[[Any, Any], Any]) -> Any:
+        """All lanes into one number, by halves."""
+        count = value.type.count
+        while count > 1:
+            count //= 2
+            empty = ir.Constant(value.type, ir.Undefined)
+            halves: list[Any] = []
+            for start in (0, count):
+                lanes = ir.Constant(ir.VectorType(_WORD, count), list(range(start, start + count)))
+                halves.append(self.builder.shuffle_vector(value, empty, lanes))
+            value = operation(*halves)
+        return self.builder.extract_element(value, ir.Constant(_WORD, 0))
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """Of each lane, as signed integers."""
+        return self._choose("llvm.smax", x, y)
+
+    def higher(self, x: Any, y: Any) -> Any:
+        """The larger of each lane, as unsigned integers."""
+        return self._choose("llvm.umax", x, y)
+
+    def lower(self, x: Any, y: Any) -> Any:
+        """The smaller of each lane, as unsigned integers."""
+        return self._choose("llvm.umin", x, y)
+
+    def _choose(self, name: str, x: Any, y: Any) -> Any:
+        kind = f"v{x.type.count}i32" if isinstance(x.type, ir.VectorType) else "i32"
+        return self.call(f"{name}.{kind}", x.type, x, y)
+
+    def add_three(self, x: Any, y: Any, z: Any) -> tuple[Any, Any]:
+        """Sum and carry, bit by bit."""
+        builder = self.builder
+        if self.ternary:
+            name, parity, majority = (
+                "llvm.x86.avx512.pternlog.d.512",
+                ir.Constant(_WORD, 0x96),
+                ir.Constant(_WORD, 0xE8),
+            )
+            return self.call(name, _WORDS, x, y, z, parity), self.call(name, _WORDS, x, y, z, majority)
+        either = builder.xor(x, y)
+        return builder.xor(either, z), builder.or_(builder.and_(x, y), builder.and_(either, z))
+
+
+class _Exponents:
+    """Counts of exponents modulo 32."""
+
+    def __init__(self, vectors: _Vectors) -> None:
+        self.vectors = vectors
+        self.planes = [vectors.variable(vectors.fill(0)) for _ in range(_PLANES_OF_CALL)]
+        self.waiting: list[tuple[int, Any]] = []  # words of a group that wait for another of their plane
+
+    def add(self, value: Any) -> None:
+        vectors, builder = self.vectors, self.vectors.builder
+        one = vectors.fill(1)
+        place = builder.lshr(value, vectors.fill(23))  # the sign is above what a rotation looks at
+        self.waiting.append((0, vectors.call(f"llvm.fshl.v{LANES}i32", _WORDS, one, one, place)))
+        while len(self.waiting) > 1 and self.waiting[-1][0] == self.waiting[-2][0]:
+            (level, second), (_, first) = self.waiting.pop(), self.waiting.pop()
+            total, carry = vectors.add_three(builder.load(self.planes[level]), first, second)
+            builder.store(total, self.planes[level])
+            self.waiting.append((level + 1, carry))
+
+    def end_group(self) -> None:
+        """Adds the one word that a group leaves to the planes above."""
+        builder = self.vectors.builder
+        ((level, carry),) = self.waiting
+        for plane in self.planes[level:]:
+            old = builder.load(plane)
+            builder.store(builder.xor(old, carry), plane)
+            carry = builder.and_(old, carry)
+        self.waiting.clear()
+
+    def end(self, address: Any) -> None:
+        """Adds the planes to those in memory."""
+        builder, carry = self.vectors.builder, self.vectors.fill(0)
+        for index in range(PLANES):
+            place = self.vectors.at(address, _WORDS, index)
+            old = builder.load(place, align=4)
+            if index < len(self.planes):
+                total, carry = self.vectors.add_three(old, builder.load(self.planes[index]), carry)
+            else:
+                total, carry = builder.xor(old, carry), builder.and_(old, carry)
+            builder.store(total, place, align=4)
+
+
+class _Extremes:
+    """Largest bits of either sign, the smallest nonzero magnitude, and the number of zeros."""
+
+    def __init__(self, vectors: _Vectors, top: Any) -> None:
+        builder = vectors.builder
+        self.vectors = vectors
+        self.held = [vectors.variable(vectors.fill(start)) for start in (0, 0, _MAGNITUDE, 0)]
+        self.smallest = vectors.variable(vectors.fill(0))  # of a group
+        field = builder.shl(builder.trunc(top, _WORD), ir.Constant(_WORD, 23))
+        self.lowest = vectors.splat(builder.sub(field, ir.Constant(_WORD, 31 << 23)))
+        self.highest = vectors.splat(builder.or_(field, ir.Constant(_WORD, 0x7F_FFFF)))
+        self.group: list[Any] = []
+
+    def begin_group(self) -> None:
+        self.group = [self.vectors.fill(start) for start in (0, 0, _MAGNITUDE)]
+
+    def add(self, value: Any) -> None:
+        vectors, (positive, negative, smallest) = self.vectors, self.group
+        smallest = vectors.lower(smallest, vectors.magnitude(value))
+        self.group = [vectors.larger(positive, value), vectors.higher(negative, value), smallest]
+
+    def test_group(self, start: Any, leave: Callable[[], None]) -> None:
+        """Leaves the loop unless all of the group is in the window, or zero."""
+        vectors, builder = self.vectors, self.vectors.builder
+        positive, negative, smallest = self.group
+        builder.store(smallest, self.smallest)
+        above = builder.or_(
+            builder.icmp_signed(">", positive, self.highest),
+            builder.icmp_unsigned(">", negative, builder.or_(self.highest, vectors.fill(_SIGN))),
+        )
+        below = builder.icmp_unsigned("<", smallest, self.lowest)
+        with builder.if_then(vectors.any(builder.or_(above, below)), likely=False):
+            nonzero, zeros = self._without_zeros(start)
+            below = builder.icmp_unsigned("<", nonzero, self.lowest)
+            with builder.if_then(vectors.any(builder.or_(above, below)), likely=False):
+                leave()
+            builder.store(nonzero, self.smallest)
+            builder.store(zeros, self.held[3])
+
+    def _without_zeros(self, start: Any) -> tuple[Any, Any]:
+        """The smallest nonzero magnitude of a group, and the number of zeros up to its end."""
+        vectors, builder = self.vectors, self.vectors.builder
+        before, zeros = vectors.fill(_NOTHING), builder.load(self.held[3])
+        for _, value in vectors.group(start):
+            magnitude = vectors.magnitude(value)
+            before = vectors.lower(before, builder.sub(magnitude, vectors.fill(1)))  # at which zero wraps around
+            zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), _WORDS))
+        # A lane of zeros only has no smallest one: the largest of all stands for it.
+        before = vectors.lower(before, vectors.fill(_MAGNITUDE - 1))
+        return builder.add(before, vectors.fill(1)), zeros
+
+    def end_group(self) -> None:
+        vectors, builder = self.vectors, self.vectors.builder
+        positive, negative, smallest, _ = self.held
+        builder.store(vectors.larger(builder.load(positive), self.group[0]), positive)
+        builder.store(vectors.higher(builder.load(negative), self.group[1]), negative)
+        builder.store(vectors.lower(builder.load(smallest), builder.load(self.smallest)), smallest)
+
+    def end(self, address: Any) -> None:
+        vectors, builder = self.vectors, self.vectors.builder
+        operations = (vectors.larger, vectors.higher, vectors.lower, builder.add)
+        for index, (variable, operation) in enumerate(zip(self.held, operations, strict=True)):
+            builder.store(vectors.reduce(builder.load(variable), operation), vectors.at(address, _WORD, index))
+
+
+class _Moments:
+    """Sum, sum of magnitudes and sum of squares in float64, each in two registers."""
+
+    def __init__(self, vectors: _Vectors) -> None:
+        self.vectors = vectors
+        zero = ir.Constant(_FEW_DOUBLES, [0.0] * _DOUBLES)
+        self.held = [[vectors.variable(zero) for _ in range(2)] for _ in range(3)]
+
+    def add(self, pointer: Any) -> None:
+        """Adds sixteen values, read again: a load and the conversion are one instruction."""
+        builder, name = self.vectors.builder, f"v{_DOUBLES}f64"
+        for part in range(LANES // _DOUBLES):
+            place = builder.gep(pointer, [ir.Constant(_LONG, part * _DOUBLES)])
+            few = builder.load(builder.bitcast(place, _FEW_SINGLES.as_pointer()), align=4)
+            total, absolute, squares = (pair[part % 2] for pair in self.held)
+            value = builder.fpext(few, _FEW_DOUBLES)
+            size = self.vectors.call(f"llvm.fabs.{name}", _FEW_DOUBLES, value)
+            before = builder.load(squares)
+            builder.store(builder.fadd(builder.load(total), value), total)
+            builder.store(builder.fadd(builder.load(absolute), size), absolute)
+            builder.store(self.vectors.call(f"llvm.fmuladd.{name}", _FEW_DOUBLES, value, value, before), squares)
+
+    def end(self, address: Any) -> None:
+        builder = self.vectors.builder
+        for index, (first, second) in enumerate(self.held):
+            both = builder.fadd(builder.load(first), builder.load(second))
+            builder.store(self.vectors.reduce(both, builder.fadd), self.vectors.at(address, _DOUBLE, index))
+
+
+@intrinsic
+def sweep_and_multiply(
+    _: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any, factor: Any
+) -> Any:
+    """Sweeps over groups until one has a value outside the window; returns how many groups it did.
+
+    The window is the 32 binades from exponent `top` down, and zero. Of the groups done, and of them alone, it writes
+    four extremes (as `_Extremes` has them) and three moments, and multiplies them in place. It adds to the planes in
+    memory the counts of these groups and of the one that it stopped at.
+    """
+
+    def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        address, groups, top, planes, extremes, moments, factor = arguments
+        vectors = _Vectors(builder)
+        counting, ends, sums = _Exponents(vectors), _Extremes(vectors, top), _Moments(vectors)
+        first, factors = vectors.at(address, _WORD), vectors.splat(factor)
+        done = vectors.variable(groups)
+        with cgutils.for_range(builder, groups) as loop:
+            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(_LONG, GROUP))])
+            ends.begin_group()
+            for _, value in vectors.group(start):
+                ends.add(value)
+                counting.add(value)
+            counting.end_group()
+
+            def leave() -> None:
+                builder.store(loop.index, done)
+                loop.do_break()
+
+            ends.test_group(start, leave)
+            ends.end_group()
+            for pointer, value in vectors.group(start):
+                sums.add(pointer)
+                product = builder.fmul(builder.bitcast(value, _SINGLES), factors)
+                builder.store(product, builder.bitcast(pointer, _SINGLES.as_pointer()), align=4)
+        counting.end(planes)
+        ends.end(extremes)
+        sums.end(moments)
+        return builder.load(done)
+
+    return types.int64(*[types.int64] * 6, types.float32), generate
+
+
+@intrinsic
+def ones_of_bit(_: Any, plane: Any, bit: Any) -> Any:
+    """How many of the sixteen words of the plane at this address have the bit set."""
+
+    def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
+        vectors = _Vectors(builder)
+        words = builder.load(vectors.at(arguments[0], _WORDS), align=4)
+        mask = vectors.splat(builder.shl(ir.Constant(_WORD, 1), builder.trunc(arguments[1], _WORD)))
+        there = builder.icmp_unsigned("!=", builder.and_(words, mask), vectors.fill(0))
+        bits = builder.bitcast(there, ir.IntType(LANES))
+        return builder.zext(vectors.call(f"llvm.ctpop.i{LANES}", ir.IntType(LANES), bits), _LONG)
+
+    return types.int64(types.int64, types.int64), generate
