@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll import emulate
 from plimsoll.emulate._autocast import Autocast
+from plimsoll.emulate._emulate import emulate
 from plimsoll.emulate._lists import OperationLists
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
@@ -78,10 +78,10 @@ class Computing:
 
         def enter(fmt: str) -> Context:
             if fmt == "fp32":
-                return torch.autocast(kind, enabled=False) if native else Autocast(enabled=False)
+                return torch.autocast(kind, enabled=False) if native else _without(device)
             if fmt in DTYPES:
                 return torch.autocast(kind, DTYPES[fmt]) if native else _in_16_bits(device, lists, DTYPES[fmt])
-            return emulate(forward=fmt, backward=_BACKWARD.get(fmt, fmt))
+            return emulate("fp32", forward=fmt, backward=_BACKWARD.get(fmt, fmt))
 
         return enter
 
@@ -92,7 +92,13 @@ def device_of(root: nn.Module) -> torch.device:
 
 
 def _in_16_bits(device: torch.device, lists: OperationLists, dtype: torch.dtype) -> Context:
-    return Autocast(lists, dtype)
+    """The lists in force; on a CPU with products accumulated in FP32."""
+    return emulate(dtype, lists=lists) if device.type == "cpu" else Autocast(lists, dtype)
+
+
+def _without(device: torch.device) -> Context:
+    """A region in FP32 inside another."""
+    return emulate("fp32") if device.type == "cpu" else Autocast(enabled=False)
 
 
 def check_policy(level: Level, policy: Policy, rules: Mapping[str, str]) -> None:

@@ -83,7 +83,11 @@ def prepare(
         max_retries=max_retries,
     )
     if watch is not None:
-        loop.attach(_watch(loop, watch), owned=not isinstance(watch, Watch))
+        try:
+            loop.attach(_watch(loop, watch), owned=not isinstance(watch, Watch))
+        except Exception:
+            loop.close()
+            raise
     return loop
 
 

@@ -94,10 +94,11 @@ class Parameters:
         """Reads the gradients that an optimizer is given, and those that no optimizer has."""
         self._graded.add(id(optimizer))
         params, _ = self._known(optimizer)
+        masters = {id(weight): master for master, weight in masters_of(optimizer)}
         # A fused optimizer is given scaled gradients, and the scale; Plimsoll's scalers unscale first, and mark it.
         scale = getattr(optimizer, "grad_scale", None)
         scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
-        self._read_gradients_of(params, scaled=scaled)
+        self._read_gradients_of(params, scaled=scaled, masters=masters)
 
     @contained
     def finish_step(self) -> None:
@@ -125,8 +126,11 @@ class Parameters:
     def _read_weights(self, params: Mapping[str, Tensor]) -> None:
         self._measure("weights", params)
 
-    def _read_gradients_of(self, params: Mapping[str, Tensor], *, scaled: bool) -> None:
-        grads: dict[str, Tensor] = {name: p.grad for name, p in params.items() if p.grad is not None}
+    def _read_gradients_of(
+        self, params: Mapping[str, Tensor], *, scaled: bool, masters: Mapping[int, Tensor] | None = None
+    ) -> None:
+        found = {name: _gradient(p, (masters or {}).get(id(p))) for name, p in params.items()}
+        grads = {name: g for name, g in found.items() if g is not None}
         measured: list[str] = []
         if self.core.due.gradients:
             dense = {name: g for name, g in grads.items() if not g.is_sparse}
@@ -187,6 +191,7 @@ class Parameters:
     def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:
         found: dict[str, Tensor] = {}
         names = {id(p): name for name, p in params.items()}
+        names |= {id(m): names[id(p)] for m, p in masters_of(optimizer) if id(p) in names}
         for key, state in optimizer.state.items():
             name = names.get(id(key)) if isinstance(key, Tensor) else str(key)
             if name is not None and (isinstance(key, Tensor) or self._selection.takes(ROOT)):
@@ -258,8 +263,33 @@ class Parameters:
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """The model's parameters that the optimizer steps, itself or through masters."""
+    weights: dict[int, Tensor] = {id(master): weight for master, weight in masters_of(optimizer)}
     for group in optimizer.param_groups:
-        yield from group["params"]
+        params: list[Tensor] = group["params"]
+        yield from (weights.get(id(p), p) for p in params)
+
+
+def masters_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """The FP32 masters that an optimizer steps, each with the model's weight; whoever put them there tells it.
+
+    The attribute is a function without arguments, so that an optimizer's copies and pickles have none of it.
+    """
+    told: Any = getattr(optimizer, "plimsoll_masters", None)
+    return [] if told is None else list(told())
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that steps in the end, inside those that wrap it."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _gradient(p: Tensor, master: Tensor | None) -> Tensor | None:
+    """What the optimizer is given: the gradient of the master, once it is there."""
+    given = None if master is None else master.grad
+    return p.grad if given is None else given
 
 
 def _listed(grads: Iterable[Tensor], core: Core) -> dict[torch.device, list[Tensor]]:

@@ -19,7 +19,7 @@ from plimsoll.watch._compiled import is_capturing
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._later import Later, number
 from plimsoll.watch._names import unwrapped
-from plimsoll.watch._parameters import Parameters
+from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._recorder import Facts, Recorder
 from plimsoll.watch._taps import Taps
 
@@ -212,6 +212,7 @@ class Steps:
     @contained
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
         """A scaler's step has returned, whether or not the optimizer stepped."""
+        optimizer = innermost(optimizer)
         if not self._takes(optimizer):
             return
         self._scaler = weakref.ref(scaler)

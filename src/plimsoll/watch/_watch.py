@@ -18,7 +18,7 @@ from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
 from plimsoll.watch._names import ROOT, Selection, clean, unwrapped
-from plimsoll.watch._parameters import Parameters
+from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._recorder import Recorder
 from plimsoll.watch._reduce import reducing_writer
@@ -269,9 +269,7 @@ def _optimizers(given: Any) -> list[Any]:
     alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
     several: list[Any] = [given] if alone else list(cast("Iterable[Any]", given))
     for optimizer in several:
-        inner: Any = optimizer
-        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-            inner = inner.optimizer  # what accelerate and Lightning put around it
+        inner = innermost(optimizer)  # accelerate, Lightning and master weights put something around it
         if not isinstance(inner, torch.optim.Optimizer):
             raise ArgumentError(
                 f"watch: expected a torch.optim.Optimizer or a list of them; got {type(optimizer).__name__}. "

@@ -1,0 +1,108 @@
+"""A watched loop: every step once, true losses and scales, norms, skips and repetitions; nothing left at the end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll as pl
+from plimsoll.precision import prepare
+from plimsoll.scaling._dynamic import DynamicScaler
+from tests.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_loop_watches_into_a_folder(name: str, tmp_path: Path) -> None:
+    model, twin, data = net(), net(), batches(5)
+    loss_of(twin, data[0]).backward()
+    weight = twin.embed.weight.detach().norm().item()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    norm = twin.embed.weight.grad.norm().item()
+    scaler = DynamicScaler("cpu", init_scale=256.0) if "fp16" in name else None
+    loop = prepare(model, adamw(model, name), name, clip_norm=1.0, scaler=scaler, watch=tmp_path / "run")
+    losses, norms = [], []
+    for batch in data:
+        with loop.forward():
+            loss = loss_of(model, batch)
+        outcome = loop.step(loss)
+        losses.append(loss.item())
+        norms.append(outcome.grad_norm)
+    loop.close()
+    assert loop.watch is not None and loop.watch.closed
+    recorded = pl.Run(tmp_path / "run")
+    steps, found = recorded.scalars("loss")
+    assert list(steps) == [0, 1, 2, 3, 4] and list(found) == pytest.approx(losses)
+    steps, found = recorded.scalars("grad_norm")
+    assert list(steps) == [0, 1, 2, 3, 4] and list(found) == pytest.approx(norms)
+    if scaler is not None:
+        assert list(recorded.scalars("scale")[1]) == [256.0] * 5
+    assert recorded.spectrum("gradients", "embed.weight", 0).norm == pytest.approx(norm, rel=6e-2)
+    assert recorded.spectrum("weights", "embed.weight", 0).norm == pytest.approx(weight, rel=1e-3)
+    assert recorded.spectrum("optimizer", "embed.weight:exp_avg", 0).norm == pytest.approx(0.1 * norm, rel=6e-2)
+    assert recorded.spectrum("updates", "embed.weight", 0).count == 128
+
+
+def test_skips_and_repetitions_are_told(tmp_path: Path) -> None:
+    model = net()
+    loop = prepare(model, adamw(model), "amp-fp16", max_retries=12, watch=tmp_path / "run")
+    outcome = loop.step(lambda: overflowing(model, batches(1)[0]))
+    loop.step(lambda: loss_of(model, batches(1)[0]))
+    loop.close()
+    recorded = pl.Run(tmp_path / "run")
+    assert outcome.retries > 0
+    assert [event.kind for event in recorded.events()].count("skip") == outcome.retries
+    assert list(recorded.scalars("retries")[1]) == [outcome.retries, 0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp-fp16", "bf16-master"])
+def test_watching_changes_nothing(name: str, tmp_path: Path) -> None:
+    found: list[Any] = []
+    for folder in (None, tmp_path / "run"):
+        model = net(0.2)
+        loop = prepare(model, adamw(model), name, watch=folder)
+        torch.manual_seed(4)
+        found.append((run(loop, batches(6)), contents(model.state_dict())))
+        loop.close()
+    assert found[0] == found[1]
+
+
+def test_a_watch_of_the_users_own_is_told_and_stays_open(tmp_path: Path) -> None:
+    model = net()
+    optimizer = adamw(model)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1) as watch:
+        loop = prepare(model, optimizer, "bf16-master", clip_norm=1.0, watch=watch)
+        run(loop, batches(3))
+        loop.close()
+        assert not watch.closed
+    assert list(pl.Run(tmp_path / "run").scalars("grad_norm")[0]) == [0, 1, 2]
+
+
+def test_what_is_raised_in_the_context_is_recorded(tmp_path: Path) -> None:
+    model = net()
+    loop = prepare(model, adamw(model), "fp32", watch=tmp_path / "run")
+    run(loop, batches(1))
+    with pytest.raises(ZeroDivisionError), loop:
+        _ = 1 / 0
+    assert [event.kind for event in pl.Run(tmp_path / "run").events()] == ["trigger"]
+    assert loop.closed
+
+
+def test_a_watched_schedule_goes_on_through_its_changes(tmp_path: Path) -> None:
+    model = net()
+    loop = prepare(
+        model, adamw(model), [(0, "bf16-master"), (2, "amp-fp16"), (4, "fp16-master")], watch=tmp_path / "run"
+    )
+    losses = run(loop, batches(6))
+    loop.close()
+    assert list(pl.Run(tmp_path / "run").scalars("loss")[1]) == pytest.approx(losses)
+
+
+def test_a_folder_that_cannot_be_watched_into_leaves_the_model_free(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = net()
+    with pytest.raises(pl.RunError):
+        prepare(model, adamw(model), "bf16-master", watch=tmp_path / "file")
+    assert isinstance(model.head, nn.Linear) and model.head.weight.dtype == torch.float32
+    prepare(model, adamw(model), "bf16-master").close()
