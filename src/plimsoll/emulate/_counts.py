@@ -1,7 +1,7 @@
 """What ran while an emulation was open: which operations were emulated, and which ran on torch's own 16-bit kernels."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast as typed
 
@@ -39,32 +39,20 @@ def _by_count(row: tuple[str, int, str]) -> tuple[str, int, str]:
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """A context's count, and its place among those around it: what runs inside runs in them as well."""
+    """The count of one context; what runs in another inside it is counted there."""
 
-    around: "Counts | None" = None
     by_rule: Counter[str] = field(default_factory=Counter[str])
     by_torch: Counter[str] = field(default_factory=Counter[str])
 
     def ruled(self, op: Any) -> None:
         """Counts an emulated call."""
-        counts: Counts | None = self
-        while counts is not None:
-            counts.by_rule[name_of(op)] += 1
-            counts = counts.around
+        self.by_rule[name_of(op)] += 1
 
-    def native(self, op: Any, arguments: Any, call: Callable[[], Any]) -> Any:  # noqa: ARG002  (a witness's signature)
-        """Makes a call, and counts it."""
-        result = call()
-        self.see(op, result)
-        return result
-
-    def see(self, op: Any, result: Any) -> None:
+    def native(self, op: Any, arguments: Any, result: Any) -> Any:  # noqa: ARG002  (a witness's signature)
         """Counts a call that ran on a kernel of torch."""
-        if computes(op) and _is_16_bits(result):
-            counts: Counts | None = self
-            while counts is not None:
-                counts.by_torch[name_of(op)] += 1
-                counts = counts.around
+        if _is_16_bits(result):
+            self.by_torch[name_of(op)] += 1
+        return result
 
     def total(self) -> Operations:
         """What was counted until now."""

@@ -32,7 +32,7 @@ class Witness(Protocol):
     """What hears of every operation."""
 
     def ruled(self, op: Any) -> None: ...  # a rule has stood in for it
-    def native(self, op: Any, arguments: Any, call: Callable[[], Any]) -> Any: ...  # makes the call
+    def native(self, op: Any, arguments: Any, result: Any) -> Any: ...  # torch has run it; gives the result to return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

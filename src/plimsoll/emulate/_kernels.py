@@ -14,6 +14,7 @@ from typing import Any, cast as typed
 import torch
 
 from plimsoll.emulate._casts import cast, promoted
+from plimsoll.emulate._counts import computes
 from plimsoll.emulate._frames import Frame, Rule, categories_of, local
 from plimsoll.emulate._keys import Key
 from plimsoll.emulate._lists import Category, OperationLists
@@ -114,7 +115,11 @@ def _below(frame: Frame | None, key: Key, keys: Any, op: Any, args: Any, kwargs:
         return key.below(keys, op, args, kwargs)
     if not frame.eager:
         _refuse_compiling()
-    return frame.witness.native(op, args, functools.partial(key.below, keys, op, args, kwargs))
+    if not computes(op):
+        return key.below(keys, op, args, kwargs)
+    result = key.below(keys, op, args, kwargs, whole=True)
+    with unheard():
+        return frame.witness.native(op, args, result)
 
 
 def aloud(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = None) -> Any:
@@ -134,16 +139,16 @@ def aloud(op: Any, args: Any, kwargs: Any, rules: Mapping[str, Rule] | None = No
 
 @contextlib.contextmanager
 def unheard() -> Generator[None]:
-    """From within a witness: nothing is heard."""
-    frame = local.frame
+    """Nothing is heard, as within a rule."""
+    frame, silent = local.frame, local.silent
     assert frame is not None
     key_of(frame).include(False)
     local.silent = True
     try:
         yield
     finally:
-        local.silent = False
-        key_of(frame).include(True)
+        local.silent = silent
+        key_of(frame).include(not silent)
 
 
 def _guards() -> Any:

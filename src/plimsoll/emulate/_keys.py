@@ -70,19 +70,17 @@ class Key:
                 self._heard.add(str(op))
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
-    def below(self, keys: Any, op: Any, args: Any, kwargs: Any) -> Any:
-        """The operation as it would have run unheard; what it calls in turn is heard again.
-
-        A number in a tensor's place (``x * 2``) came as a tensor that counts as a number in type promotion. Only a call
-        from the top makes one of it again; the few operations that take it call no others.
-        """
-        if _has_number(op, args):
-            self.include(False)
-            try:
-                return op(*args, **kwargs)
-            finally:
-                self.include(True)
-        return op.redispatch(keys & self._below, *args, **kwargs)
+    def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
+        """The operation as it would have run unheard; what it calls in turn is heard again, unless it is `whole`."""
+        numbers = _has_number(op, args)
+        if not (whole or numbers):
+            return op.redispatch(keys & self._below, *args, **kwargs)
+        on = self.on
+        self.include(False)
+        try:
+            return _with_numbers(op, args, kwargs) if numbers else op.redispatch(keys & self._below, *args, **kwargs)
+        finally:
+            self.include(on)
 
     @property
     def on(self) -> bool:
@@ -108,6 +106,26 @@ def _has_number(op: Any, args: Any) -> bool:
         arguments = enumerate(op._schema.arguments)  # noqa: SLF001
         places = _places[op] = tuple(index for index, one in arguments if str(one.type) == "Tensor")
     return any(index < len(args) and isinstance(args[index], int | float | complex) for index in places)
+
+
+def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
+    """A call with a number in a tensor's place (``x * 2``): it came as a tensor that counts as a number in promotion.
+
+    A call from the top makes such a tensor of it again, for those operations that a user may call so. Others have it
+    from C++ alone: they get a 0-d tensor, which promotes no other tensor of dimensions either.
+    """
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        if "Unable to cast" not in str(error):
+            raise
+    args = [_as_tensor(one) if index in _places[op] else one for index, one in enumerate(args)]
+    return op(*args, **kwargs)
+
+
+def _as_tensor(x: Any) -> Any:
+    dtype = torch.float64 if isinstance(x, float) else None  # None: bool, int64, complex
+    return torch.tensor(x, dtype=dtype) if isinstance(x, int | float | complex) else x
 
 
 def _free_name() -> str:

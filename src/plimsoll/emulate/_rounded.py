@@ -1,12 +1,12 @@
 """Operations whose results are rounded to a format: those that a user selects, or all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast as typed
 
 from torch import Tensor
 
 from plimsoll.emulate import _frames, _kernels
-from plimsoll.emulate._counts import Counts, computes
+from plimsoll.emulate._counts import Counts
 from plimsoll.emulate._recipe import Recipe
 
 
@@ -51,15 +51,12 @@ class Everywhere:
         """Counts a call that a rule has stood in for."""
         self._counts.ruled(op)
 
-    def native(self, op: Any, arguments: Any, call: Callable[[], Any]) -> Any:
-        """Makes a call, and rounds its result."""
-        result = call()
-        if not computes(op) or _frames.in_backward() or not any(map(_floating, arguments)):
-            self._counts.see(op, result)
-            return result
+    def native(self, op: Any, arguments: Any, result: Any) -> Any:
+        """Rounds what torch has computed."""
+        if _frames.in_backward() or not any(map(_floating, arguments)):
+            return self._counts.native(op, arguments, result)
         self._counts.ruled(op)
-        with _kernels.unheard():
-            return self._rounded.result(result, arguments)
+        return self._rounded.result(result, arguments)
 
 
 def within(rules: Mapping[str, _frames.Rule]) -> _frames.Rule:
