@@ -147,7 +147,7 @@ def test_no_more_than_the_chunk_is_open_at_a_time() -> None:
         @torch.no_grad()
         def step(self, closure: object = None) -> None:
             held = [p for group in self.param_groups for p in group["params"] if p is not plain]
-            seen.append(sum(p.untyped_storage().nbytes() + p.grad.nbytes for p in held))
+            seen.append(sum(p.nbytes * p.is_contiguous() + p.grad.nbytes for p in held))
             super().step()
 
     inner = Spy([*weights, plain], lr=0.1)
@@ -157,8 +157,27 @@ def test_no_more_than_the_chunk_is_open_at_a_time() -> None:
     before = [p.untyped_storage().nbytes() for p in masters.param_groups[0]["params"][:-1]]
     masters.step()
     assert seen == [1600] * 5 + [8000]
+    assert masters._scratch.nbytes == 8000
     assert before == [4] * 11 == [p.untyped_storage().nbytes() for p in masters.param_groups[0]["params"][:-1]]
     assert all(torch.equal(p, torch.full_like(p, 0.9)) for p in (*weights, plain))
+
+
+def test_a_step_that_fails_leaves_weights_and_gradients_as_they_were() -> None:
+    class Failing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            self.param_groups[0]["params"][0].zero_()
+            raise RuntimeError("out of paper")
+
+    weight, other = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    masters = MasterWeights(Failing([weight, other], lr=0.1), chunk_bytes=1)
+    weight.grad = torch.ones_like(weight)
+    other.grad = torch.ones_like(other)
+    with pytest.raises(RuntimeError, match="out of paper"):
+        masters.step()
+    (master, _) = masters.param_groups[0]["params"]
+    assert (weight == 1).all() and masters.master_of(weight).eq(1).all()
+    assert master.grad is None and master.isnan().all()
 
 
 def test_a_master_that_is_not_open_shows_nan_and_cannot_be_written() -> None:

@@ -13,33 +13,62 @@ bits of zero. And low bits of another weight (the weight was changed from outsid
 infinity; no float32 number has that pair, so `join` drops such low bits.
 """
 
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 _HALF = 0x8000
 _QUIET_NAN = 0x7FC0_0000
 _SIGN = -0x8000_0000
+_BLOCK = 1 << 17
 
 
 def split(value: Tensor, weight: Tensor, low: Tensor) -> None:
     """Writes the float32 `value` as bfloat16 `weight` and int16 `low`. The memory of `value` is used up."""
-    bits = _without_nan(value).view(torch.int32)
-    low.copy_(bits)  # an int32's lower half: the conversion drops the upper one
-    weight.view(torch.int16).copy_(bits.add_(_HALF).bitwise_right_shift_(16))
+    for part, high, rest in in_blocks(value, weight.view(torch.int16), low):
+        bits = _without_nan(part).view(torch.int32)
+        rest.copy_(bits)  # an int32's lower half: the conversion drops the upper one
+        high.copy_(bits.add_(_HALF).bitwise_right_shift_(16))
 
 
-def join(weight: Tensor, low: Tensor) -> Tensor:
+def join(weight: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
     """The float32 number that `split` took apart; of a weight changed since, one that still rounds to the weight."""
-    value = low.to(torch.int32).add_(weight.view(torch.int16), alpha=1 << 16).view(torch.float32)
-    if weight.is_cpu and not bool(value.isnan().any()):
-        return value
-    return torch.where(value.isnan(), weight.to(torch.float32), value)
+    out = torch.empty_like(low, dtype=torch.float32) if out is None else out
+    for value, high, rest in in_blocks(out, weight, low):
+        value.view(torch.int32).copy_(rest).add_(high.view(torch.int16), alpha=1 << 16)
+        if not high.is_cpu or _may_have_nan(value):
+            value.copy_(torch.where(value.isnan(), high.to(torch.float32), value))
+    return out
+
+
+def round_away(value: Tensor, weight: Tensor) -> None:
+    """Writes the bfloat16 numbers alone: to nearest, ties away from zero."""
+    for part, high in in_blocks(value, weight.view(torch.int16)):
+        high.copy_(_without_nan(part).view(torch.int32).add(_HALF).bitwise_right_shift_(16))
+
+
+def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape piece by piece, so that what is computed of them stays in the processor's caches.
+
+    On a GPU, and where one has gaps, they come whole.
+    """
+    if tensors[0].numel() <= _BLOCK or not all(x.is_cpu and x.is_contiguous() for x in tensors):
+        return iter([tensors])
+    pieces: list[tuple[Tensor, ...]] = [cast("Any", x.view(-1)).split(_BLOCK) for x in tensors]
+    return zip(*pieces, strict=True)
 
 
 def _without_nan(value: Tensor) -> Tensor:
     """The value with quiet NaNs of low bits zero; on a GPU without asking whether there are any."""
-    nans = value.isnan()
-    if value.is_cpu and not bool(nans.any()):
+    if value.is_cpu and not _may_have_nan(value):
         return value
     bits = value.view(torch.int32)
-    return torch.where(nans, (bits & _SIGN) | _QUIET_NAN, bits).view(torch.float32)
+    return torch.where(value.isnan(), (bits & _SIGN) | _QUIET_NAN, bits).view(torch.float32)
+
+
+def _may_have_nan(value: Tensor) -> bool:
+    """Whether there may be a NaN: a sum is a tenth of the time of `isnan`. Infinities of both signs may too."""
+    return math.isnan(float(value.sum()))

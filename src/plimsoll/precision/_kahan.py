@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plimsoll.precision._compact_bits import in_blocks
 from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
 from plimsoll.precision._masters_stores import Entry, Store, round_to, value_of
 from plimsoll.precision._stochastic import refuse_float16
@@ -57,14 +58,18 @@ class Compensation:
         """The compensation."""
         return (self._cut,)
 
-    def open(self, weight: Tensor) -> Tensor:
+    def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum."""
-        return weight.to(torch.float32).add_(self._cut)
+        value = weight.to(torch.float32) if out is None else out.copy_(weight)
+        for part, cut in in_blocks(value, self._cut):
+            part.add_(cut.to(torch.float32))
+        return value
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
         """Rounds, and keeps what that cuts off."""
         round_to(value, weight)
-        self._cut.copy_(value.sub_(weight).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        for part, rounded, cut in in_blocks(value, weight, self._cut):
+            cut.copy_(part.sub_(rounded.to(torch.float32)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     def peek(self, weight: Tensor) -> Tensor:
         """The sum."""

@@ -10,6 +10,7 @@ group that changes in the step of a chunk is an error. The hooks of the inner op
 """
 
 import abc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -21,10 +22,11 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision._masters_checkpoint import checked_entries, entries_of
 from plimsoll.precision._masters_groups import bare_step, only, put_state, swapped
 from plimsoll.precision._masters_pair import Pair
+from plimsoll.precision._masters_scratch import Scratch
 from plimsoll.precision._masters_stores import Store
 from plimsoll.precision._masters_total import total_norm
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 24
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _OURS = ("masters", "steps", "seed")  # the keys of a state dict that are not the inner optimizer's
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -39,6 +41,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self.optimizer, self.chunk_bytes = optimizer, chunk_bytes
         self.steps = 0
         self._pairs: dict[int, Pair] = {}  # by the identity of the float32 parameter
+        self._scratch = Scratch()
         self._factor: Tensor | None = None  # what clipping has found, for gradients that are not collected
         self.__setstate__({})  # torch's own way to the hooks of an optimizer whose groups exist already
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in _DTYPES]
@@ -60,6 +63,13 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             pair = Pair(weight, store)
             self._pairs[id(pair.master)] = pair
             put_state(self.optimizer, weight, pair.master)
+        self._tell_watches()
+
+    def _tell_watches(self) -> None:
+        """Lets a watch find the weights behind the masters; in no copy and no pickle of an optimizer."""
+        myself = weakref.ref(self)
+        told: Any = self.optimizer
+        told.plimsoll_masters = lambda: [] if (it := myself()) is None else [(p.master, p.weight) for p in it.pairs]
 
     # -- groups and state are the inner optimizer's --------------------------------------------------------------------
 
@@ -95,7 +105,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept beside the weights between steps: masters, low bits or compensation; not the optimizer's state."""
+        """Bytes kept beside the weights for them: masters, low bits or compensation.
+
+        The optimizer's state comes on top, and on a CPU the memory of what is open in a step, `chunk_bytes` as a rule.
+        """
         return sum(x.nbytes for pair in self.pairs for x in pair.store.kept)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,9 +197,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
     def _step_in_chunks(self, optimizer: Optimizer) -> None:
         for chunk in self._chunks():
             pairs = {number: pair for number, pair in enumerate(self.pairs) if id(pair.master) in chunk}
+            self._scratch.start(sum(pair.open_bytes for pair in pairs.values() if pair.weight.is_cpu))
             try:
                 for pair in pairs.values():
-                    pair.open(self._factor)
+                    pair.open(self._factor, self._scratch)
                 with only(self.operation, optimizer, chunk):
                     bare_step(optimizer)
                 for number, pair in pairs.items():
@@ -293,18 +307,25 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             pair.forget()
             put_state(self.optimizer, pair.master, pair.weight, dtype=None)
         self._pairs.clear()
+        del cast("Any", self.optimizer).plimsoll_masters
         return self.optimizer
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what hooks and schedulers have put here, as of any torch optimizer."""
-        ours = {name: value for name, value in self.__dict__.items() if name not in {"step", "_pairs"}}
+        ours = {name: value for name, value in self.__dict__.items() if name not in {"step", "_pairs", "_scratch"}}
         hooks = {name for name in ours if name.endswith("_hooks") or name.startswith(("_opt_called", "_zero_grad"))}
         return {name: value for name, value in ours.items() if name not in hooks} | {"_pairs": list(self.pairs)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(pairs := state.get("_pairs"), list):
-            state = {**state, "_pairs": {id(pair.master): pair for pair in cast("list[Pair]", pairs)}}
+            state = {
+                **state,
+                "_scratch": Scratch(),
+                "_pairs": {id(pair.master): pair for pair in cast("list[Pair]", pairs)},
+            }
         super().__setstate__(state)
+        if "optimizer" in state:
+            self._tell_watches()
 
     def __repr__(self) -> str:
         return f"{self.operation} of {self.optimizer!r}"

@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from plimsoll.precision._masters_scratch import Scratch
 from plimsoll.precision._masters_stores import Store
 
 _FLOAT32_BYTES = 4
@@ -19,13 +20,14 @@ _FLOAT32_BYTES = 4
 class Pair:
     """One parameter twice, and the store that keeps what the model's lacks."""
 
-    __slots__ = ("_collected", "master", "store", "weight")
+    __slots__ = ("_collected", "_lent", "master", "store", "weight")
 
     def __init__(self, weight: Tensor, store: Store) -> None:
         self.weight, self.store = weight, store
         nothing = torch.full((), torch.nan, device=weight.device)
         self.master = nn.Parameter(nothing.expand(weight.shape), requires_grad=weight.requires_grad)
         self._collected: tuple[weakref.ref[Tensor], int] | None = None
+        self._lent = False  # `open` has made the gradient
         if store.whole and weight.requires_grad:
             self.master.data = store.open(weight.detach())
 
@@ -34,7 +36,7 @@ class Pair:
 
     def __setstate__(self, state: tuple[Tensor, Store, nn.Parameter]) -> None:
         self.weight, self.store, self.master = state
-        self._collected = None
+        self._collected, self._lent = None, False
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class Pair:
 
     def forget(self) -> None:
         """Drops the master's gradient."""
-        self.master.grad, self._collected = None, None
+        self.master.grad, self._collected, self._lent = None, None, False
 
     def _is_collected(self, g: Tensor) -> bool:
         if self._collected is None:
@@ -78,12 +80,15 @@ class Pair:
         tensors = (not self.store.whole) + (self.master.grad is None)
         return tensors * _FLOAT32_BYTES * self.weight.numel()
 
-    def open(self, factor: Tensor | None) -> None:
+    def open(self, factor: Tensor | None, scratch: Scratch | None = None) -> None:
         """Gives the master its values, and a gradient if it has none: the model's, times the factor."""
-        self.master.data = self.store.open(self.weight.detach())
+        scratch = scratch or Scratch()
+        out = None if self.store.whole else scratch.take(self.weight)
+        self.master.data = self.store.open(self.weight.detach(), out)
         g = self.weight.grad
         if self.master.grad is None and g is not None:
-            self.master.grad = in_float32(g, factor)
+            self.master.grad = in_float32(g, factor, scratch.take(g))
+            self._lent = True
 
     def close(self, key: int) -> None:
         """Writes the values back; the master has none then, and no gradient."""
@@ -97,12 +102,14 @@ class Pair:
             self.master.data = self.store.open(self.weight.detach())
 
     def shut(self) -> None:
-        """Takes the values from the master, unless the store keeps them."""
+        """Takes the values from the master, unless the store keeps them, and the gradient that `open` made."""
+        if self._lent:
+            self.forget()
         if not self.store.whole:
             self.master.data = torch.full((), torch.nan, device=self.weight.device).expand(self.weight.shape)
 
 
-def in_float32(g: Tensor, factor: Tensor | None = None) -> Tensor:
+def in_float32(g: Tensor, factor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """A copy of a gradient in float32, times the factor; a sparse one stays sparse."""
-    wide = g.detach().to(torch.float32, copy=True)
+    wide = g.detach().to(torch.float32, copy=True) if out is None else out.copy_(g)
     return wide if factor is None else wide.mul_(factor.to(g.device))

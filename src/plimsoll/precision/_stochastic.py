@@ -65,9 +65,9 @@ class Stochastic:
     whole = False
     kept = ()
 
-    def open(self, weight: Tensor) -> Tensor:
+    def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """The weight in float32."""
-        return weight.to(torch.float32)
+        return weight.to(torch.float32) if out is None else out.copy_(weight)
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:
         """Rounds up or down."""
