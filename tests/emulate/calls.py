@@ -13,8 +13,8 @@ DTYPE = torch.dtype
 
 def made(dtype: DTYPE, *shape: int) -> Tensor:
     """Values between 0.2 and 0.8: in the domain of every function on the lists."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.rand(shape, generator=generator) * 0.6 + 0.2).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    return (torch.rand(shape, generator=generator, device="cpu") * 0.6 + 0.2).to(dtype)
 
 
 def unary(function: Callable[..., Any], *rest: Any) -> Callable[[DTYPE], Any]:
