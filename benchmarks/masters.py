@@ -1,6 +1,6 @@
 """16-bit weights and their masters: the loss that they reach, the bytes that they take, the time of a step.
 
-    python benchmarks/masters.py           a character-level language model, three seeds; some minutes
+    python benchmarks/masters.py           a character-level language model, two seeds; some minutes
     python benchmarks/masters.py --quick   a smoke run
 
 The text is the standard library's own source, so nothing is fetched. Every way starts from the same weights, sees the
@@ -155,8 +155,8 @@ def step_times(parameters: int, rounds: int) -> list[dict[str, object]]:
 def options_from(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--parameters", type=int, default=1 << 23, help="of the optimizer's step that is timed")
     parser.add_argument("--quick", action="store_true", help="few steps and parameters")

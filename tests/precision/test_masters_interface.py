@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
 from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.scaling import DynamicScaler
 
 FORMATS = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "bf16, compact": (torch.bfloat16, True)}
 formats = pytest.mark.parametrize(("dtype", "compact"), FORMATS.values(), ids=FORMATS)
@@ -291,6 +292,35 @@ def test_torchs_scaler(dtype: torch.dtype, compact: bool) -> None:
         found.append(weights(model))
     if dtype is torch.bfloat16:  # a power of two changes no bits but those of subnormal numbers
         assert same(*found)
+
+
+@formats
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_our_scalers_collect_gradients_themselves(dtype: torch.dtype, compact: bool, clip: float | None) -> None:
+    found = []
+    for scaled in (False, True):
+        model = network(dtype)
+        masters = MasterWeights(adamw(model), compact=compact)
+        scaler = DynamicScaler("cpu", init_scale=2.0**6, growth_interval=10**6, enabled=scaled)
+        for step in range(6):
+            masters.zero_grad()
+            backward(model, step, scaler if scaled else None)
+            if scaled and step == 3:
+                model[0].weight.grad[0, 0] = torch.inf
+            if scaled and clip:
+                scaler.unscale_(masters)
+            if clip:
+                masters.clip_gradients(clip)
+            if scaled:
+                scaler.step(masters)
+                scaler.update()
+                assert scaler.outcome.stepped is (step != 3)
+            elif step != 3:
+                masters.step()
+        found.append(in_float32(masters))
+    if dtype is torch.bfloat16:  # a power of two changes no bits but those of subnormal numbers
+        assert same(*found)
+    assert all(x.isfinite().all() for x in found[1])
 
 
 @formats
