@@ -13,6 +13,7 @@ casts by the lists; "half" is a model of FP16 weights. Native FP16 is far slower
 import argparse
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,7 +52,7 @@ class Convolutional(nn.Module):
     def __init__(self, channels: Sequence[int] = (3, 32, 64, 128)) -> None:
         super().__init__()
         parts = list[nn.Module]()
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in itertools.pairwise(channels):
             convolution = nn.Conv2d(before, after, 3, padding=1)
             parts += [convolution, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
         self.body, self.head = nn.Sequential(*parts), nn.Linear(channels[-1] * 16, 10)
