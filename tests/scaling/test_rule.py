@@ -215,3 +215,17 @@ def test_the_number_of_skipped_steps_does_not_depend_on_hysteresis() -> None:
     assert math.isfinite(optimizer.param_groups[0]["params"][0].item())
     assert not scaler.outcome.stepped
     assert scales(scaler, [True], optimizer) == [2.0**15]
+
+
+def test_regrowth_does_not_overshoot_where_the_scale_was() -> None:
+    scaler = DynamicScaler("cpu", growth_factor=4.0, regrowth_interval=1)
+    assert scales(scaler, [True] * 3 + [False] * 3) == [2.0**15, 2.0**14, 2.0**13, 2.0**15, 2.0**16, 2.0**16]
+
+
+@pytest.mark.parametrize("regrowth", [None, 3])
+def test_the_rule_itself_knows_its_floor(regrowth: int | None) -> None:
+    found = run([True] * 40 + [False] * 14, rule(regrowth_interval=regrowth), 2.0**10)
+    assert found[39] == 2.0**-14
+    if regrowth is None:
+        assert found == megatrons([True] * 40 + [False] * 14, 7, 1, 2.0**-14, 2.0**10)
+    assert found[-1] == (2.0**-12 if regrowth is None else 2.0**-10)
