@@ -72,6 +72,28 @@ def test_updates_and_nonfinite_counts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-16, 0.3])
+def test_unscaling(dtype: torch.dtype, scale: float) -> None:
+    several = [values(dtype, count) for count in (1, 13, 1000, 4096, 100_001, 3_000_000)]
+    matrix = values(dtype, 4096).reshape(64, 64)
+    several += [matrix.t(), matrix[:, 3:50], matrix[:0]]
+    finite = [x.nan_to_num(0.5, 2.0, -2.0).clamp(-1e4, 1e4) for x in several]
+    for gradients, flag in ((several, 1.0), (finite, 0.0)):
+        results = []
+        for device in ("cuda", "cpu"):
+            here = [x.clone().to(device) for x in gradients]
+            bank, found = kernels.new_bank(len(here), device=device), torch.zeros(1, device=device)
+            inverse = torch.tensor(scale, device=device)
+            kernels.unscale_into(here, inverse, found, bank, range(len(here)))
+            assert float(found) == flag
+            results.append((here, bank))
+        (here, bank), (expected, expected_bank) = results
+        assert_rows_equal(bank, expected_bank)
+        for one, other in zip(here, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "tf32", "e4m3", "e5m2", "e4m3fnuz", "e2m1", "e3m2", "e5m7"])
 def test_casting(dtype: torch.dtype, fmt: str) -> None:
     x = values(dtype, 50_000)

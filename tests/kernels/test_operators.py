@@ -250,11 +250,14 @@ def test_a_read_only_install_caches_elsewhere(tmp_path):
 def test_on_cuda_nothing_synchronises_and_graphs_capture():
     x, bank = torch.randn(1000, device="cuda"), kernels.new_bank(2, device="cuda")
     moves, counts = kernels.new_moves(2, device="cuda"), kernels.new_counts(1, device="cuda")
+    y, inverse, found = torch.ones(50, device="cuda"), torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 
     def watched_step():
         kernels.measure_one(x, bank, 0)
         kernels.count_nonfinite_into([x, x[1:]], counts, 0)
         kernels.update_into([x, x], [x + 1, x], [x, x], bank, [0, 1], moves)
+        kernels.unscale_into([x, y], inverse, found, bank, [0, 1])
+        kernels.unscale_into([x], inverse, found)
 
     kernels.measure_into([x, x], bank, [0, 1])
     watched_step()
@@ -272,4 +275,10 @@ def test_on_cuda_nothing_synchronises_and_graphs_capture():
     graph.replay()
     graph.replay()
     assert bank[:, 0].tolist() == [2000, 2000]
+    graph, inverse = torch.cuda.CUDAGraph(), inverse / 2
+    with torch.cuda.graph(graph):
+        kernels.unscale_into([x, y], inverse, found, bank, [0, 1])
+    graph.replay()
+    graph.replay()
+    assert bank[:, 0].tolist() == [1000, 50] and y.tolist() == [0.25] * 50 and found.item() == 0
     assert moves[:, :2].tolist() == [[1000, 0], [1000, 1000]] and counts.tolist() == [0]

@@ -41,10 +41,11 @@ def test_every_kernel_and_dtype_compiles(compiled: list[dict[str, Any]]) -> None
     names = {kernel["name"] for kernel in compiled}
     assert names == {
         "measure_tensor", "measure_table", "cast_dense", "cast_ragged", "update_tensor", "update_table", "count_tensor",
-        "count_table",
+        "count_table", "unscale_tensor", "unscale_table",
     }  # fmt: skip
     for case in ("measure", "cast", "update", "count"):
         assert len({kernel["case"] for kernel in of(compiled, case)}) == 8, "one for each dtype"
+    assert len({kernel["case"] for kernel in of(compiled, "unscale")}) == 4
 
 
 def test_nothing_flushes_subnormals(compiled: list[dict[str, Any]]) -> None:
@@ -69,8 +70,16 @@ def test_fp32_updates_and_counts_load_vectors_and_hardly_spill(compiled: list[di
         assert kernel["registers"] <= 168 and kernel["stack_bytes"] == 0
 
 
+def test_fp32_unscaling_loads_and_stores_vectors_and_hardly_spills(compiled: list[dict[str, Any]]) -> None:
+    for kernel in of(compiled, "fp32 unscale") + of(compiled, "fp32 bare"):
+        assert kernel["vector_loads"] >= 8 and kernel["vector_stores"] >= 8, kernel
+        assert kernel["registers"] <= 128, "four programs to an SM"
+        assert kernel["stack_bytes"] <= 512, "constants of the loop, and no more"
+
+
 def test_sizes_and_formats_do_not_recompile(compiled: list[dict[str, Any]]) -> None:
     cases = ("fp32 one", "fp32 table", "fp32 cast", "fp32 update one", "fp32 update table", "fp32 count one")
+    cases += ("fp32 unscale one", "fp32 unscale table", "fp32 bare one", "fp32 bare table")
     for case in (*cases, "fp32 count table"):
         assert len({kernel["hash"] for kernel in of(compiled, case)}) == 1, case
         assert len(of(compiled, case)) > 1
@@ -105,6 +114,7 @@ def main(cuobjdump: str) -> None:
     launch_casting(case)
     launch_updates(case)
     launch_counts(case)
+    launch_unscaling(case)
 
 
 def launch_measuring(case: list[str]) -> None:
@@ -169,6 +179,24 @@ def launch_counts(case: list[str]) -> None:
         fast.count_nonfinite([torch.zeros(7, dtype=dtype)], kernels.new_counts(1), 0)
 
 
+def launch_unscaling(case: list[str]) -> None:
+    import torch
+
+    from plimsoll import kernels
+    from plimsoll.kernels import _triton as fast
+    from plimsoll.kernels._tensors import FLOATING
+
+    inverse, found = torch.ones(1), torch.zeros(1)
+    for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
+        gradients, rows = [torch.zeros(length) for length in lengths], range(len(lengths))
+        for name, bank in (("unscale", kernels.new_bank(len(lengths))), ("bare", None)):
+            case[0] = f"fp32 {name} one" if len(lengths) == 1 else f"fp32 {name} table"
+            fast.unscale(gradients, inverse, found, bank, rows)
+    for dtype in FLOATING:
+        case[0] = f"unscale {dtype}"
+        fast.unscale([torch.zeros(7, dtype=dtype)], inverse, found, kernels.new_bank(1), [0])
+
+
 def launch_casting(case: list[str]) -> None:
     import torch
 
@@ -201,7 +229,7 @@ def launch_casting(case: list[str]) -> None:
 
 
 def examine(kernel: Any, cuobjdump: str) -> dict[str, Any]:
-    """What a compiled kernel uses; `vector_loads` are its 16-byte ones."""
+    """What a compiled kernel uses; `vector_loads` and `vector_stores` are its 16-byte ones."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -213,6 +241,7 @@ def examine(kernel: Any, cuobjdump: str) -> dict[str, Any]:
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "vector_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx)),
+        "vector_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx)),
         "ftz": len(re.findall(r"\.ftz\b", ptx)),
     }
 

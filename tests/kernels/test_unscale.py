@@ -12,8 +12,8 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import _layout as layout
 from plimsoll.kernels._tensors import FLOATING
 
-BACKENDS = ["torch", "numba"]
-FAST = [name for name in BACKENDS if name == "numba"]
+BACKENDS = [status.name for status in kernels.report() if status.available]
+FAST = [name for name in BACKENDS if name != "torch"]
 SUMS = slice(layout.SUM, layout.SUMSQ + 1)
 TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -132,8 +132,11 @@ def test_every_16_bit_pattern(fast, dtype, scale):
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_backends_agree(fast, dtype, finite):
-    tensors = [some_values(count, dtype, finite=finite) for count in (1, 100, 4096, 4097, 10_007)]
-    for scale in (1.0, 2.0**-12, 0.3, 900.0):
+    sizes, scales = ((1, 100, 4096, 4097, 10_007), (1.0, 2.0**-12, 0.3, 900.0))
+    if fast == "triton":  # interpreted, and slow
+        sizes, scales = ((1, 4100), (0.3,))
+    tensors = [some_values(count, dtype, finite=finite) for count in sizes]
+    for scale in scales:
         assert_agrees(fast, tensors, scale)
 
 
@@ -177,17 +180,17 @@ def test_found_inf_is_raised_and_never_reset(backend):
 def test_one_bad_value_anywhere_is_found(fast):
     for dtype in FLOATING:
         for bad in (math.nan, math.inf, -math.inf):
-            for place in (0, 31, 4095, 4096, 5000):
+            for place in (4096,) if fast == "triton" else (0, 31, 4095, 4096, 5000):
                 x = torch.ones(5001).to(dtype)
                 x[place] = bad
-                for measured in (True, False):
+                for measured in (fast != "triton", False):
                     assert unscaled(fast, [x], 0.5, measured=measured)[1] == 1, (dtype, bad, place)
 
 
 def test_any_strides(backend):
     x = some_values(6 * 7 * 8, torch.float32).reshape(6, 7, 8)
     for view in (x[::2], x.transpose(0, 2), x[:, 1:3], x[..., 5], x[0, 0, 0], x[:0], x.flatten()[3:], x[2:3, :, :1]):
-        for dtype in FLOATING:
+        for dtype in (torch.bfloat16,) if backend == "triton" else FLOATING:
             whole = x.to(dtype)
             part = torch.as_strided(whole, view.shape, view.stride(), view.storage_offset())
             before, expected = whole.clone(), by_hand(part.flatten(), 0.3).reshape(part.shape)

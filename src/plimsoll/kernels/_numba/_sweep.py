@@ -28,8 +28,8 @@ from numba.extending import intrinsic
 LANES = 16
 GROUP = 256  # values
 MOST_GROUPS = 64  # of one call
-PLANES = 18
-MOST_VALUES = LANES << (PLANES - 1)  # that planes in memory can count
+PLANES = 16
+MOST_VALUES = LANES * ((1 << PLANES) - 1)  # that planes in memory can count
 
 _PLANES_OF_CALL = 11  # a lane's count is at most 16 * 64
 _DOUBLES = 4  # lanes of float64

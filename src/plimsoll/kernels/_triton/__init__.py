@@ -20,6 +20,7 @@ from plimsoll.kernels._triton._quantize import (
     cast as cast,
     pack as pack,
 )
+from plimsoll.kernels._triton._unscale import unscale as unscale
 from plimsoll.kernels._triton._update_launch import update as update
 
 
