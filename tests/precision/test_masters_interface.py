@@ -4,13 +4,17 @@ import copy
 import io
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.scaling import DynamicScaler
@@ -565,3 +569,19 @@ def test_no_gradient_at_all_is_no_step() -> None:
             masters.step()
         assert same(before, weights(model))
         assert not masters.state
+
+
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = nn.Parameter(DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        with pytest.raises(
+            UnsupportedTensorError, match="whole on each rank; got a DTensor of torch.bfloat16. Keep the"
+        ):
+            MasterWeights(torch.optim.SGD([weight], lr=0.1))
+        masters = MasterWeights(adamw(network()))
+        with pytest.raises(UnsupportedTensorError, match="got a DTensor of torch.bfloat16"):
+            masters.add_param_group({"params": [weight]})
+    finally:
+        dist.destroy_process_group()

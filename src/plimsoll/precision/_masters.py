@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision._masters_checks import refuse_changed
 from plimsoll.precision._masters_stores import Compact, Full, Store
 
 
@@ -72,7 +73,7 @@ class MasterWeights(SixteenBitOptimizer):
         """
         if not all(pair.store.whole for pair in self.pairs):
             return super().step(closure)
-        self._refuse_changed()
+        refuse_changed(self.operation, self.pairs)
         if closure is None:
             for pair in self.pairs:
                 if pair.gradient is not None:

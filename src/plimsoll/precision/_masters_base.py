@@ -7,6 +7,8 @@ A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner
 them: the float32 values of the others take no memory meanwhile. That asks two things of the inner optimizer: it treats
 each parameter by itself, and counts steps with the parameter, not with the group. So do all of torch's but LBFGS; a
 group that changes in the step of a chunk is an error. The hooks of the inner optimizer's step run once.
+
+The file is longer than most, since one class has to answer all that schedulers, scalers and users ask of an optimizer.
 """
 
 import abc
@@ -20,8 +22,9 @@ from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._masters_checkpoint import checked_entries, entries_of
+from plimsoll.precision._masters_checks import check_optimizer, refuse_changed, refuse_sharded
 from plimsoll.precision._masters_groups import bare_step, only, put_state, swapped
-from plimsoll.precision._masters_pair import Pair
+from plimsoll.precision._masters_pair import Pair, chunks
 from plimsoll.precision._masters_scratch import Scratch
 from plimsoll.precision._masters_stores import Store
 from plimsoll.precision._masters_total import total_norm
@@ -37,7 +40,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     def __init__(self, optimizer: Optimizer, chunk_bytes: int) -> None:
         self.operation = type(self).__name__
-        _check(self.operation, optimizer, chunk_bytes)
+        check_optimizer(self.operation, optimizer, chunk_bytes)
         self.optimizer, self.chunk_bytes = optimizer, chunk_bytes
         self.steps = 0
         self._pairs: dict[int, Pair] = {}  # by the identity of the float32 parameter
@@ -51,6 +54,8 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 f"{self.operation}: expected an optimizer of float16 or bfloat16 parameters; got {', '.join(found)}. "
                 "Cast the model first, model.to(torch.bfloat16), and make the optimizer of its parameters."
             )
+        for weight in weights:
+            refuse_sharded(self.operation, weight)
         stores = [self._new_store(weight) for weight in weights]  # all are checked before anything changes
         self._take(dict(zip(weights, stores, strict=True)))
 
@@ -122,7 +127,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 f"{self.operation}.add_param_group: expected parameters that no group has; got one that is in a group. "
                 "Give each parameter once."
             )
-        stores = {p: self._new_store(p) for p in given if isinstance(p, Tensor) and p.dtype in _DTYPES}
+        weights = [p for p in given if isinstance(p, Tensor) and p.dtype in _DTYPES]
+        for weight in weights:
+            refuse_sharded(self.operation, weight)
+        stores = {weight: self._new_store(weight) for weight in weights}
         self.optimizer.add_param_group({**param_group, "params": listed})
         self._take(stores)
 
@@ -187,7 +195,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_changed()
+        refuse_changed(self.operation, self.pairs)
         Optimizer.profile_hook_step(self._step_in_chunks)(self.optimizer)
         # What a scheduler that was made with the inner optimizer looks for.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
@@ -195,7 +203,8 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return loss
 
     def _step_in_chunks(self, optimizer: Optimizer) -> None:
-        for chunk in self._chunks():
+        stepped = [p for p in self._parameters() if self._gradient(p) is not None]
+        for chunk in chunks(stepped, self._pairs, self.chunk_bytes):
             pairs = {number: pair for number, pair in enumerate(self.pairs) if id(pair.master) in chunk}
             self._scratch.start(sum(pair.open_bytes for pair in pairs.values() if pair.weight.is_cpu))
             try:
@@ -216,32 +225,6 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
     def _key(self, number: int) -> int:  # noqa: ARG002  (what overrides it needs the number)
         """The key of the noise that rounds the parameter of that number in this step."""
         return 0
-
-    def _chunks(self) -> Iterator[set[int]]:
-        """The parameters that have a gradient, by identity, as many at a time as may be open."""
-        chunk: set[int] = set()
-        room = self.chunk_bytes
-        for p in list(self._parameters()):
-            if self._gradient(p) is None:
-                continue
-            pair = self._pairs.get(id(p))
-            needed = 0 if pair is None else pair.open_bytes
-            if chunk and needed > max(room, 0):
-                yield chunk
-                chunk, room = set[int](), self.chunk_bytes
-            chunk.add(id(p))
-            room -= needed
-        if chunk:
-            yield chunk
-
-    def _refuse_changed(self) -> None:
-        changed = sum(pair.changed for pair in self.pairs)
-        if changed:
-            raise ArgumentError(
-                f"{self.operation}.step: expected the model's gradients as collect_gradients() found them; got "
-                f"{changed} that changed since. Collect after the last backward, and change the masters' gradients "
-                "(of param_groups), not the model's."
-            )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -338,18 +321,3 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         """The pairs by the index that their parameters have in a state dict."""
         found = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
         return {number: pair for number, pair in found if pair is not None}
-
-
-def _check(operation: str, optimizer: object, chunk_bytes: int) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(
-            f"{operation}: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. "
-            "Make the optimizer of the model's 16-bit parameters first."
-        )
-    if optimizer.defaults.get("differentiable"):
-        raise ArgumentError(
-            f"{operation}: expected an optimizer whose step is not differentiable, since rounding weights to 16 bits "
-            "has no gradient; got differentiable=True. Leave it out."
-        )
-    if chunk_bytes <= 0:
-        raise ArgumentError(f"{operation}: expected chunk_bytes above zero; got chunk_bytes={chunk_bytes}.")

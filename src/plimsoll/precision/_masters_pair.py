@@ -7,6 +7,7 @@ and what changed in between is seen.
 """
 
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,3 +114,19 @@ def in_float32(g: Tensor, factor: Tensor | None = None, out: Tensor | None = Non
     """A copy of a gradient in float32, times the factor; a sparse one stays sparse."""
     wide = g.detach().to(torch.float32, copy=True) if out is None else out.copy_(g)
     return wide if factor is None else wide.mul_(factor.to(g.device))
+
+
+def chunks(parameters: Sequence[Tensor], pairs: Mapping[int, Pair], room_bytes: int) -> Iterator[set[int]]:
+    """The parameters by identity, as many at a time as may be open; `pairs` has those that are to be opened."""
+    chunk: set[int] = set()
+    room = room_bytes
+    for p in parameters:
+        pair = pairs.get(id(p))
+        needed = 0 if pair is None else pair.open_bytes
+        if chunk and needed > max(room, 0):
+            yield chunk
+            chunk, room = set[int](), room_bytes
+        chunk.add(id(p))
+        room -= needed
+    if chunk:
+        yield chunk
