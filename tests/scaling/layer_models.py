@@ -61,7 +61,8 @@ def residual_in_place(m: Any, x: Tensor) -> Tensor:
 def branching(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     u, v, w = m.b(h), m.c(h), m.d(h)
-    return torch.cat([u * v, h, torch.stack([w, u]).sum(0), torch.where(v > 0, w, u)], dim=-1)
+    several = torch.addcmul(u, h, h) + torch.cat([h, v, h], dim=-1)[:, 4:12]
+    return torch.cat([u * v, h, several, torch.stack([w, u]).sum(0), torch.where(v > 0, w, u)], dim=-1)
 
 
 def recurrent(m: Any, x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision._masters import MasterWeights
 from plimsoll.scaling import LayerScaler
-from tests.scaling.layer_models import D, Written, made
+from plimsoll.scaling._layer_edges import marked
+from tests.scaling.layer_models import D, Written, linears, made
 
 DEPTH, WIDTH, SHRINK = 10, 32, 50.0
 
@@ -141,6 +142,23 @@ def test_a_tied_weight_adds_up_its_uses_in_float32() -> None:
         scaler.scale(half(x)).backward()
         double(x.double()).backward()
         assert error(half.a.weight.grad, double.a.weight.grad) < 1e-2
+
+
+def test_what_is_made_of_weights_pulls_no_activation_down() -> None:
+    """At the loss scale alone, where it was made, the activation's gradient would be flushed."""
+    found: list[int] = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        w = m.scale * 2.0  # before any activation: at exponent 0
+        y = m.a(x) * w + m.scale
+        found.append(marked(y).exponent)
+        found.append(marked(m.b(x) + y).exponent)
+        return y
+
+    scaler = LayerScaler(model := Written(forward, **linears(2), scale=nn.Parameter(torch.rand(D))))
+    scaler._layers.exponents = [20, 3]
+    model(torch.randn(6, D))
+    assert found == [20, 3]  # and of two activations the lower one counts
 
 
 def test_a_network_that_needs_no_layer_scales_gets_one_for_all() -> None:
@@ -383,3 +401,31 @@ def test_bad_arguments_say_so() -> None:
     with pytest.raises(ArgumentError, match="history of 1 step or more"):
         LayerScaler(model, history=0)
     assert not model._forward_hooks
+
+
+def test_residual_branches_meet_at_a_scale_that_both_can_carry() -> None:
+    """The input needs no gradient: still the stream is made of activations, and its sums keep their scale."""
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h = h + torch.tanh(m.b(h))
+        h = h + torch.tanh(m.c(h))
+        return m.e(m.d(h))
+
+    double = Written(forward, **linears(5))
+    for last in (double.d, double.e):
+        nn.init.normal_(last.weight, std=2.0**-13)
+    double = double.half().double()
+    half = copy.deepcopy(double).half()
+    x = torch.randn(6, D).half()
+    double(x.double()).square().sum().backward()
+    scaler, optimizer = LayerScaler(half, init_scale=1.0), Adding(half.parameters())
+    found: list[float] = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale(half(x).double().square().sum()).backward()
+        found.append(error(half.a.weight.grad, double.a.weight.grad))
+        scaler.step(optimizer)
+        scaler.update()
+    assert found[0] > 0.5 and found[-1] < 1e-2

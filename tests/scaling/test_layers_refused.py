@@ -158,6 +158,21 @@ def test_a_tensor_that_was_kept_and_comes_back_is_right() -> None:
     assert_equal(run(model, inputs(), scaled(model)), expected)
 
 
+def test_a_tensor_that_was_kept_and_got_other_values_outside() -> None:
+    """Its mark speaks of what it held before: the graph says that two scales meet there."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.kept = m.a(x) if m.kept is None else m.b(m.kept) * m.c(x)
+        return m.c(m.kept)
+
+    model = Written(forward, kept=None, **linears(3))
+    scaled(model)
+    model(inputs().detach())
+    model.kept.copy_(inputs() * 3.0)
+    with pytest.raises(StateError, match=r"made by CopyBackwards, behind which .* 2\*\*0 \(outside of any module"):
+        model(inputs().detach())
+
+
 def hidden_sum(x: Tensor, y: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         return x + y

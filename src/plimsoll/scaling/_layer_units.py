@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.scaling._layer_meter import Meter
@@ -72,7 +73,8 @@ class Layers:
 def is_unit(name: str, module: nn.Module) -> bool:  # noqa: ARG001  (what a user's own choice is given)
     """Whether a module has a scale by default: it has parameters and no modules in it, or is an attention."""
     own = any(True for _ in module.parameters(recurse=False))
-    return own and (isinstance(module, nn.MultiheadAttention) or not any(True for _ in module.children()))
+    inner = [child for child, _ in module.named_children() if child != "parametrizations"]
+    return (own or parametrize.is_parametrized(module)) and (isinstance(module, nn.MultiheadAttention) or not inner)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
