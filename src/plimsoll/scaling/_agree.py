@@ -24,7 +24,7 @@ def agree(
     if not per_device:
         per_device[common.device] = common
     for one in per_device.values():
-        one.copy_(common, non_blocking=True)
+        one.copy_(common, non_blocking=one.device.type != "cpu")
     return per_device
 
 

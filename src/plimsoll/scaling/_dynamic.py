@@ -70,7 +70,11 @@ class DynamicScaler(LossScaler):
         self._memory: Tensor | None = None
 
     def _start(self, device: torch.device) -> None:
-        self._memory = torch.tensor(self._init_memory, dtype=torch.float32, device=device)
+        self._memory = torch.zeros(3, dtype=torch.float32, device=device)
+        for place, value in enumerate(
+            self._init_memory
+        ):  # a number is filled in without waiting; a list would be copied
+            self._memory[place].fill_(value)
 
     def _scale_set(self) -> None:
         scale, memory = cast("Tensor", self._scale), cast("Tensor", self._memory)

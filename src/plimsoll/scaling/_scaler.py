@@ -1,4 +1,8 @@
-"""What all loss scalers share: the interface of `torch.amp.GradScaler`, and the promises that it does not make."""
+"""What all loss scalers share: the interface of `torch.amp.GradScaler`, and the promises that it does not make.
+
+One class, whose every method is the interface's or a hook of it, so more than 300 lines; what a method does beyond
+keeping order lies in the modules beside this one.
+"""
 
 import sys
 import warnings
@@ -46,7 +50,7 @@ class LossScaler(SavedScaler, ABC):
       tensor of no dimension on the scale's device, above 0 where a gradient of any optimizer, on any rank, was not
       finite. The base keeps it within the bounds, whatever is returned. The one hook that every scaler defines.
     - `_start(device)`: makes further tensors of state; called when the scale's tensor is made.
-    - `_scale_set()`: someone else has set the scale, by ``update(new_scale)`` or by loading a state.
+    - `_scale_set()`: the scale was set by hand, with ``update(new_scale)``.
     - `_bank(optimizer, gradients)`: the bank and the row for each gradient that the unscale pass fills, before it
       multiplies, with their spectra. Called once for each device that holds gradients.
     - `_observe(optimizer, found_inf)`: the optimizer's gradients are unscaled, and the ranks agree.
