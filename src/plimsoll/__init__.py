@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from plimsoll._version import __version__
 
 if TYPE_CHECKING:
-    from plimsoll import emulate, errors, formats, precision, rounding, runs, scaling, spectrum, watch
+    from plimsoll import diagnosis, emulate, errors, formats, precision, rounding, runs, scaling, spectrum, watch
+    from plimsoll.diagnosis import Finding, diagnose, whatif
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
@@ -38,6 +39,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "BlockFormat",
+    "Finding",
     "Fit",
     "Format",
     "FormatError",
@@ -59,6 +61,8 @@ __all__ = [
     "Watch",
     "__version__",
     "cast",
+    "diagnose",
+    "diagnosis",
     "emulate",
     "errors",
     "fake_quantize",
@@ -73,11 +77,13 @@ __all__ = [
     "spectrum",
     "unpack",
     "watch",
+    "whatif",
 ]
 
 # Where each lazy name lives: the same as the block for type checkers above (a test compares them).
-_ROOMS = ("emulate", "errors", "formats", "precision", "rounding", "runs", "scaling", "spectrum", "watch")
+_ROOMS = ("diagnosis", "emulate", "errors", "formats", "precision", "rounding", "runs", "scaling", "spectrum", "watch")
 _HOMES = {
+    "diagnosis": ("Finding", "diagnose", "whatif"),
     "errors": (
         "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",
         "RunError", "StateError", "UnsupportedTensorError",

@@ -39,6 +39,11 @@ def table(catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequen
     """The rows of some series as one table with the columns of a part, one row for each series, step and scale."""
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
+        if len(catalog.ranks) == 1 and list(names) == list(content.tensors()[collection]):
+            # All of it is wanted and held anyway: one pass over the parts, and no search for names.
+            whole = select(catalog, "spectra", equal={"collection": [collection]}, steps=steps)
+            tables.append(whole.drop_columns(["rank"]))
+            continue
         for piece in _pieces(catalog, content, collection, names, steps):
             tables += _summed(piece) if len(catalog.ranks) > 1 else [piece.drop_columns(["rank"])]
     return pa.concat_tables(tables)

@@ -1,0 +1,20 @@
+"""From numbers to answers: what is wrong in a run, where, since when, and what another format would make of it.
+
+`diagnose` applies the rules (`RULES`, each a `Rule`) to a `View` of a run and returns `Finding`s. `whatif` answers for
+any format and shift.
+"""
+
+from plimsoll.diagnosis._diagnose import RULES as RULES, diagnose as diagnose
+from plimsoll.diagnosis._finding import (
+    SEVERITIES as SEVERITIES,
+    Action as Action,
+    Finding as Finding,
+    Severity as Severity,
+    Spot as Spot,
+    grouped as grouped,
+)
+from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
+from plimsoll.diagnosis._view import View as View
+from plimsoll.diagnosis._whatif import whatif as whatif
+from plimsoll.diagnosis._whatif_result import Row as Row, WhatIf as WhatIf
+from plimsoll.diagnosis._windows import Stretch as Stretch

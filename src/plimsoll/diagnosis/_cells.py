@@ -1,0 +1,194 @@
+"""The recorded spectra of one collection as flat columns: read once, asked many times, no object for any spectrum.
+
+A *cell* is one layer (series) at one step; a *row* is one stored spectrum. There is one row a cell but where a step was
+recorded under several scales or formats, whose rows are then added up. Binades stay the ragged lists they are stored
+as, in one array with its running sum, so that "how many values of each row lie below a binade" is two look-ups a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs import Run
+from plimsoll.runs._arrow import Table, pa, pc, values_of
+from plimsoll.runs._records import EXTRAS
+from plimsoll.runs._rows import numbers
+from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """One collection of a run.
+
+    - `names`: the layers, in the order in which they were first measured; `steps`, ascending.
+    - of each row: `layer` and `at` (places in these), `format` (place in `formats`), `scale`, the counts, extremes and
+      sums as stored (`column`), and its binades: `flat[start:stop]` from exponent `lowest` on; `running` is their sum
+      so far.
+    """
+
+    collection: str
+    names: tuple[str, ...]
+    steps: Ints
+    formats: tuple[str, ...]
+    layer: Ints
+    at: Ints
+    format: Ints
+    scale: Floats
+    columns: Mapping[str, NDArray[Any]]
+    lowest: Ints
+    start: Ints
+    flat: Ints
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and steps."""
+        return len(self.names), len(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+    @cached_property
+    def running(self) -> Ints:
+        """The sum of `flat` before each place."""
+        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.flat)])
+
+    @cached_property
+    def length(self) -> Ints:
+        """How many binades each row has stored."""
+        return np.diff(self.start)
+
+    @cached_property
+    def nonzero(self) -> Ints:
+        """Nonzero finite values of each row."""
+        return self.running[self.start[1:]] - self.running[self.start[:-1]]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A stored column, by row: a count, an extreme, a sum, or what updates and shadow steps add (NaN for none)."""
+        return self.columns[name]
+
+    # -- from rows to layers x steps
+
+    @cached_property
+    def cell(self) -> Ints:
+        """The cell of each row, as one number."""
+        return self.layer * len(self.steps) + self.at
+
+    @cached_property
+    def recorded(self) -> NDArray[np.bool_]:
+        """Where there is a row."""
+        found = np.zeros(self.shape, dtype=bool)
+        found.ravel()[self.cell] = True
+        return found
+
+    def total(self, by_row: NDArray[Any]) -> Floats:
+        """The sum over each cell's rows; NaN where nothing was recorded, or only NaN."""
+        known = ~np.isnan(by_row) if by_row.dtype.kind == "f" else np.ones(len(self), dtype=bool)
+        size = len(self.names) * len(self.steps)
+        summed = np.bincount(self.cell[known], weights=by_row[known], minlength=size)
+        there = np.bincount(self.cell[known], minlength=size) > 0
+        return np.where(there, summed, np.nan).reshape(self.shape)
+
+    def highest(self, by_row: Floats) -> Floats:
+        """The largest of each cell's rows; NaN where nothing was recorded, or only NaN."""
+        result = np.full(len(self.names) * len(self.steps), np.nan)
+        np.fmax.at(result, self.cell, by_row)
+        return result.reshape(self.shape)
+
+    def total_of(self, name: str) -> Floats:
+        """The sum of a stored column over each cell's rows."""
+        return self.total(self.columns[name])
+
+    @cached_property
+    def true_absmax(self) -> Floats:
+        """The largest magnitude of each cell, its scale undone; NaN without finite values."""
+        return self.highest(self.columns["absmax"] / self.scale)
+
+    @cached_property
+    def nonfinite(self) -> Floats:
+        """NaN and infinite values of each cell."""
+        return self.total(self.columns["nans"] + self.columns["pos_infs"] + self.columns["neg_infs"])
+
+    @cached_property
+    def finite(self) -> Floats:
+        """Finite values of each cell, zeros included."""
+        return self.total_of("count") - self.nonfinite
+
+    @cached_property
+    def rms(self) -> Floats:
+        """Root mean square of the finite values, scale undone; NaN without any."""
+        with np.errstate(all="ignore"):
+            return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2) / self.finite)
+
+    @cached_property
+    def norm(self) -> Floats:
+        """Euclidean norm of the finite values, scale undone."""
+        with np.errstate(all="ignore"):
+            return np.sqrt(self.total(self.columns["sumsq"] / self.scale**2))
+
+    @cached_property
+    def zero_fraction(self) -> Floats:
+        """Zeros among all values; NaN without any."""
+        with np.errstate(all="ignore"):
+            return self.total_of("zeros") / self.total_of("count")
+
+
+def read(run: Run, collection: str, until: int | None = None) -> Cells | None:
+    """A collection of a run, up to and with step `until`; None where nothing of it was recorded by then."""
+    if collection not in run.tensors:
+        return None
+    table = run.table(collection, steps=None if until is None else slice(None, until + 1))
+    return from_table(collection, table, run.tensors[collection]) if len(table) else None
+
+
+def from_table(collection: str, table: Table, order: Sequence[str]) -> Cells:
+    """The cells of a table with the columns of a part, all of one collection; layers in the given order."""
+    names, layer = _places(table["name"], order)
+    formats, fmt = _places(table["format"], ())
+    steps, at = np.unique(values_of(table["step"]), return_inverse=True)
+    columns: dict[str, NDArray[Any]] = {name: values_of(table[name]) for name in COUNTS}
+    columns |= {name: numbers(table, name) for name in (*EXTREMES, *SUMS, *EXTRAS)}
+    start, flat = _ragged(table["binades"])
+    return Cells(
+        collection=collection,
+        names=names,
+        steps=steps,
+        formats=formats,
+        layer=layer,
+        at=at.astype(np.int64),
+        format=fmt,
+        scale=numbers(table, "scale"),
+        columns=columns,
+        lowest=np.nan_to_num(numbers(table, "lowest")).astype(np.int64),
+        start=start,
+        flat=flat,
+    )
+
+
+def _places(column: Any, order: Sequence[str]) -> tuple[tuple[str, ...], Ints]:
+    """The distinct words, those of `order` first and in it, and the place of each row's word among them."""
+    encoded = pc.dictionary_encode(column)
+    encoded = encoded.unify_dictionaries().combine_chunks()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.chunk(0)
+    words: list[str] = encoded.dictionary.to_pylist()
+    ranks = {word: i for i, word in enumerate(order)}
+    by_order = sorted(range(len(words)), key=lambda i: (ranks.get(words[i], len(ranks)), words[i]))
+    place = np.empty(len(words), dtype=np.int64)
+    place[by_order] = np.arange(len(words))
+    return tuple(words[i] for i in by_order), place[values_of(encoded.indices)]
+
+
+def _ragged(column: Any) -> tuple[Ints, Ints]:
+    """Where each row's counts begin (one more than there are rows), and all counts."""
+    lists = column.combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):
+        lists = lists.chunk(0)
+    offsets = values_of(lists.offsets).astype(np.int64)
+    return offsets - offsets[0], values_of(lists.flatten())

@@ -1,0 +1,96 @@
+"""`diagnose`: a run, or its folder, through all rules; and the rules themselves, by id."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from plimsoll.diagnosis._finding import SEVERITIES, Finding
+from plimsoll.diagnosis._rule import Rule
+from plimsoll.diagnosis._rules_layers import DeadLayer, Drift, StructuralZeros
+from plimsoll.diagnosis._rules_loss import LossSpike, SpikeForerunner
+from plimsoll.diagnosis._rules_nonfinite import Nonfinite
+from plimsoll.diagnosis._rules_optimizer import EpsilonDominates, SecondMomentLost, UpdatesSwallowed
+from plimsoll.diagnosis._rules_overflow import ActivationGrowth, OverflowAhead, SaturatedFP8
+from plimsoll.diagnosis._rules_record import RecordsLost
+from plimsoll.diagnosis._rules_scale import NoSingleScale, ScaleCollapse, ScaleLow, ScaleOscillation
+from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
+from plimsoll.diagnosis._view import View
+from plimsoll.errors import ArgumentError
+from plimsoll.runs import Run
+from plimsoll.runs._names import matching
+
+RULES: tuple[Rule, ...] = (
+    UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),
+    OverflowAhead(), ActivationGrowth(), SaturatedFP8(), Nonfinite(), UpdatesSwallowed(), SecondMomentLost(),
+    EpsilonDominates(), LossSpike(), SpikeForerunner(), DeadLayer(), StructuralZeros(), Drift(), RecordsLost(),
+)  # fmt: skip
+
+
+def diagnose(
+    run: "Run | View | str | os.PathLike[str]",
+    *,
+    rules: Sequence[str | Rule] | None = None,
+    thresholds: Mapping[str, float] | None = None,
+    until: int | None = None,
+) -> list[Finding]:
+    """What the rules find in a run: the gravest first, then the earliest.
+
+    The same run gives the same findings whenever it is asked: with `until`, those that there were at that step. A
+    finding that was made stays; it may become graver, and reach further.
+
+    - `run`: a `Run`, its folder, or a `View` that is asked several times.
+    - `rules`: ids, globs over ids, or rules of one's own; None for all (``plimsoll check --rules`` lists them).
+    - `thresholds`: other values for some, by "rule.threshold": ``{"underflow-high.values": 0.1}``.
+
+    Raises `ArgumentError` for a rule or threshold that does not exist, and `RunError` for a folder that holds no run.
+    """
+    chosen = with_thresholds(_chosen(rules), thresholds or {})
+    if isinstance(run, View):
+        if until is not None:
+            raise ArgumentError(
+                f"diagnose: expected until=None with a View, which has its own; got {until!r}. Make another View."
+            )
+        view = run
+    else:
+        view = View(run if isinstance(run, Run) else Run(run), until)
+    found = [finding for rule in chosen for finding in rule.findings(view)]
+    return sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
+
+
+def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> list[Rule]:
+    """The rules with other thresholds, by "rule.threshold"."""
+    result = {rule.id: rule for rule in rules}
+    for key, value in thresholds.items():
+        rule_id, _, name = key.rpartition(".")
+        known = {rule.id: rule for rule in (*RULES, *rules)}
+        if rule_id not in known:
+            raise _no_such("a threshold written as rule.threshold", key, sorted(known))
+        names = [f.name for f in fields(known[rule_id])]
+        if name not in names:
+            raise _no_such(f"a threshold of {rule_id}", key, [f"{rule_id}.{n}" for n in names])
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"diagnose: expected {key} to be a number of 0 or more; got {value!r}. Give a number.")
+        if rule_id in result:
+            changes: dict[str, Any] = {name: float(value)}
+            result[rule_id] = replace(result[rule_id], **changes)
+    return list(result.values())
+
+
+def _chosen(rules: Sequence[str | Rule] | None) -> list[Rule]:
+    if rules is None:
+        return list(RULES)
+    found: dict[str, Rule] = {}
+    for each in [rules] if isinstance(rules, str | Rule) else rules:
+        if isinstance(each, Rule):
+            found[each.id] = each
+            continue
+        ids = matching([rule.id for rule in RULES], each)
+        if not ids:
+            raise _no_such("rules by their ids", each, [rule.id for rule in RULES])
+        found |= {rule.id: rule for rule in RULES if rule.id in ids}
+    return list(found.values())
+
+
+def _no_such(what: str, got: str, known: Sequence[str]) -> ArgumentError:
+    return ArgumentError(f"diagnose: expected {what}; got {got!r}. There are {', '.join(known)}.")

@@ -1,0 +1,99 @@
+"""NaN and infinities: whether they matter, and where they first were."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis._cells import Cells, Floats, Ints
+from plimsoll.diagnosis._finding import Finding, Spot
+from plimsoll.diagnosis._rule import Mask, Rule, stretches, threshold
+from plimsoll.diagnosis._view import View
+
+# In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
+_ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite(Rule):
+    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen.
+
+    Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and are
+    no alarm unless they go on and on. Activations that hold -Inf and no NaN are masked attention scores, and no alarm.
+    """
+
+    id = "nonfinite"
+    says = "NaN or Inf in the loss, weights, activations or unscaled gradients; the first place they were"
+    meaning = "Something overflowed or was undefined; every value that it reaches is lost."
+    advice = (
+        "Look at the place named: plimsoll.locate finds the operation. Skip such batches, and go back to the last "
+        "checkpoint if the weights hold any."
+    )
+    actions = ("skip", "rollback", "stop")
+    figure = "loss_and_scale"
+
+    skips: float = threshold(25, "steps on end: from 2^24 a scale halves 24 times down to 1")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the whole run; it names the first place."""
+        losses = _bad(view.scalar("loss"), lambda values: ~np.isfinite(values))
+        gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
+        places = _places(view)
+        if not (len(losses) or len(gradients) or places):
+            return
+        excused = view.scaled and not len(losses)
+        excused = excused and not any(collection in ("weights", "activations") for _, collection, _ in places)
+        excused = excused and not self._on_and_on(view)
+        steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
+        evidence: dict[str, float | int | str] = {
+            "steps": len(steps),
+            "steps_with_loss": len(losses),
+            "steps_with_gradients": len(gradients),
+        }
+        spots: list[Spot] = []
+        collection = None
+        if places:
+            first, collection, names = places[0]
+            evidence |= {"first_seen_in": f"{collection} {names[0]}", "first_seen_at": first}
+            spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names]
+        since, until = int(steps[0]), int(steps[-1])
+        if not excused:
+            yield self.finding("alarm", spots, evidence, since_step=since, until_step=until, collection=collection)
+            return
+        yield self.finding(
+            "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),
+            meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
+            advice="Nothing, if it is rare. A step(closure) that retries loses no batch.",
+        )  # fmt: skip
+
+    def _on_and_on(self, view: View) -> bool:
+        steps, values = view.scalar("nonfinite")
+        return bool(stretches(values > 0, self.skips)) if len(steps) else False
+
+
+def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
+    steps, values = scalar
+    return steps[test(values)]
+
+
+def _places(view: View) -> list[tuple[int, str, list[str]]]:
+    """Step, collection and layers of the non-finite values, the earliest first, and its origin before what follows."""
+    found: list[tuple[int, int, str, list[str]]] = []
+    for rank, collection in enumerate(_ORDER):
+        cells = view.cells(collection)
+        if cells is None:
+            continue
+        bad = _nonfinite(cells)
+        at = np.flatnonzero(bad.any(axis=0))
+        if len(at):
+            layers = np.flatnonzero(bad[:, at[0]]).tolist()
+            ordered = layers[::-1] if collection == "gradients" else layers
+            found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
+    return [(step, collection, names) for step, _, collection, names in sorted(found)]
+
+
+def _nonfinite(cells: Cells) -> Mask:
+    """The cells with non-finite values, those of masks left out."""
+    nans, above = cells.total_of("nans"), cells.total_of("pos_infs")
+    masked = cells.collection == "activations"
+    return (nans > 0) | (above > 0) | ((cells.total_of("neg_infs") > 0) & (not masked))

@@ -1,0 +1,172 @@
+"""Underflow: how much narrow formats flush to zero, and whether that grows.
+
+Both rules speak of what happened, in tensors that narrow formats held (`_narrow` says how it is told from structural
+zeros). What another format would do is `whatif`'s to say.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plimsoll.diagnosis._cells import Cells, Floats
+from plimsoll.diagnosis._finding import Finding, Severity, Spot
+from plimsoll.diagnosis._modules import Modules
+from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis._scales import Scales
+from plimsoll.diagnosis._trend import Trend, looks, trend
+from plimsoll.diagnosis._view import View
+
+_SAMPLES = "a single sample proves nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderflowHigh(Rule):
+    """Much of a layer, or many layers, flushed to zero.
+
+    Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
+    these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
+    """
+
+    id = "underflow-high"
+    says = "much of a layer's values, or of many layers, are flushed to zero by a narrow format"
+    meaning = "Values that the format cannot hold are zero, and what they should have taught is lost."
+    advice = (
+        "Raise the loss scale; if that overflows, scale layers apart (LayerScaler), or use BF16. "
+        "A shadow step (shadow_every) confirms which zeros are lost values."
+    )
+    actions = ("raise_scale", "layer_scale", "to_bf16")
+    figure = "underflow_heatmap"
+
+    values: float = threshold(0.05, "T6: above 5 % and rising, change the format")
+    layers: float = threshold(0.05, "T5: 5 to 20 % of layers underflow in a failing run, under 1 % in a sound one")
+    grave: float = threshold(0.25, "a quarter of one layer lost is an alarm by itself")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        alone = view.cells("gradients") is None
+        for collection in ("gradients", "activation_gradients", "activations"):
+            narrow = view.narrow(collection)
+            if narrow is None or not narrow.censors.any():
+                continue
+            cells = narrow.cells
+            if collection == "gradients":
+                modules = Modules.of(cells)
+                yield from self._judged(cells, modules.underflow(narrow), modules.main_layers(cells), collection, True)
+            else:
+                counts = alone and collection == "activation_gradients"
+                yield from self._judged(cells, narrow.fraction, cells.names, collection, counts)
+
+    def _judged(
+        self, cells: Cells, fractions: Floats, names: Sequence[str], collection: str, alarms: bool
+    ) -> Iterator[Finding]:
+        found = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
+        if not found:
+            return
+        spots = worst(cells, found, fractions, names)
+        many = len(found) > self.layers * len(names)
+        grave = alarms and (many or spots[0].value > self.grave)
+        evidence = {
+            "layers": len(spots),
+            "of_layers": len(names),
+            "worst": spots[0].name,
+            "worst_lost": spots[0].value,
+            "format": _format_of(cells, spots[0].name),
+        }
+        yield self.finding(
+            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, found), collection=collection
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderflowRising(Rule):
+    """The early rule: underflow that grows will not stop by itself.
+
+    The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
+    Mann-Kendall test. The verdict: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
+    scale if one serves all layers, else scale layers apart if one serves each, else BF16.
+    """
+
+    id = "underflow-rising"
+    says = "the part of gradients that is flushed to zero grows"
+    meaning = "Gradients shrink below what the format holds, more at every look: the run is on its way to stall."
+    advice = "Watch it: look again after as many steps as so far."
+    actions = ("raise_scale", "layer_scale", "to_bf16")
+    figure = "underflow_over_time"
+
+    watch: float = threshold(0.01, "T6: below 1 % and flat, stay")
+    change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the gradients of parameters."""
+        narrow = view.narrow("gradients")
+        if narrow is None or not narrow.censors.any():
+            return
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        fractions = modules.underflow(narrow)
+        names = modules.main_layers(cells)
+        rising = [
+            (i, *self._rise(cells, fractions[i])) for i in range(len(names)) if np.nanmax(fractions[i]) > self.watch
+        ]
+        risen = [(i, found, since, until) for i, found, since, until in rising if found is not None]
+        if not risen:
+            return
+        risen.sort(key=lambda each: -each[1].end)
+        spots = [Spot(name=names[i], since_step=since, value=t.end) for i, t, since, _ in risen]
+        worst_trend = risen[0][1]
+        severity: Severity = "alarm" if worst_trend.end > self.change else "warning"
+        result = self.finding(
+            severity,
+            spots,
+            {
+                "from": worst_trend.start,
+                "to": worst_trend.end,
+                "per_1000_steps": 1000 * worst_trend.slope,
+                "confidence": worst_trend.confidence,
+                "layers": len(spots),
+                "verdict": "watch",
+            },
+            until_step=max(until for *_, until in risen),
+            collection="gradients",
+        )
+        yield self._with_verdict(result, view) if severity == "alarm" else result
+
+    def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
+        """The last trend that rises significantly to above `watch`; when that was first seen, and last."""
+        known = np.flatnonzero(~np.isnan(fractions))
+        last, since, until = None, 0, 0
+        for samples in looks(len(known)):
+            seen = known[:samples]
+            if not fractions[seen[-samples // 4 :]].max() > self.watch:
+                continue
+            found = trend(cells.steps[seen], fractions[seen])
+            if found is None or found.confidence < self.confidence or found.low <= 0 or found.end <= self.watch:
+                continue
+            if found.end - found.start < self.watch:
+                continue
+            until = int(cells.steps[seen[-1]])
+            since = until if last is None else since
+            last = found if last is None or found.end > last.end else last
+        return last, since, until
+
+    def _with_verdict(self, found: Finding, view: View) -> Finding:
+        scales = Scales.of(view, until=found.until_step)
+        if scales is not None and scales.one_serves:
+            verdict, advice = "raise the scale", f"Raise the loss scale to {scales.shown}: that serves all layers."
+            actions = ("raise_scale",)
+        elif scales is not None and scales.each_serves:
+            verdict = "scale per layer"
+            advice = "No single scale serves, but one for each layer does: use LayerScaler, or BF16."
+            actions = ("layer_scale", "to_bf16")
+        else:
+            verdict, advice = "change to BF16", "No scale serves even single layers: change to BF16 now."
+            actions = ("to_bf16",)
+        evidence = {**found.evidence, "verdict": verdict}
+        return replace(found, evidence=evidence, advice=advice, actions=actions)
+
+
+def _format_of(cells: Cells, name: str) -> str:
+    layer = cells.names.index(name)
+    return cells.formats[int(cells.format[np.flatnonzero(cells.layer == layer)[-1]])]

@@ -1,0 +1,118 @@
+"""`View`: a run as matrices of layers by steps, each read when a rule first asks for it, and only up to one step.
+
+What comes after `until` is not there for anyone who asks the view. So whatever is found in the view of a run's
+beginning is what would have been found when the run had come so far.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis._cells import Cells, Floats, Ints, read
+from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.formats import Format, get_element
+from plimsoll.runs import Event, Run
+
+_NARROWER_THAN_FP32 = 24  # bits; FP32 has 32, TF32 19 with FP32's range
+
+
+class View:
+    """A run, up to and with step `until` (None: all there is)."""
+
+    def __init__(self, run: Run, until: int | None = None) -> None:
+        self.run, self.until = run, until
+        self._cells: dict[str, Cells | None] = {}
+        self._narrow: dict[str, Narrow] = {}
+        self._scalars: dict[str, tuple[Ints, Floats]] = {}
+
+    def cells(self, collection: str) -> Cells | None:
+        """The spectra of a collection; None where there are none."""
+        if collection not in self._cells:
+            self._cells[collection] = read(self.run, collection, self.until)
+        return self._cells[collection]
+
+    def scalar(self, name: str) -> tuple[Ints, Floats]:
+        """The steps and values of a scalar; none where it was not recorded."""
+        if name not in self._scalars:
+            steps, values = (np.empty(0, dtype=np.int64), np.empty(0))
+            if name in self.run.scalar_names:
+                steps, values = self.run.scalars(name)
+            there = slice(None) if self.until is None else steps <= self.until
+            self._scalars[name] = steps[there], values[there]
+        return self._scalars[name]
+
+    @cached_property
+    def events(self) -> Sequence[Event]:
+        """What happened."""
+        return [e for e in self.run.events() if self.until is None or e.step <= self.until]
+
+    @cached_property
+    def last_step(self) -> int:
+        """The last step that anything was recorded at; -1 for an empty run."""
+        ends = [int(self.scalar(name)[0][-1]) for name in self.run.scalar_names if len(self.scalar(name)[0])]
+        ends += [s for s in self.run.steps if self.until is None or s <= self.until][-1:]
+        return max(ends, default=-1)
+
+    @cached_property
+    def scaled(self) -> bool:
+        """Whether the loss was scaled at any time."""
+        values = self.scalar("scale")[1]
+        return bool((values[np.isfinite(values)] != 1.0).any())
+
+    def scale_at(self, steps: Ints) -> Floats:
+        """The loss scale at each step: the last one recorded by then; 1 where there is none."""
+        known, values = self.scalar("scale")
+        if not len(known):
+            return np.ones(len(steps))
+        place = np.searchsorted(known, steps, side="right") - 1
+        found = values[np.maximum(place, 0)]
+        return np.where(np.isfinite(found) & (found > 0), found, 1.0)
+
+    def narrow(self, collection: str) -> Narrow | None:
+        """What narrow formats did to a collection; None where it was not recorded."""
+        cells = self.cells(collection)
+        if cells is None:
+            return None
+        if collection not in self._narrow:
+            self._narrow[collection] = Narrow(cells=cells, held=self._held(cells))
+        return self._narrow[collection]
+
+    def formats(self, collection: str) -> Mapping[str, Format]:
+        """The format of each layer of a collection: the narrowest that it was recorded in."""
+        cells = self.cells(collection)
+        if cells is None:
+            return {}
+        known = [get_element(name, "diagnose") for name in cells.formats]
+        found: dict[str, Format] = {}
+        pairs: list[int] = np.unique(cells.layer * len(known) + cells.format).tolist()
+        for pair in pairs:
+            name, fmt = cells.names[pair // len(known)], known[pair % len(known)]
+            found[name] = min(found.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
+        return found
+
+    def _held(self, cells: Cells) -> Floats:
+        """The scale at which each row's format held its values.
+
+        Parameters' gradients that were unscaled since are stored at scale 1. Those of FP32 parameters came through
+        their narrow format before that, at the loss scale; those of narrow parameters are flushed by unscaling too.
+        """
+        if cells.collection != "gradients" or not self.scaled:
+            return cells.scale
+        weights = self.formats("weights")
+        wide = np.array([_is_wide(weights.get(name)) for name in cells.names], dtype=bool)
+        unscaled: NDArray[np.bool_] = (cells.scale == 1.0) & wide[cells.layer]
+        return np.where(unscaled, self.scale_at(cells.steps)[cells.at], cells.scale)
+
+
+def _is_wide(fmt: Format | None) -> bool:
+    """Whether a parameter is held in FP32 or wider; taken to be so where its weight was not recorded."""
+    return fmt is None or fmt.bits > _NARROWER_THAN_FP32
+
+
+def log2(x: Floats) -> Floats:
+    """The logarithm of positive numbers; NaN of others."""
+    with np.errstate(all="ignore"):
+        return np.where(x > 0, np.log2(x), math.nan)

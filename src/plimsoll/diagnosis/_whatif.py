@@ -1,0 +1,163 @@
+"""`whatif`: what another format, at any shift, would have made of what a run recorded.
+
+Nothing is trained again: a spectrum says how many values lie where, and a format's limits say which of them it holds.
+Every fraction is an interval; real casts of the same tensors lie inside it.
+"""
+
+import os
+
+import numpy as np
+
+from plimsoll.diagnosis._cells import Cells, Floats
+from plimsoll.diagnosis._noise import noise_and_signal
+from plimsoll.diagnosis._tallies import Populations, Tallies
+from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis._whatif_result import Prediction, WhatIf
+from plimsoll.diagnosis._windows import stretches_of
+from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
+from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.runs import Run
+
+_TOLERANCE = 0.01  # of a layer's values that may be lost in a window, as in `Spectrum.window`
+_AT_INFERENCE = ("weights", "activations")
+_TRIED = 48  # shifts that are tried where none serves throughout
+
+
+def whatif(
+    run: "Run | View | str | os.PathLike[str]",
+    fmt: object,
+    shift: int | None = None,
+    collection: str = "gradients",
+    inference: bool = False,
+) -> WhatIf:
+    """What a format would make of a run's tensors, times ``2**shift``: per layer, per step and overall.
+
+    Values are the true ones: a loss scale that they were recorded under is undone first, so for gradients the shift is
+    the loss scale to be. None chooses the best one: the highest that overflows nowhere with one binade to spare, if it
+    loses little, or else the one at which least is lost and overflows. `inference` asks about weights and activations
+    as they are (shift 0), in place of a collection.
+
+    What the run's own format has flushed to zero is not seen: then `WhatIf.censored` is true, and zeros count in the
+    upper bound of what is lost, as in `Spectrum.fit`.
+
+    Raises `NotRecordedError` for a collection that the run lacks and for block formats, whose record runs do not keep;
+    `FormatError` for a format that does not exist or holds scales only; `ArgumentError` for a shift that is none.
+    """
+    chosen, view = _element(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
+    if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"whatif: expected shift to be an integer from -2200 to 2200, or None; got {shift!r}. "
+            "Shift k means that values are multiplied by 2**k; None chooses the best."
+        )
+    if inference and collection != "gradients":
+        raise ArgumentError(
+            f"whatif: expected no collection with inference=True, which means weights and activations; got "
+            f"{collection!r}. Leave one of the two out."
+        )
+    names = _AT_INFERENCE if inference else (collection,)
+    parts = [
+        _part(view, name, chosen, 0 if inference else shift) for name in names if not inference or _has(view, name)
+    ]
+    if not parts:
+        raise NotRecordedError(
+            "whatif: expected a run with weights or activations; got one with neither. Watch with collect= naming them."
+        )
+    return parts[0] if len(parts) == 1 else parts[0].joined(parts[1])
+
+
+def _has(view: View, collection: str) -> bool:
+    return view.cells(collection) is not None
+
+
+def _element(fmt: object) -> Format:
+    found = get(fmt)
+    if isinstance(found, BlockFormat):
+        raise NotRecordedError(
+            f"whatif: expected an element format; got the block format {found.name}, for which runs keep no record. "
+            f"Measure tensors with pl.measure(x, block={found.block}) and ask Spectrum.fit."
+        )
+    if not found.signed:
+        raise FormatError(
+            f"whatif: expected a format for values; got {found.name}, which holds scales. Ask for another."
+        )
+    return found
+
+
+def _part(view: View, collection: str, fmt: Format, shift: int | None) -> WhatIf:
+    narrow = view.narrow(collection)
+    if narrow is None:
+        there = ", ".join(view.run.tensors) or "none"
+        raise NotRecordedError(
+            f"whatif: expected a collection that the run has; got {collection!r}. It has {there}. Choose one of these."
+        )
+    cells, values = narrow.cells, Populations(cells=narrow.cells)
+    low, high = _windows(values, fmt)
+    chosen = _best_shift(values, fmt, low, high) if shift is None else shift
+    lost = values.lost(fmt, chosen)
+    noise, signal = noise_and_signal(values, fmt, chosen)
+    return WhatIf(
+        path=str(view.run.path),
+        format=fmt.name,
+        shift=chosen,
+        chosen=shift is None,
+        collections=(collection,),
+        censored=bool((narrow.censors & (cells.column("zeros") > 0)).any()),
+        steps=cells.steps,
+        names=cells.names,
+        prediction=Prediction(
+            nonzero=cells.total(cells.nonzero),
+            hidden=cells.total(np.where(narrow.censors, cells.column("zeros"), 0)),
+            lost=_by_cell(cells, lost),
+            subnormal=_by_cell(cells, values.subnormal(fmt, chosen, lost)),
+            overflow=_by_cell(cells, values.overflow(fmt, chosen)),
+            noise=cells.total(noise),
+            signal=cells.total(signal),
+        ),
+        low=low,
+        high=high,
+        stretches=stretches_of(cells.steps, _joint(np.fmax, low), _joint(np.fmin, high)),
+    )
+
+
+def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
+    low, high, estimate = (
+        cells.total(np.asarray(each, dtype=np.float64)) for each in (tallies.low, tallies.high, tallies.estimate)
+    )
+    return low, high, estimate
+
+
+def _windows(values: Populations, fmt: Format) -> tuple[Floats, Floats]:
+    """Of each cell the lowest and the highest shift that serve; NaN where there is nothing to hold."""
+    cells = values.cells
+    there = cells.nonzero > 0
+    low = np.where(there, values.lowest_shift(fmt, _TOLERANCE), np.nan)
+    high = np.where(there, values.highest_shift(fmt), np.nan)
+    return cells.highest(low), -cells.highest(-high)
+
+
+def _joint(choose: "np.ufunc", values: Floats) -> Floats:
+    return choose.reduce(values, axis=0, initial=np.nan)
+
+
+def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> int:
+    """The best single shift for all layers and steps."""
+    needed, room = _joint(np.fmax, low), _joint(np.fmin, high)
+    if np.isnan(needed).all():
+        return 0
+    lowest, highest = int(np.nanmax(needed)), int(np.nanmin(room))
+    if lowest <= highest:
+        return max(lowest, highest - 1)
+    # None serves throughout. From where overflow begins (less a binade) up to where nothing is lost any more.
+    first, last = highest - 1, min(lowest, int(np.nanmax(high)))
+    tried = np.unique(np.linspace(first, max(last, first), _TRIED).astype(np.int64)).tolist()
+    return min(tried, key=lambda shift: (_harm(values, fmt, shift), shift))
+
+
+def _harm(values: Populations, fmt: Format, shift: int) -> float:
+    """Values lost, and steps spoilt: a step at which anything overflows is a step not made, and loses all."""
+    cells = values.cells
+    lost, over = values.lost(fmt, shift).estimate, values.overflow(fmt, shift).estimate
+    total = np.bincount(cells.at, weights=cells.nonzero)
+    with np.errstate(all="ignore"):
+        share = np.where(total > 0, np.bincount(cells.at, weights=lost) / total, 0.0)
+    return float(np.where(np.bincount(cells.at, weights=over) > 0, 1.0, share).mean())

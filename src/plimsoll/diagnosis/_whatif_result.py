@@ -1,0 +1,275 @@
+"""`WhatIf`: the answer of `whatif`, as rows, a table, a sentence, or data."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis._finding import plain, shown
+from plimsoll.diagnosis._windows import Stretch, sentence, stretches_of
+from plimsoll.errors import NotRecordedError
+from plimsoll.spectrum import Fit, Interval
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_Tally = tuple[Floats, Floats, Floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """Numbers of values by cell, layers x steps: at least, at most, about; NaN where nothing was recorded.
+
+    `hidden` are zeros that a narrow format may have made of values; `noise` and `signal` are sums of squares.
+    """
+
+    nonzero: Floats
+    hidden: Floats
+    lost: _Tally
+    subnormal: _Tally
+    overflow: _Tally
+    noise: Floats
+    signal: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window that serves.
+
+    `worst_step` is the step at which most is lost or overflows.
+    """
+
+    name: str
+    fit: Fit
+    window: tuple[int, int] | None
+    worst_step: int
+    worst_lost: float
+
+    def to_dict(self) -> dict[str, object]:
+        """The row as JSON-able data."""
+        fractions = {
+            name: {"low": each.low, "high": each.high, "estimate": each.estimate}
+            for name, each in (
+                ("lost", self.fit.lost),
+                ("subnormal", self.fit.subnormal),
+                ("overflow", self.fit.overflow),
+            )
+        }
+        return {
+            "name": self.name,
+            **fractions,
+            "snr_db": plain(self.fit.snr_db),
+            "window": None if self.window is None else list(self.window),
+            "worst_step": self.worst_step,
+            "worst_lost": self.worst_lost,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WhatIf:
+    """What a format would make of a run, at a shift.
+
+    - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which
+      then count in the upper bounds of what is lost.
+    - `rows`: the layers, those that lose most first; `overall`: all of them.
+    - `stretches`: over time, the shifts that serve all layers (nothing overflows, less than 1 % of any layer is lost).
+    - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
+    """
+
+    path: str
+    format: str
+    shift: int
+    chosen: bool
+    collections: tuple[str, ...]
+    censored: bool
+    steps: Ints
+    names: tuple[str, ...]
+    prediction: Prediction
+    low: Floats
+    high: Floats
+    stretches: list[Stretch]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """A row for each layer."""
+        found = [self._row(self.names[i], np.array([i])) for i in range(len(self.names))]
+        return sorted(found, key=lambda row: -(row.fit.lost.estimate + row.fit.overflow.estimate))
+
+    @cached_property
+    def overall(self) -> Row:
+        """All layers together."""
+        return self._row("all", np.arange(len(self.names)))
+
+    @property
+    def sentence(self) -> str:
+        """What the format needs, in one sentence."""
+        return sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+
+    def at(self, name: str, step: int) -> Fit:
+        """What becomes of one layer at one step."""
+        place = np.flatnonzero(self.steps == step)
+        if name not in self.names or not len(place):
+            raise NotRecordedError(
+                f"WhatIf.at: expected a layer and a step of the table; got {name!r}, {step}. See rows."
+            )
+        return self._fit(np.array([self.names.index(name)]), place)
+
+    def over_time(self, name: str | None = None) -> tuple[Ints, Floats, Floats]:
+        """The steps, and at each the lost and the overflowing fraction (estimates) of a layer, or of all."""
+        if name is not None and name not in self.names:
+            raise NotRecordedError(f"WhatIf.over_time: expected a layer of the table; got {name!r}. See rows.")
+        layers = np.arange(len(self.names)) if name is None else np.array([self.names.index(name)])
+        total = _summed(self.prediction.nonzero[layers], 0)
+        with np.errstate(all="ignore"):
+            lost, over = (
+                np.where(total > 0, _summed(each[2][layers], 0) / total, 0.0)
+                for each in (self.prediction.lost, self.prediction.overflow)
+            )
+        return self.steps, lost, over
+
+    def joined(self, other: "WhatIf") -> "WhatIf":
+        """Both as one; layers are told apart by their collection."""
+        steps = np.union1d(self.steps, other.steps)
+        both = (self, other)
+
+        def stacked(*parts: Floats) -> Floats:
+            result = np.full((sum(len(p) for p in parts), len(steps)), np.nan)
+            start = 0
+            for part, whole in zip(parts, both, strict=True):
+                result[start : start + len(part), np.searchsorted(steps, whole.steps)] = part
+                start += len(part)
+            return result
+
+        def tally(name: str) -> _Tally:
+            mine, theirs = getattr(self.prediction, name), getattr(other.prediction, name)
+            return stacked(mine[0], theirs[0]), stacked(mine[1], theirs[1]), stacked(mine[2], theirs[2])
+
+        p, q = self.prediction, other.prediction
+        prediction = Prediction(
+            nonzero=stacked(p.nonzero, q.nonzero),
+            hidden=stacked(p.hidden, q.hidden),
+            lost=tally("lost"),
+            subnormal=tally("subnormal"),
+            overflow=tally("overflow"),
+            noise=stacked(p.noise, q.noise),
+            signal=stacked(p.signal, q.signal),
+        )
+        low, high = stacked(self.low, other.low), stacked(self.high, other.high)
+        return replace(
+            self,
+            collections=self.collections + other.collections,
+            censored=self.censored or other.censored,
+            steps=steps,
+            names=tuple(f"{each.collections[0]} {name}" for each in both for name in each.names),
+            prediction=prediction,
+            low=low,
+            high=high,
+            stretches=stretches_of(
+                steps, np.fmax.reduce(low, axis=0, initial=np.nan), np.fmin.reduce(high, axis=0, initial=np.nan)
+            ),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as JSON-able data."""
+        steps, lost, over = self.over_time()
+        return {
+            "run": self.path,
+            "format": self.format,
+            "shift": self.shift,
+            "chosen": self.chosen,
+            "collections": list(self.collections),
+            "censored": self.censored,
+            "sentence": self.sentence,
+            "stretches": [stretch.to_dict() for stretch in self.stretches],
+            "overall": self.overall.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "over_time": {"step": steps.tolist(), "lost": lost.tolist(), "overflow": over.tolist()},
+        }
+
+    def table(self, most: int = 20, width: int | None = None) -> "Table":
+        """A table for the terminal: all layers together, and those that lose most."""
+        from rich import box
+        from rich.table import Table
+
+        how = ", the best single one" if self.chosen else ""
+        title = f"{self.format} at 2^{self.shift}{how}: {', '.join(self.collections)}"
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+                      pad_edge=False, width=width)  # fmt: skip
+        table.add_column("layer", overflow="ellipsis", no_wrap=True, ratio=1)
+        for head in ("lost", "subnormal", "overflow", "SNR dB", "shifts"):
+            table.add_column(head, justify="right", no_wrap=True)
+        kept = self.rows[:most]
+        for row in [self.overall, *kept]:
+            table.add_row(*_cells_of(row), end_section=row is self.overall)
+        if len(self.rows) > len(kept):
+            table.caption = f"and {len(self.rows) - len(kept)} layers that lose less"
+            table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        """The sentence, and what is lost at the shift."""
+        fit = self.overall.fit
+        return (
+            f"{self.sentence} At 2^{self.shift}: lost {_fraction(fit.lost)}, subnormal {_fraction(fit.subnormal)}, "
+            f"overflow {_fraction(fit.overflow)}."
+        )
+
+    def _row(self, name: str, layers: Any) -> Row:
+        every = np.arange(len(self.steps))
+        p = self.prediction
+        with np.errstate(all="ignore"):
+            bad = _summed(p.lost[2][layers] + p.overflow[2][layers], 0) / _summed(p.nonzero[layers], 0)
+        bad = np.nan_to_num(bad)
+        low, high = self.low[layers], self.high[layers]
+        window = None if np.isnan(low).all() else (int(np.nanmax(low)), int(np.nanmin(high)))
+        return Row(
+            name=name,
+            fit=self._fit(layers, every),
+            window=window if window is None or window[0] <= window[1] else None,
+            worst_step=int(self.steps[int(np.argmax(bad))]),
+            worst_lost=float(bad.max()),
+        )
+
+    def _fit(self, layers: Any, places: Any) -> Fit:
+        p, chosen = self.prediction, np.ix_(layers, places)
+        nonzero, hidden = (float(np.nansum(each[chosen])) for each in (p.nonzero, p.hidden))
+        noise, signal = (float(np.nansum(each[chosen])) for each in (p.noise, p.signal))
+
+        def interval(tally: _Tally) -> Interval:
+            low, high, estimate = (float(np.nansum(each[chosen])) / nonzero if nonzero else 0.0 for each in tally)
+            return Interval(low=low, high=high, estimate=estimate)
+
+        lost = interval(p.lost)
+        if hidden:
+            high = (float(np.nansum(p.lost[1][chosen])) + hidden) / (nonzero + hidden)
+            lost = Interval(low=lost.low, high=max(high, lost.high), estimate=lost.estimate)
+        return Fit(
+            format=self.format,
+            shift=self.shift,
+            lost=lost,
+            subnormal=interval(p.subnormal),
+            overflow=interval(p.overflow),
+            snr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf,
+        )
+
+
+def _cells_of(row: Row) -> list[str]:
+    fit = row.fit
+    window = "none" if row.window is None else f"2^{row.window[0]}..2^{row.window[1]}"
+    noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
+    return [shown(row.name), *(_fraction(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
+
+
+def _fraction(interval: Interval) -> str:
+    """An interval as its estimate in per cent."""
+    value = 100 * interval.estimate
+    if value == 0:
+        return "0" if interval.high == 0 else "~0"
+    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
+
+
+def _summed(values: Floats, axis: int) -> Floats:
+    return np.nansum(values, axis=axis)

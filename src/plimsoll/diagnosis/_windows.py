@@ -1,0 +1,87 @@
+"""Windows over time: at each step the shifts that serve, and the stretches of steps that one scale serves."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis._cells import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """From one step to another: the shifts that serve at all of them; None where none does at any."""
+
+    from_step: int
+    to_step: int
+    window: tuple[int, int] | None
+
+    def to_dict(self) -> dict[str, object]:
+        """The stretch as JSON-able data."""
+        window = None if self.window is None else list(self.window)
+        return {"from_step": self.from_step, "to_step": self.to_step, "window": window}
+
+
+def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
+    """The fewest stretches from the first step on, each as long as one shift (or none at any step) serves.
+
+    Steps at which nothing was recorded (NaN) belong to the stretch that is under way.
+    """
+    found: list[Stretch] = []
+    for step, lowest, highest in zip(steps.tolist(), low.tolist(), high.tolist(), strict=True):
+        known = not (np.isnan(lowest) or np.isnan(highest))
+        here = (int(lowest), int(highest)) if known and lowest <= highest else None
+        last = found[-1] if found else None
+        if last is None:
+            found.append(Stretch(from_step=step, to_step=step, window=here))
+        elif not known or here == last.window:
+            found[-1] = Stretch(from_step=last.from_step, to_step=step, window=last.window)
+        else:
+            both = _both(last.window, here)
+            if both is None:
+                found.append(Stretch(from_step=step, to_step=step, window=here))
+            else:
+                found[-1] = Stretch(from_step=last.from_step, to_step=step, window=both)
+    return found
+
+
+def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
+    """What a format needs, in one sentence.
+
+    >>> one = Stretch(from_step=0, to_step=3990, window=(9, 13))
+    >>> sentence("fp16", [one, Stretch(from_step=4000, to_step=9990, window=None)], True)
+    'FP16 needs S in [2^9, 2^13] until step 3,990, none serves afterwards.'
+    """
+    name = fmt.upper()
+    if not stretches:
+        return f"{name}: nothing was recorded to judge it by."
+    if len(stretches) == 1 and stretches[0].window is None:
+        return f"No scale serves {name} at any step."
+    if len(stretches) == 1:
+        return f"{name} {_need(stretches[0], scaled)} at all steps."
+    if len(stretches) > 4:
+        lost = sum(1 for stretch in stretches if stretch.window is None)
+        tail = f"in {lost} of them none serves" if lost else "no single one serves throughout"
+        return f"{name} needs another scale in each of {len(stretches)} stretches of steps, and {tail}."
+    first, *rest = stretches
+    told = [f"{name} {_need(first, scaled)} until step {first.to_step:,}"]
+    told += [f"{_then(stretch)} until step {stretch.to_step:,}" for stretch in rest[:-1]]
+    return ", ".join([*told, f"{_then(rest[-1])} afterwards"]) + "."
+
+
+def _need(stretch: Stretch, scaled: bool) -> str:
+    if stretch.window is None:
+        return "has no scale that serves"
+    low, high = stretch.window
+    if low <= 0 <= high:
+        return f"serves without a scale{f' (S in [2^{low}, 2^{high}])' if scaled else ''}"
+    return f"needs S in [2^{low}, 2^{high}]"
+
+
+def _then(stretch: Stretch) -> str:
+    return "none serves" if stretch.window is None else f"S in [2^{stretch.window[0]}, 2^{stretch.window[1]}]"
+
+
+def _both(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    if a is None or b is None or max(a[0], b[0]) > min(a[1], b[1]):
+        return None
+    return max(a[0], b[0]), min(a[1], b[1])

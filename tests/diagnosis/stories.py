@@ -1,0 +1,118 @@
+"""Runs as they would have been recorded, made from a few numbers: layers whose gradients, activations, weights and
+optimizer state are random values of a given size at each step, held in a given format at a given loss scale.
+
+A story tells one fault by changing one of these; `SOUND` is what is changed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.kernels import measure_into, new_bank
+from plimsoll.runs import Batch, RunWriter, Scalars
+
+LAYERS = tuple(f"blocks.{i}.{part}" for i in range(6) for part in ("attn", "mlp"))
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+VALUES = 512  # of each tensor
+
+Size = Callable[[str, int], float]  # of a layer at a step
+Make = Callable[[Tensor, str, int], Tensor]
+
+
+def constant(value: float) -> Size:
+    return lambda layer, step: value
+
+
+def of_layer(name: str, special: Size, others: Size) -> Size:
+    return lambda layer, step: special(layer, step) if layer == name else others(layer, step)
+
+
+def since(step: int, later: Size, before: Size) -> Size:
+    return lambda layer, now: later(layer, now) if now >= step else before(layer, now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """`*_std`: sizes of true values; `*_fmt`: the format that held them; `change_*`: what is done to them at last."""
+
+    samples: int = 40
+    every: int = 5
+    scale: Callable[[int], float | None] = lambda step: 1024.0
+    loss: Callable[[int], float] = lambda step: 2.0 + 2.0 / (1 + step / 20) + 0.02 * float(np.sin(7.3 * step))
+    skipped: Callable[[int], float] = lambda step: 0.0
+    gradient_std: Size = lambda layer, step: 2.0**-8
+    gradient_fmt: str = "fp16"
+    change_gradient: Make = lambda g, layer, step: g
+    activation_std: Size = lambda layer, step: 1.0
+    activation_fmt: str = "fp16"
+    change_activation: Make = lambda x, layer, step: x
+    weight_std: Size = lambda layer, step: 2.0**-5
+    weight_fmt: str = "fp32"
+    change_weight: Make = lambda x, layer, step: x
+    moment_fmt: str = "fp32"
+    unmoved: Size = lambda layer, step: 0.01
+    update_ratio: Size = lambda layer, step: 2.0**-10
+
+    def write(self, path: Path, until: int | None = None) -> Path:
+        """The run, up to and with step `until`; each step's numbers are its own, however long the run."""
+        with RunWriter(path, flush_seconds=600) as writer:
+            for step in range(self.samples * self.every):
+                if until is not None and step > until:
+                    break
+                scalars = {"loss": self.loss(step), "nonfinite": self.skipped(step)}
+                scale = self.scale(step)
+                writer.write(Scalars(step=step, values=scalars | ({} if scale is None else {"scale": scale})))
+                if step % self.every == 0:
+                    self._sample(writer, step, scale or 1.0)
+        return path
+
+    def _sample(self, writer: RunWriter, step: int, scale: float) -> None:
+        random = torch.Generator().manual_seed(step)
+        series, tensors, scales, extras = [], [], [], []
+
+        def add(collection: str, name: str, fmt: str, x: Tensor, scale: float = 1.0, **beside: float) -> None:
+            series.append(writer.series(collection, name, format=fmt))
+            tensors.append(x)
+            scales.append(scale)
+            extras.append(beside)
+
+        for layer in LAYERS:
+            normal = torch.randn(3, VALUES, generator=random)
+            gradient = self.change_gradient(normal[0] * self.gradient_std(layer, step), layer, step)
+            held = held_in(gradient * scale, self.gradient_fmt)
+            add("gradients", f"{layer}.weight", self.gradient_fmt, held / scale)
+            add("activation_gradients", f"{layer}:output", self.gradient_fmt, held, scale)
+            x = self.change_activation(normal[1] * self.activation_std(layer, step), layer, step)
+            add("activations", f"{layer}:output", self.activation_fmt, held_in(x, self.activation_fmt))
+            weight = self.change_weight(normal[2] * self.weight_std(layer, step), layer, step)
+            add("weights", f"{layer}.weight", self.weight_fmt, held_in(weight, self.weight_fmt))
+            norm = float(weight.norm())
+            update = normal[0] * norm * self.update_ratio(layer, step) / VALUES**0.5
+            moved = {"pushed": VALUES, "unmoved": VALUES * self.unmoved(layer, step), "weight_norm": norm}
+            add("updates", f"{layer}.weight", self.weight_fmt, update, **moved)
+            add("optimizer", f"{layer}.weight:exp_avg", self.moment_fmt, held_in(gradient, self.moment_fmt))
+            add("optimizer", f"{layer}.weight:exp_avg_sq", self.moment_fmt, held_in(gradient**2, self.moment_fmt))
+        bank = new_bank(len(tensors))
+        measure_into(tensors, bank, list(range(len(tensors))), accumulate=False)
+        columns = {n: np.array([e.get(n, np.nan) for e in extras]) for n in ("pushed", "unmoved", "weight_norm")}
+        index = np.arange(len(tensors))
+        rows, ids = bank.numpy()[: len(tensors)], np.array(series)
+        writer.write(Batch(step=step, rows=rows, index=index, series=ids, scales=np.array(scales), extras=columns))
+
+
+def held_in(x: Tensor, fmt: str) -> Tensor:
+    """The values as the format holds them; 8-bit ones saturate."""
+    if fmt == "e4m3":
+        return x.clamp(-448, 448).to(DTYPES[fmt]).float()
+    return x.to(DTYPES[fmt]).float()
+
+
+SOUND = Story()
+
+
+def told(**changes: object) -> Story:
+    return replace(SOUND, **changes)

@@ -1,0 +1,35 @@
+"""Forty injected faults, each named by its rule at its layer within its steps; and what must be no alarm."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.diagnosis import RULES, SEVERITIES, diagnose
+from tests.diagnosis.faults import FAULTS, INNOCENT, Fault
+from tests.diagnosis.stories import Story
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_named(fault: Fault, tmp_path: Path) -> None:
+    findings = diagnose(fault.story.write(tmp_path / "run"))
+    mine = [f for f in findings if f.rule == fault.rule]
+    assert mine, [str(f) for f in findings]
+    severe = [f for f in mine if SEVERITIES.index(f.severity) >= SEVERITIES.index(fault.severity)]
+    assert severe, [str(f) for f in mine]
+    finding = severe[0]
+    assert fault.layer is None or finding.where[0].startswith(fault.layer), finding
+    assert fault.first <= finding.since_step <= max(fault.last, fault.first), finding
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_what_is_sound_is_no_alarm(name: str, tmp_path: Path) -> None:
+    story: Story = INNOCENT[name]
+    alarms = [str(f) for f in diagnose(story.write(tmp_path / "run")) if f.severity == "alarm"]
+    assert not alarms
+
+
+def test_there_are_forty_faults_and_every_rule_has_one() -> None:
+    assert len(FAULTS) >= 40
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    spoken = {fault.rule for fault in FAULTS} | {"structural-zeros", "records-lost"}  # tested in test_rules.py
+    assert spoken == {rule.id for rule in RULES}

@@ -1,0 +1,104 @@
+"""The columns' arithmetic against `Spectrum.fit`, spectrum by spectrum: counts, bounds, estimates, noise, windows."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plimsoll.diagnosis._cells import Cells, read
+from plimsoll.diagnosis._noise import noise_and_signal
+from plimsoll.diagnosis._tallies import Populations
+from plimsoll.formats import get
+from plimsoll.runs import Batch, Run, RunWriter
+from plimsoll.spectrum import Spectrum
+from tests.runs import making
+
+SHIFTS = (-20, -3, 0, 5, 13, 30)
+FORMATS = ("fp16", "bf16", "e4m3", "e5m2", "e2m1", "e4m3fnuz", "fp32")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Cells]:
+    """Tensors of every kind, some of them FP16's, at scales from 1 to 64."""
+    tensors = making.tensors(60) + [x.half().float() for x in making.tensors(40, seed=3)]
+    path = tmp_path_factory.mktemp("tallies") / "run"
+    with RunWriter(path) as writer:
+        series = [
+            writer.series("gradients", f"n{i}", format="fp16" if i >= 60 else "fp32") for i in range(len(tensors))
+        ]
+        index, scales = np.arange(len(tensors)), 2.0 ** (np.arange(len(tensors)) % 7)
+        rows = making.rows_of(tensors)
+        writer.write(Batch(step=0, rows=rows, index=index, series=np.array(series), scales=scales))
+    run = Run(path)
+    cells = read(run, "gradients")
+    assert cells is not None
+    return run, cells
+
+
+def spectra(run: Run, cells: Cells) -> list[tuple[int, Spectrum]]:
+    found = [(row, run.spectrum("gradients", cells.names[cells.layer[row]], 0)) for row in range(len(cells))]
+    return [(row, s) for row, s in found if s.nonzero]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fractions_are_those_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
+    run, cells = recorded
+    values, fmt = Populations(cells=cells), get(name)
+    for shift in SHIFTS:
+        lost = values.lost(fmt, shift)
+        columns = {
+            "lost": lost,
+            "subnormal": values.subnormal(fmt, shift, lost),
+            "overflow": values.overflow(fmt, shift),
+        }
+        for row, s in spectra(run, cells):
+            fit = s.fit(fmt, shift)
+            for what, tallies in columns.items():
+                expected = getattr(fit, what)
+                assert tallies.low[row] / s.nonzero == expected.low
+                assert abs(tallies.estimate[row] / s.nonzero - expected.estimate) < 1e-12
+                if not (what == "lost" and s.source and s.source.censors):  # whose zeros `fit` adds to the upper bound
+                    assert tallies.high[row] / s.nonzero == expected.high
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_noise_is_that_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
+    run, cells = recorded
+    for shift in SHIFTS:
+        noise, signal = noise_and_signal(Populations(cells=cells), get(name), shift)
+        for row, s in spectra(run, cells):
+            found = 10 * math.log10(signal[row] / noise[row]) if noise[row] > 0 else math.inf
+            expected = s.fit(name, shift).snr_db
+            if min(found, expected) < 400:  # beyond, squares of the errors leave float64's range
+                assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_are_those_of_the_spectrum(recorded: tuple[Run, Cells], name: str) -> None:
+    run, cells = recorded
+    values = Populations(cells=cells)
+    low, high = values.lowest_shift(get(name), 0.01), values.highest_shift(get(name))
+    compared = 0
+    for row, s in spectra(run, cells):
+        if s.source is not None and not s.source.censors:
+            window = (int(low[row]), int(high[row])) if low[row] <= high[row] else None
+            assert window == s.window(name)
+            compared += 1
+    assert compared > 30
+
+
+def test_a_scale_that_is_no_power_of_two_moves_the_limits(tmp_path: Path) -> None:
+    x = torch.rand(4096) * 4e-7
+    with RunWriter(tmp_path / "run") as writer:
+        series = np.array([writer.series("gradients", "w", format="fp32")])
+        scales = np.array([1000.0])
+        writer.write(Batch(step=0, rows=making.rows_of([x * 1000]), index=np.array([0]), series=series, scales=scales))
+    cells = read(Run(tmp_path / "run"), "gradients")
+    assert cells is not None
+    for shift in (0, 1, 3):
+        lost = Populations(cells=cells).lost(get("fp16"), shift)
+        truth = int(((x * 2.0**shift).half() == 0).sum())
+        assert lost.low[0] <= truth <= lost.high[0]
+        assert abs(lost.estimate[0] - truth) < 0.02 * len(x)
