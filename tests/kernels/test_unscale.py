@@ -286,13 +286,39 @@ def test_more_values_than_the_planes_of_a_sweep_hold():
 
 
 @pytest.mark.skipif("numba" not in FAST, reason="numba is not installed")
+def test_float16_by_integers_for_a_processor_without_its_conversions():
+    from numba import njit
+
+    from plimsoll.kernels._numba import _unscale_kernels as unscaling
+
+    narrow, widen = unscaling.half_by_integers, unscaling.widen_half
+
+    @njit
+    def both(bits, halves, wide):
+        for i in range(bits.size):
+            halves[i] = narrow(bits[i])
+            wide[i] = widen(np.uint32(halves[i]))
+
+    x = torch.cat(
+        [torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float(), powers(-30, 20, 5000)]
+    )
+    x = torch.cat([x, torch.nextafter(x, torch.tensor(math.inf)), (x + torch.nextafter(x, torch.tensor(9e9))) / 2])
+    x = torch.cat([x, x * (1 + 2.0**-11), x * (1 + 2.0**-12)])
+    halves, wide = np.zeros(len(x), np.uint16), np.zeros(len(x), np.uint32)
+    both(x.numpy().view(np.uint32), halves, wide)
+    found = torch.from_numpy(halves.view(np.int16)).view(torch.float16)
+    assert_same_values(found, x.half())
+    assert_same_values(torch.from_numpy(wide.view(np.int32)).view(torch.float32), found.float())
+
+
+@pytest.mark.skipif("numba" not in FAST, reason="numba is not installed")
 def test_the_sweep_for_a_processor_without_three_way_logic(monkeypatch):
     from numba import njit
 
     from plimsoll.kernels._numba import _sweep
 
     def results(*, ternary: bool) -> list[np.ndarray]:
-        monkeypatch.setattr(_sweep, "_has_ternary_logic", lambda: ternary)
+        monkeypatch.setattr(_sweep, "has_feature", lambda _: ternary)
         sweep = _sweep.sweep_and_multiply
 
         @njit
@@ -308,7 +334,7 @@ def test_the_sweep_for_a_processor_without_three_way_logic(monkeypatch):
 
     x = (torch.randn(8192) * (torch.rand(8192) < 0.7)).numpy()
     x[256 * 20 + 5] = 1e9
-    native = _sweep._has_ternary_logic()
+    native = _sweep.has_feature("avx512f")
     for one, other in zip(results(ternary=False), results(ternary=native), strict=True):
         assert np.array_equal(one, other)
 

@@ -12,6 +12,9 @@ Written in LLVM's vectors, since what makes it fast is what a compiler's vectori
 - *Products* take the group's place when all else is done, while it is in the first-level cache.
 
 The arithmetic is the limit, not memory. Sixteen lanes are one register of AVX-512, two of AVX2, four of NEON.
+
+The file is long because a sweep is one function in the end: its three parts share registers, and are laid out here as
+classes that write instructions.
 """
 
 # ruff: noqa: ARG001  (an intrinsic names its arguments for its callers; what generates it takes them as a list)
@@ -40,11 +43,11 @@ _FEW_SINGLES, _FEW_DOUBLES = ir.VectorType(_SINGLE, _DOUBLES), ir.VectorType(_DO
 _MAGNITUDE, _SIGN, _NOTHING = 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF
 
 
-def _has_ternary_logic() -> bool:
-    """Whether code is compiled for a processor with AVX-512, this one or the one that Numba was told of."""
+def has_feature(name: str) -> bool:
+    """Whether code is compiled for a processor that has it: this one, or the one that Numba was told of."""
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
-        return "+avx512f" in (config.CPU_FEATURES or "")
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+        return f"+{name}" in (config.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get(name))
 
 
 class _Vectors:
@@ -52,7 +55,7 @@ class _Vectors:
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
-        self.ternary = _has_ternary_logic()
+        self.ternary = has_feature("avx512f")
 
     def fill(self, number: int) -> Any:
         return ir.Constant(_WORDS, [number] * LANES)
@@ -312,6 +315,28 @@ def sweep_and_multiply(
         return builder.load(done)
 
     return types.int64(*[types.int64] * 6, types.float32), generate
+
+
+@intrinsic
+def half_to_single(_: Any, bits: Any) -> Any:
+    """Float32 bits of float16 bits, by the processor; for one with the feature ``f16c`` only."""
+
+    def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
+        half = builder.bitcast(builder.trunc(arguments[0], ir.IntType(16)), ir.HalfType())
+        return builder.bitcast(builder.fpext(half, _SINGLE), _WORD)
+
+    return types.uint32(types.uint32), generate
+
+
+@intrinsic
+def single_to_half(_: Any, bits: Any) -> Any:
+    """Float16 bits of float32 bits, to nearest even; for a processor with the feature ``f16c`` only."""
+
+    def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
+        half = builder.fptrunc(builder.bitcast(arguments[0], _SINGLE), ir.HalfType())
+        return builder.bitcast(half, ir.IntType(16))
+
+    return types.uint16(types.uint32), generate
 
 
 @intrinsic

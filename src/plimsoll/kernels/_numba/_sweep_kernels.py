@@ -52,16 +52,16 @@ def new_room():
 
 
 @inlined
-def add_and_multiply(bits, n, inverse, row, room):
+def add_and_multiply(bits, n, whole, inverse, row, room):
     """Counts at most `BLOCK` float32 values into the row and multiplies them; returns the largest magnitude before.
 
-    That is one of NaN or Inf where there are any.
+    That is one of NaN or Inf where there are any. `whole` is the length of the tensor that they are of.
     """
     state, planes, extremes, moments = room[0], room[1], room[3], room[4]
     start, largest = 0, np.uint32(0)
     while start < n:
         groups = (n - start) // GROUP
-        if groups and (state[_PENDING] or n >= _LEAST_SWEPT):
+        if groups and (state[_PENDING] or whole >= _LEAST_SWEPT):
             done = sweep_and_multiply(
                 bits.ctypes.data + 4 * start, groups, state[_TOP], planes.ctypes.data, extremes.ctypes.data,
                 moments.ctypes.data, inverse,

@@ -14,8 +14,10 @@ from numba import carray
 from plimsoll.kernels import _layout as layout
 from plimsoll.kernels._numba._jit import as_float32, as_float64, as_uint32, inlined, kernel, pointer, widen_half
 from plimsoll.kernels._numba._measure_kernels import add_block64, fold64
+from plimsoll.kernels._numba._sweep import half_to_single, has_feature, single_to_half
 from plimsoll.kernels._numba._sweep_kernels import BLOCK, add_and_multiply, end_part, new_room
 
+_HALF_BLOCK = 4096  # widened, it stays in the first-level cache
 _COUNT, _WORDS = layout.COUNT, layout.NARROW
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
 
@@ -43,17 +45,22 @@ def _largest32(bits, n):
 
 
 @inlined
-def _to_bfloat(bits):
-    """Bits of the bfloat16 nearest to float32 bits, ties to even; NaN stays NaN."""
-    magnitude = bits & np.uint32(0x7FFF_FFFF)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    quiet = np.uint32(bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.uint16(quiet if magnitude > np.uint32(_INF32) else rounded)
+def _finite_to_bfloat(bits):
+    """As `_to_bfloat`, of what is no NaN."""
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
 
 
 @inlined
-def _to_half(bits):
+def _to_bfloat(bits):
+    """Bits of the bfloat16 nearest to float32 bits, ties to even; NaN stays NaN."""
+    magnitude = bits & np.uint32(0x7FFF_FFFF)
+    quiet = np.uint16(np.uint32(bits >> np.uint32(16)) | np.uint32(0x40))
+    return quiet if magnitude > np.uint32(_INF32) else _finite_to_bfloat(bits)
+
+
+@inlined
+def half_by_integers(bits):
     """Bits of the float16 nearest to float32 bits, ties to even; NaN stays NaN."""
     magnitude = bits & np.uint32(0x7FFF_FFFF)
     sign = np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)
@@ -67,24 +74,61 @@ def _to_half(bits):
     return np.uint16(half | sign)
 
 
+if has_feature("f16c"):  # compiled code is kept by processor, so this choice is too
+    _from_half, _to_half = half_to_single, single_to_half
+else:
+    _from_half, _to_half = widen_half, half_by_integers
+
+
+@inlined
+def _widened(bits, variant):
+    """Float32 bits of one value of sixteen bits."""
+    return _from_half(np.uint32(bits)) if variant == 1 else np.uint32(np.uint32(bits) << np.uint32(16))
+
+
+@inlined
+def _largest16(bits, n):
+    largest = np.uint16(0)
+    for i in range(n):
+        largest = max(largest, np.uint16(bits[i] & np.uint16(0x7FFF)))
+    return largest
+
+
+@inlined
+def _multiply_halves(bits, inverse, variant, bad, n):
+    if variant == 1:
+        for i in range(n):
+            bits[i] = _to_half(as_uint32(as_float32(_from_half(np.uint32(bits[i]))) * inverse))
+    elif bad:
+        for i in range(n):
+            bits[i] = _to_bfloat(as_uint32(as_float32(np.uint32(np.uint32(bits[i]) << np.uint32(16))) * inverse))
+    else:
+        for i in range(n):
+            value = as_float32(np.uint32(np.uint32(bits[i]) << np.uint32(16)))
+            bits[i] = _finite_to_bfloat(as_uint32(value * inverse))
+
+
 @inlined
 def _widen(wide, bits, variant, n):
     if variant == 1:
         for i in range(n):
-            wide[i] = widen_half(np.uint32(bits[i]))
+            wide[i] = _from_half(np.uint32(bits[i]))
     else:
         for i in range(n):
             wide[i] = np.uint32(np.uint32(bits[i]) << np.uint32(16))
 
 
 @inlined
-def _narrow(wide, bits, variant, n):
+def _narrow(wide, bits, variant, bad, n):
     if variant == 1:
         for i in range(n):
             bits[i] = _to_half(wide[i])
-    else:
+    elif bad:
         for i in range(n):
             bits[i] = _to_bfloat(wide[i])
+    else:
+        for i in range(n):
+            bits[i] = _finite_to_bfloat(wide[i])
 
 
 @inlined
@@ -122,7 +166,9 @@ def unscale_float32(table, parts, inverse_address, found_address, variant):
         row[_COUNT] += length
         for start in range(0, length, BLOCK):
             n = min(BLOCK, length - start)
-            bad |= _overflows(add_and_multiply(bits[start : start + n], n, inverse, row, room), inverse, variant)
+            bad |= _overflows(
+                add_and_multiply(bits[start : start + n], n, length, inverse, row, room), inverse, variant
+            )
         end_part(row, room)
     _raise_flag(found_address, bad)
 
@@ -147,20 +193,21 @@ def multiply_float32(table, parts, inverse_address, found_address, variant):
 def unscale_16bit(table, parts, inverse_address, found_address, variant):
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
-    room, wide = new_room(), np.empty(BLOCK, np.uint32)
+    room, wide = new_room(), np.empty(_HALF_BLOCK, np.uint32)
     bad = False
     for part in range(parts):
         length = words[part, 1]
         bits = carray(pointer(words[part, 0]), (length,), np.uint16)
         row = carray(pointer(words[part, 2]), (_WORDS,), np.int64)
         row[_COUNT] += length
-        for start in range(0, length, BLOCK):
-            n = min(BLOCK, length - start)
+        for start in range(0, length, _HALF_BLOCK):
+            n = min(_HALF_BLOCK, length - start)
             block = bits[start : start + n]
             _widen(wide, block, variant, n)
-            bad |= _overflows(add_and_multiply(wide, n, inverse, row, room), inverse, variant)
+            overflows = _overflows(add_and_multiply(wide, n, length, inverse, row, room), inverse, variant)
             if inverse != np.float32(1):
-                _narrow(wide, block, variant, n)
+                _narrow(wide, block, variant, overflows, n)
+            bad |= overflows
         end_part(row, room)
     _raise_flag(found_address, bad)
 
@@ -169,18 +216,18 @@ def unscale_16bit(table, parts, inverse_address, found_address, variant):
 def multiply_16bit(table, parts, inverse_address, found_address, variant):
     words = carray(pointer(table), (parts, 3), np.int64)
     inverse = carray(pointer(inverse_address), (1,), np.float32)[0]
-    wide = np.empty(BLOCK, np.uint32)
     bad = False
     for part in range(parts):
         length = words[part, 1]
         bits = carray(pointer(words[part, 0]), (length,), np.uint16)
-        for start in range(0, length, BLOCK):
-            n = min(BLOCK, length - start)
+        for start in range(0, length, _HALF_BLOCK):
+            n = min(_HALF_BLOCK, length - start)
             block = bits[start : start + n]
-            _widen(wide, block, variant, n)
-            bad |= _overflows(_multiply_block(wide, inverse, n), inverse, variant)
+            largest = _widened(_largest16(block, n), variant)
+            overflows = _overflows(largest, inverse, variant)
             if inverse != np.float32(1):
-                _narrow(wide, block, variant, n)
+                _multiply_halves(block, inverse, variant, overflows, n)
+            bad |= overflows
     _raise_flag(found_address, bad)
 
 
