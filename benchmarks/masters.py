@@ -174,7 +174,7 @@ def main() -> None:
     results = Results("master weights", "cpu")
     note = f"{options.steps} steps of AdamW, {options.seeds} seeds. Goal: within 1 % of fp32 at 4 bytes or less."
     results.add("Loss", note, losses(options.steps, range(options.seeds), options.lr))
-    note = f"{options.parameters:,} parameters, fused AdamW, {torch.get_num_threads()} threads."
+    note = f"{options.parameters:,} parameters, fused AdamW, threads: {torch.get_num_threads()}."
     results.add("Time of a step", note, step_times(options.parameters, 3 if options.quick else 9))
     if options.out or not options.quick:
         results.write("masters", *([options.out] if options.out else []))
