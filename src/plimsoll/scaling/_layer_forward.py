@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, shifted
 from plimsoll.scaling._layer_mode import ForwardMode, replaced, tensors_in
+from plimsoll.watch import _seams
 
 _function: Any = torch.autograd.Function
 _lock = threading.Lock()
@@ -31,6 +32,15 @@ _forwards = 0
 def present() -> ForwardMode | None:
     """The mode of the scaled forward that runs in this thread."""
     return getattr(_active, "mode", None)
+
+
+def carried(x: Tensor) -> float:
+    """The layer's part of what a tensor's gradient is multiplied by; a watch asks, in the forward."""
+    mode = present()
+    return 1.0 if mode is None or not x.requires_grad else 2.0 ** mode.exponent_of(x)
+
+
+_seams.factors.append(carried)
 
 
 def enter(mode: ForwardMode) -> None:

@@ -48,10 +48,21 @@ class Listener(Protocol):
     def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
 
 
+# What says by which factor a tensor's gradient is larger than the loss scale makes it: rooms above have their own.
+factors: list[Callable[[Any], float]] = []
+
 _listeners: list["weakref.ref[Listener]"] = []
 _undo: list[Callable[[], None]] = []
 _patched: dict[type, Callable[[], None]] = {}
 _lock = threading.RLock()
+
+
+def factor_of(x: Any) -> float:
+    """By how much the gradient of a tensor, in the forward that makes it, is larger than the loss scale makes it."""
+    factor = 1.0
+    for carried in factors:
+        factor *= carried(x)
+    return factor
 
 
 def listeners() -> list[Listener]:

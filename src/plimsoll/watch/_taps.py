@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.watch import _dtensors
+from plimsoll.watch import _dtensors, _seams
 from plimsoll.watch._compiled import CompiledTaps, inlined_only, is_capturing
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._names import tensors_among, tensors_in
@@ -161,13 +161,13 @@ class Taps:
         sight.gradients = [name]
         sample = self.core.sample
         assert sample is not None
-        take = _OnGradient(self, sample, sight.gradients)
+        take = _OnGradient(self, sample, sight.gradients, _seams.factor_of(x) if _seams.factors else 1.0)
         handle: Any = cast("Any", x).register_hook(take if self.core.ranks.mesh is None else _dtensors.reading(x, take))
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._leaf_handles.append(handle)
 
     @contained
-    def gradient(self, sample: Sample, names: list[str], g: Tensor) -> None:
+    def gradient(self, sample: Sample, names: list[str], factor: float, g: Tensor) -> None:
         """Records an activation gradient under all the names of its tensor."""
         core = self.core
         if core.sample is not sample or not core.due.activation_gradients:
@@ -179,19 +179,20 @@ class Taps:
             plain = plain / core.ranks.divisor
         rows, row = core.measure(plain)
         for name in names:
-            rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=core.ranks.factor)
+            series = core.series_of("activation_gradients", name, g)
+            rows.enter(row, series, scaled=True, factor=core.ranks.factor * factor)
 
 
 class _OnGradient:
     """The hook on one tensor's gradient."""
 
-    __slots__ = ("_names", "_sample", "_taps")
+    __slots__ = ("_factor", "_names", "_sample", "_taps")
 
-    def __init__(self, taps: Taps, sample: Sample, names: list[str]) -> None:
-        self._taps, self._sample, self._names = taps, sample, names
+    def __init__(self, taps: Taps, sample: Sample, names: list[str], factor: float) -> None:
+        self._taps, self._sample, self._names, self._factor = taps, sample, names, factor
 
     def __call__(self, g: Tensor) -> None:
-        self._taps.gradient(self._sample, self._names, g)
+        self._taps.gradient(self._sample, self._names, self._factor, g)
 
 
 class ModuleHook:
