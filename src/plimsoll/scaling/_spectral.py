@@ -61,7 +61,7 @@ class SpectralScaler(LossScaler):
         init_scale: float = 2.0**10,
         *,
         format: object = "fp16",  # noqa: A002  (what it is everywhere else)
-        margin: float = 0.75,
+        margin: float = 0.5,
         inspect_every: int = 100,
         enabled: bool = True,
         min_scale: float = FLOOR,
@@ -132,7 +132,11 @@ class SpectralScaler(LossScaler):
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def _start(self, device: torch.device) -> None:
-        self._overflows = torch.full((), self._known_overflows, dtype=torch.float64, device=device)
+        self._overflows = torch.full((), self._all_overflows(), dtype=torch.float64, device=device)
+
+    def _all_overflows(self) -> float:
+        """How many there were by the latest step, read or not; waits for it."""
+        return self._waiting[-1].numbers()[1] if self._waiting else self._known_overflows
 
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:
         scale = cast("Tensor", self._scale)
@@ -176,8 +180,8 @@ class SpectralScaler(LossScaler):
         return SpectralRule(
             line=math.log2(self._narrowest().overflow_threshold),
             margin=self._margin,
-            lowest=round(math.log2(self._min_scale)),
-            highest=round(math.log2(max(highest, self._min_scale))),
+            lowest=math.ceil(math.log2(self._min_scale)),
+            highest=math.floor(math.log2(max(highest, self._min_scale))),
         )
 
     def _narrowest(self) -> Format:
@@ -209,11 +213,16 @@ class SpectralScaler(LossScaler):
             self._waiting.extend(Facts(list(numbers)) for numbers in extra["waiting"])
             self._known_overflows = extra["known_overflows"]
         if self._overflows is not None:
-            self._overflows.fill_(self._waiting[-1].numbers()[1] if self._waiting else self._known_overflows)
+            self._overflows.fill_(self._all_overflows())
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state | {"_banks": weakref.WeakKeyDictionary(), "_seen": [], "_waiting": deque()}
+        left_out = dict.fromkeys(("_banks", "_seen", "_waiting", "_looks"))  # tensors, or saved as plain numbers
+        return super().__getstate__() | left_out | {"_inspect_every": self._looks.every}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._banks, self._seen, self._waiting = weakref.WeakKeyDictionary(), [], deque()
+        self._looks = Looks(state["_inspect_every"])
+        super().__setstate__({name: value for name, value in state.items() if name not in self.__dict__})
 
     # -- what it has not -----------------------------------------------------------------------------------------------
 
@@ -258,7 +267,7 @@ def _check_format(name: str, given: object) -> Format:
 def _check_margin(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
         raise ArgumentError(
-            f"{name}: expected a margin of 0 to {MOST_MARGIN:g} binades; got {value!r}. Use 0.75; 2 where an overflow "
+            f"{name}: expected a margin of 0 to {MOST_MARGIN:g} binades; got {value!r}. Use 0.5; 2 where an overflow "
             "is dear."
         )
     return float(value)

@@ -69,6 +69,7 @@ class Memory:
     settled: int = 0  # clean steps since the reserve changed
     singles: list[int] = field(default_factory=list[int])  # steps of the latest single overflows
     probing: bool = False  # whether the last change of the reserve gave a binade back
+    surprise: bool = False  # whether the latest run of overflows came neither on the way up nor soon after
     faint: bool = False  # whether too many values are about to be lost
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,9 +106,11 @@ class SpectralRule:
 
     def open_exponent(self, memory: Memory) -> int | None:
         """The highest exponent that keeps the margin and the reserve, by the trend; None before the first level."""
-        level = memory.trend.forecast
-        if level is None:
+        level, latest = memory.trend.forecast, memory.trend.latest
+        if level is None or latest is None:
             return None
+        if memory.cap is not None:
+            level = max(level, latest)  # hard batches that are going on show first there
         share, margin = (BOLD_SHARE, self.margin / 2) if memory.faint else (SHARE, self.margin)
         usual = memory.trend.usual_error(share)
         return math.floor(self.line - level - usual - margin - memory.reserve)
@@ -124,6 +127,7 @@ class SpectralRule:
 
     def _blame(self, memory: Memory, exponent: int) -> None:
         """The first of a run of overflows: was it met on the way up, after a probe, or out of nothing?"""
+        memory.surprise = memory.cap is None and (memory.probing or memory.free >= PROOF)
         if memory.probing and memory.free < PROOF:
             memory.reserve, memory.probe = memory.reserve + 1, min(2 * memory.probe, PROBES[-1])
             memory.probing, memory.settled = False, 0
@@ -144,13 +148,14 @@ class SpectralRule:
     # -- clean steps ---------------------------------------------------------------------------------------------------
 
     def _after_clean(self, memory: Memory, look: Look, scale: float) -> int:
-        if memory.overflows == 1 and memory.calm == CALM:
+        if memory.overflows == 1 and memory.surprise:
             self._count_single(memory)
         memory.overflows = 0
         memory.free += 1
         self._give_back(memory)
         if look.absmax > 0:
-            memory.trend.add(math.log2(look.absmax) - math.log2(scale))
+            # What a run of hard batches shows says nothing about how far forecasts are off at other times.
+            memory.trend.add(math.log2(look.absmax) - math.log2(scale), learn=memory.cap is None)
             memory.faint = look.faint > TOLERANCE * look.nonzero
         target = self.open_exponent(memory)
         if memory.cap is not None:

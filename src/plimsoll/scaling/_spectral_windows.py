@@ -1,9 +1,9 @@
 """Which scales serve which gradients: from the rows of a bank to windows, and the report that is made of them.
 
 All in exponents of the scale: exponent k stands for the scale 2**k. A tensor's window runs from the lowest scale at
-which less than `TOLERANCE` of its nonzero values is lost for certain, to the highest at which none overflows. What FP16 has lost
-already it no longer shows: where a tensor has zeros and values right above where they begin, as many are taken to be
-lost as lie in the format's lowest binade, and half as many at twice the scale.
+which less than `TOLERANCE` of its nonzero values is lost for certain, to the highest at which none overflows. What FP16
+has lost already it no longer shows: where a tensor has zeros and values right above where they begin, as many are taken
+to be lost as lie in the format's lowest binade, and half as many at twice the scale.
 """
 
 import math

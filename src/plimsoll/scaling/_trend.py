@@ -1,9 +1,11 @@
 """Where a noisy series will be at its next step, and how far such forecasts are usually off.
 
 The forecast is a straight line through the last values: its slope is the median of the slopes between all pairs (Theil
-1950, Sen 1968), its height the median of what is left. A third of the values may be anything at all without moving it
-far. What the values do around the line is not assumed to be of any kind: each forecast is compared with what came, and
-a quantile of these errors says what the next forecast is to be trusted with.
+1950, Sen 1968), its height the median of what is left. A quarter of the values may be anything at all without moving it
+far. Where the line falls it is not followed below the median of the values: what shrinks may stop to, and an
+expectation that is too high does less harm here than one that is too low. What the values do around the line is not
+assumed to be of any kind: each forecast is compared with what came, and a quantile of these errors says what the next
+forecast is to be trusted with.
 """
 
 import functools
@@ -16,8 +18,8 @@ from numpy.typing import NDArray
 
 VALUES = 32  # that the line goes through: pairs grow with the square, and older steps say less
 ERRORS = 256  # that are remembered: a jump is covered for as many steps
-_FEW = 8  # errors that a quantile needs at least; before, UNKNOWN is one of them
-UNKNOWN = 1.0  # what a forecast may be off by, when nothing is known
+UNKNOWN = 1.0  # what a forecast may be off by when nothing is known; less and less of it is added
+FEW = 32  # up to so many errors
 
 
 class Trend:
@@ -42,19 +44,26 @@ class Trend:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: float) -> None:
-        """Takes the next value, a finite one."""
-        if self.forecast is not None:
+    def add(self, value: float, *, learn: bool = True) -> None:
+        """Takes the next value, a finite one; without `learn`, what the forecast missed it by is not remembered."""
+        if learn and self.forecast is not None:
             self._errors.append(value - self.forecast)
         self._values.append(value)
         self.forecast = _next(self._values)
 
+    @property
+    def latest(self) -> float | None:
+        """The median of the last three values, which is where a sudden change shows first; None without values."""
+        return float(np.median(list(self._values)[-3:])) if self._values else None
+
     def usual_error(self, share: float) -> float:
-        """What the value exceeds its forecast by, at most, in that share of the remembered steps."""
+        """What the value exceeds its forecast by, at most, in that share of the remembered steps.
+
+        While few steps are remembered, part of `UNKNOWN` is added.
+        """
         errors = list(self._errors)
-        if len(errors) < _FEW:
-            return max(UNKNOWN, *errors) if errors else UNKNOWN
-        return float(np.quantile(errors, share))
+        usual = float(np.quantile(errors, share)) if errors else 0.0
+        return usual + UNKNOWN * max(1 - len(errors) / FEW, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """The history as plain numbers, that `from_dict` makes an equal trend of."""
@@ -74,7 +83,8 @@ def _next(series: Iterable[float]) -> float:
     later, earlier, apart = _pairs(len(values))
     slope = float(np.median((values[later] - values[earlier]) / apart))
     steps = np.arange(len(values)) - len(values)
-    return float(np.median(values - slope * steps))
+    line = float(np.median(values - slope * steps))
+    return max(line, float(np.median(values)))
 
 
 @functools.lru_cache(maxsize=VALUES)
