@@ -168,6 +168,11 @@ def test_a_state_of_another_kind_gives_what_all_have_and_says_so() -> None:
     with pytest.warns(UserWarning, match="load_state_dict of DynamicScaler: a StaticScaler wrote the state"):
         target.load_state_dict(StaticScaler(32.0, device="cpu").state_dict())
     assert target.get_scale() == 32.0 and target._hysteresis == Hysteresis(overflows=2)
+    foreign = dynamic.state_dict()
+    foreign["plimsoll"]["kind"] = "OtherScaler"  # whose entries may have our names and mean something else
+    with pytest.warns(UserWarning, match="an? OtherScaler wrote the state; of it only what all scalers have is taken"):
+        target.load_state_dict(foreign)
+    assert target.get_scale() == dynamic.get_scale() and target._hysteresis == Hysteresis(overflows=2)
 
 
 def test_a_static_scalers_state_makes_gradscaler_static() -> None:
