@@ -68,6 +68,7 @@ def test_every_value_is_stepped(kind: Callable[..., SixteenBitOptimizer], value:
         assert abs(weight[0].float() - expected[0]) <= abs(expected[0]) * 2.0**-7
     step(optimizer, weight, 0.0, 1)
     assert optimizer.master_of(weight)[1] == 0.75
+    assert not math.isinf(value) or weight[0] == value  # an infinity is none the worse for what is kept beside it
 
 
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
