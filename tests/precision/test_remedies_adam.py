@@ -55,6 +55,15 @@ def test_a_small_gradient_after_a_spell_of_none_does_not_explode(foreach: bool) 
 
 
 @modes
+def test_the_very_first_step_is_guarded(foreach: bool) -> None:
+    weight = half([0.0] * 2)
+    optimizer = torch.optim.Adam([weight], lr=2.0**-6, eps=EPSILON, foreach=foreach)
+    guard = guard_adam(optimizer)
+    assert (step(optimizer, weight, torch.tensor([1e-3, 1e-4])).abs() <= RATIO * 2.0**-6).all()
+    assert guard.raised == 2
+
+
+@modes
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_no_update_is_ever_larger_than_the_bound(foreach: bool, amsgrad: bool, decay: float) -> None:

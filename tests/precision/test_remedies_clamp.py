@@ -101,6 +101,12 @@ def test_outputs_of_every_structure() -> None:
     assert x == 1e6  # what was given is not changed
 
 
+def test_a_carrier_without_the_largest_value_stays_below_it() -> None:
+    model = nn.Identity()
+    with pytest.warns(UserWarning, match="2 of 2 values"), clamp_residuals(model, "model"):
+        assert model(torch.tensor([1e5, -65536.0], dtype=torch.bfloat16)).tolist() == [65280.0, -65280.0]
+
+
 def test_other_formats() -> None:
     model = nn.Identity()
     with warnings.catch_warnings(), clamp_residuals(model, "model", "e4m3"):
