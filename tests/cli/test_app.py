@@ -32,7 +32,8 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
 
 
 def test_only_commands_that_exist_are_offered() -> None:
-    assert sorted(command.callback.__name__ for command in app.registered_commands) == ["doctor", "formats", "run"]
+    names = sorted(command.callback.__name__ for command in app.registered_commands)
+    assert names == ["check", "doctor", "formats", "run", "whatif"]
 
 
 @pytest.mark.parametrize("command", [["formats"], ["formats", "nvfp4"], ["--help"], ["formats", "--json"]])

@@ -12,10 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 from plimsoll._version import __version__
+from plimsoll.cli._check import check
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
 from plimsoll.cli._run import run
 from plimsoll.cli._script import Handover
+from plimsoll.cli._whatif import whatif
 from plimsoll.errors import PlimsollError
 
 
@@ -57,6 +59,8 @@ def _frame(
 
 app.command()(formats)
 app.command()(doctor)
+app.command()(check)
+app.command()(whatif)
 # What follows SCRIPT is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

@@ -4,7 +4,11 @@
 any format and shift.
 """
 
-from plimsoll.diagnosis._diagnose import RULES as RULES, diagnose as diagnose
+from plimsoll.diagnosis._diagnose import (
+    RULES as RULES,
+    diagnose as diagnose,
+    with_thresholds as with_thresholds,
+)
 from plimsoll.diagnosis._finding import (
     SEVERITIES as SEVERITIES,
     Action as Action,
@@ -12,6 +16,7 @@ from plimsoll.diagnosis._finding import (
     Severity as Severity,
     Spot as Spot,
     grouped as grouped,
+    shown as shown,
 )
 from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
 from plimsoll.diagnosis._view import View as View

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._narrow import Narrow, share
@@ -42,9 +43,10 @@ class Modules:
         """Of the values of each module that would be nonzero, the part that underflowed."""
         return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
 
-    def main_layers(self, cells: Cells) -> Sequence[str]:
-        """For each module, the name of its largest parameter, which stands for it."""
+    def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
+        """For each module, the name of its largest parameter (of those in `among`), which stands for it."""
         sizes = np.nanmax(cells.total_of("count"), axis=1)
+        sizes = sizes if among is None else np.where(among, sizes, -1)
         best: dict[int, int] = {}
         for layer, module in enumerate(self.of_layer.tolist()):
             if module not in best or sizes[layer] > sizes[best[module]]:

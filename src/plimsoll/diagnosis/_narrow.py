@@ -71,10 +71,11 @@ class Narrow:
     def hidden(self, shift: NDArray[np.int64]) -> Floats:
         """About how many of the values that underflowed would be lost at another shift (of the true values) too.
 
-        All at the scale that they were held at and below; above it they come back as their spread says.
+        All at the scale that they were held at and below; above it they come back as their spread says, and at least
+        as an even spread does: what is left near the floor of a tensor that is almost gone says too little.
         """
         higher = np.maximum(shift - np.log2(self.held), 0.0)
-        spread = np.interp(self._ratio, _RATIOS, _EXPONENTS)
+        spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
         return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
 
     @cached_property

@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 
 def threshold(default: float, source: str) -> Any:
     """A field of a rule that a user may set, with where its value comes from."""
-    return field(default=default, metadata={"source": source})
+    return field(default=float(default), metadata={"source": source})
 
 
 @dataclass(frozen=True, kw_only=True)

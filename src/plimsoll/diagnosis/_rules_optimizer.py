@@ -7,6 +7,7 @@ import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding
+from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.diagnosis._view import View
@@ -131,7 +132,7 @@ class EpsilonDominates(Rule):
     advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: look for a loss that is divided too often."
     figure = "spectrogram"
 
-    share: float = threshold(0.5, "of a layer's nonzero second moments")
+    share: float = threshold(0.5, "of a module's nonzero second moments")
     epsilon: float = threshold(1e-8, "T8: the default of Adam; set it to yours")
     samples: float = threshold(5, "second moments need some steps to fill")
 
@@ -144,12 +145,14 @@ class EpsilonDominates(Rule):
         populations = Populations(cells=cells)
         points = populations.points(ordinal(self.epsilon**2), 0)
         below = populations.below(points, inclusive=False).estimate
-        nonzero = cells.total(cells.nonzero)
+        modules, mine = Modules.of(cells), second[:, None]
+        nonzero = modules.total(np.where(mine, cells.total(cells.nonzero), np.nan))
+        small = modules.total(np.where(mine, cells.total(below), np.nan))
         with np.errstate(all="ignore"):
-            shares = np.where(second[:, None] & (nonzero > 0), cells.total(below) / nonzero, np.nan)
+            shares = np.where(nonzero > 0, small / nonzero, np.nan)
         found = spells(shares > self.share, ~np.isnan(shares), self.samples)
         if found:
-            spots = worst(cells, found, shares)
+            spots = worst(cells, found, shares, modules.main_layers(cells, among=second))
             evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": self.epsilon}
             until = last_of(cells, found)
             yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")

@@ -1,5 +1,6 @@
 """The loss scale: too low, collapsed, swinging, or none that would serve."""
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,11 +225,11 @@ def _settled(scale: Floats, samples: int) -> int | None:
 
 def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
     """How many binades below its highest value of the last `window` steps the scale lies, from `begin` on."""
-    result = np.zeros(len(scale))
+    result, known = np.zeros(len(scale)), steps.tolist()
     for i in range(begin + 1, len(scale)):
         if scale[i] < scale[i - 1]:
-            start = max(begin, int(np.searchsorted(steps, steps[i] - window)))
-            highest: float = scale[start : i + 1].max()
+            start = bisect.bisect_left(known, known[i] - window)
+            highest: float = scale[max(begin, start) : i + 1].max()
             result[i] = math.log2(highest / float(scale[i]))
     return result
 

@@ -1,0 +1,154 @@
+"""``plimsoll check``: what the rules find in a run, as text or JSON, and an exit code for schedulers."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.cli._terminal import console, number
+from plimsoll.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from plimsoll.diagnosis import Finding
+
+_COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
+
+
+def check(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run's folder.")] = None,
+    output: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
+    ] = "text",
+    rules: Annotated[bool, typer.Option("--rules", help="List the rules with their thresholds, and exit.")] = False,
+    select: Annotated[
+        list[str] | None, typer.Option("--select", help="Only rules whose id matches this glob. May be given often.")
+    ] = None,
+    changed: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="RULE.THRESHOLD=VALUE", help="Another threshold. May be given several times."),
+    ] = None,
+    until: Annotated[int | None, typer.Option("--until", help="Judge the run as it was at this step.")] = None,
+) -> None:
+    """What is wrong in a run, where and since when. Exit code 0: no alarm; 1: an alarm; 2: it cannot be read."""
+    thresholds = dict(_assignment(each) for each in changed or ())
+    if rules:
+        _print_rules(thresholds, output)
+        return
+    if run is None:
+        raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
+    from plimsoll.diagnosis import View, diagnose
+    from plimsoll.runs import Run
+
+    view = View(Run(run), until)
+    found = diagnose(view, rules=select, thresholds=thresholds)
+    if output == "json":
+        verdict = "alarm" if any(f.severity == "alarm" for f in found) else "healthy"
+        facts = {"run": str(run), "verdict": verdict, "last_step": view.last_step}
+        typer.echo(json.dumps({**facts, "findings": [f.to_dict() for f in found]}, indent=2, allow_nan=False))
+    else:
+        _print(found, str(run), view.last_step, console())
+    if any(f.severity == "alarm" for f in found):
+        raise typer.Exit(1)
+
+
+def _assignment(text: str) -> tuple[str, float]:
+    """``underflow-high.values=0.1`` as a name and a number."""
+    name, sign, value = text.partition("=")
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not sign or not name or math.isnan(found):
+        raise ArgumentError(
+            f"check: expected --set RULE.THRESHOLD=VALUE with a number; got {text!r}. "
+            "For instance --set underflow-high.values=0.1."
+        )
+    return name.strip(), found
+
+
+def _print(found: "list[Finding]", run: str, last_step: int, target: Console) -> None:
+    target.print(Text.assemble((run, "bold"), f": {_verdict(found)}, {_reach(last_step)}"), soft_wrap=True)
+    for finding in found:
+        target.print()
+        for line in _lines(finding):
+            target.print(line)
+
+
+def _verdict(found: "list[Finding]") -> str:
+    counts = [(sum(f.severity == s for f in found), s) for s in ("alarm", "warning")]
+    told = [f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in counts if n]
+    return ", ".join(told) or "healthy"
+
+
+def _reach(last_step: int) -> str:
+    return "nothing recorded" if last_step < 0 else f"up to step {last_step:,}"
+
+
+def _lines(finding: "Finding") -> list[Text | Padding]:
+    from plimsoll.diagnosis import grouped
+
+    head = Text.assemble((f"{finding.severity:<8}", _COLOURS[finding.severity]), (finding.rule, "bold"))
+    head.append(f"  steps {finding.since_step:,} to {finding.until_step:,}")
+    if finding.collection:
+        head.append(f", {finding.collection}")
+    lines: list[Text | Padding] = [head]
+    if finding.where:
+        lines.append(_indented(Text(grouped(finding.where), style="cyan")))
+    lines.append(_indented(Text(finding.meaning)))
+    told = ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in finding.evidence.items())
+    if told:
+        lines.append(_indented(Text(told, style="dim")))
+    lines.append(_indented(Text(f"-> {finding.advice}")))
+    return lines
+
+
+def _indented(text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, 8))
+
+
+def _value(value: float | int | str) -> str:
+    from plimsoll.diagnosis import shown
+
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return number(value) if math.isfinite(value) else str(value)
+
+
+def _print_rules(thresholds: dict[str, float], output: str) -> None:
+    from plimsoll.diagnosis import RULES, with_thresholds
+
+    rules = with_thresholds(RULES, thresholds)
+    if output == "json":
+        listed = [
+            {
+                "rule": rule.id,
+                "says": rule.says,
+                "thresholds": [{"name": n, "value": v, "source": source} for n, v, source in rule.thresholds],
+                "advice": rule.advice,
+                "actions": list(rule.actions),
+                "figure": rule.figure,
+            }
+            for rule in rules
+        ]
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    target = console()
+    for rule in rules:
+        target.print(Text(rule.id, style="bold"))
+        target.print(Padding(Text(rule.says), (0, 0, 0, 2)))
+        table = Table(box=box.SIMPLE, show_header=False, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="dim")
+        for name, value, source in rule.thresholds:
+            table.add_row(f"{name}", number(value), source)
+        target.print(Padding(table, (0, 0, 1, 2)))

@@ -1,0 +1,50 @@
+"""``plimsoll whatif``: a sentence, a table in 80 columns, or JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from plimsoll.cli import app
+from tests.diagnosis.stories import SOUND
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["whatif", *(str(a) for a in arguments)], env={"COLUMNS": "80"})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SOUND.write(tmp_path_factory.mktemp("whatif") / "run")
+
+
+def test_it_says_what_serves_and_lists_the_worst_layers(path: Path) -> None:
+    result = run(path, "--format", "fp16", "--layers", 2)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("FP16 serves without a scale (S in [2^")
+    assert any(line.startswith("all ") for line in lines) and "and 10 layers that lose less" in result.stdout
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_shift_and_a_collection_are_taken(path: Path) -> None:
+    data = json.loads(run(path, "--format", "e4m3", "--shift", 3, "--output", "json").stdout)
+    assert (data["shift"], data["chosen"], data["collections"]) == (3, False, ["gradients"])
+    data = json.loads(run(path, "--format", "e4m3", "--collection", "weights", "--output", "json").stdout)
+    assert data["chosen"] and data["collections"] == ["weights"]
+    data = json.loads(run(path, "--format", "fp16", "--inference", "--output", "json").stdout)
+    assert data["collections"] == ["weights", "activations"] and data["shift"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "fp17"], "Nearest: fp16"),
+        (["--format", "nvfp4"], "whatif: expected an element format; got the block format nvfp4"),
+        (["--format", "fp16", "--collection", "cats"], "whatif: expected a collection that the run has; got 'cats'"),
+    ],
+)
+def test_what_cannot_be_answered_exits_with_2(path: Path, arguments: list[str], message: str) -> None:
+    result = run(path, *arguments)
+    assert result.exit_code == 2 and message in result.stderr
