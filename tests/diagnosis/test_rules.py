@@ -230,3 +230,14 @@ def test_an_estimate_of_underflow_is_near_the_truth(tmp_path: Path) -> None:
         true = float((torch.randn(100_000).abs() * 2.0 ** sizes[layer] <= 2.0**-25).double().mean())
         assert np.median(narrow.fraction[i]) == pytest.approx(true, abs=0.12)
     assert story.gradient_fmt == "fp16" and constant(1.0)("a", 0) == 1.0
+
+
+def test_every_rule_and_threshold_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "rules.md").read_text()
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    assert list(sections) == [rule.id for rule in RULES]
+    for rule in RULES:
+        for name, value, source in rule.thresholds:
+            assert f"| `{name}` | {value:g} | {source} |" in sections[rule.id]
+        assert all(f"`{action}`" in sections[rule.id] for action in rule.actions)
+        assert f"`{rule.figure}`" in sections[rule.id]
