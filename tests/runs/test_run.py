@@ -343,3 +343,12 @@ def test_nothing_in_a_run_is_code(path: Path) -> None:
     assert {p.suffix for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")} == {".json", ".parquet"}
     (event,) = [e for e in Run(path).events() if e.kind == "odd"]
     assert event.details["object"].startswith("<object object")
+
+
+def test_the_names_of_scalars_are_found_in_parts_of_several_row_groups(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+        for step in range(5000):
+            writer.write(Scalars(step=step, values={"loss": 1.0, "rate": 0.1, "scale": 2.0}))
+    run = Run(tmp_path / "run")
+    assert run.scalar_names == ("loss", "rate", "scale")
+    assert len(run.scalars("rate")[0]) == 5000

@@ -72,7 +72,8 @@ class Content:
     def _words_in(self, path: Path, part: Part) -> Names:
         if part not in self._words:
             columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
-            table = _parquet.opened(path, part.kind).read(columns=columns)
+            # Row groups have dictionaries of their own, which pyarrow does not group by as they are.
+            table = _parquet.opened(path, part.kind).read(columns=columns).unify_dictionaries()
             distinct = table.group_by(columns).aggregate([])
             self._words[part] = frozenset(zip(*(distinct[c].to_pylist() for c in columns), strict=True))
         return self._words[part]
