@@ -91,12 +91,12 @@ def check_nonfinite(rank: int, ranks: int) -> None:
     buckets = compression.traffic.buckets
     model.zero_grad()
     if rank == 1:
-        own[0, 5], own[0, 6] = math.nan, math.inf
+        own[0, 5], own[1, 5] = math.inf, math.nan
     ddp(own).backward()
-    g = model.weight.grad
-    assert g[5].isnan() and g[6] == math.inf
-    assert (g[7:] == small).all() and (model.other.grad == small).all()
-    assert compression.traffic.nonfinite_buckets == 1
+    g, other = model.weight.grad, model.other.grad
+    assert g[5] == math.inf and other[5].isnan()
+    assert (g[6:] == small).all() and (other[6:] == small).all()
+    assert compression.traffic.nonfinite_buckets == 2
     assert compression.traffic.buckets == buckets + 2
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
