@@ -14,6 +14,7 @@ import plimsoll
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.kernels._later import Later
 from plimsoll.scaling import DynamicScaler, SpectralScaler
+from plimsoll.scaling._spectral_looks import Facts
 from plimsoll.scaling._spectral_rule import Look, Memory
 from tests.scaling.support import host_reads_nothing, mlp, scales, take, weight
 
@@ -298,6 +299,19 @@ def test_without_synchronisation_nothing_is_read_until_it_is_there(monkeypatch: 
     take(scaler, optimizer, overflows=True)
     assert scaler.get_scale() == 2.0**7, "a plan that knows nothing of this overflow is dropped"
     assert scales(scaler, [False] * 150, optimizer)[-1] == 2.0 ** settled(-2.0)
+
+
+def test_a_plan_older_than_an_overflow_does_not_undo_what_was_done_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.Adam([weight(1.0)], lr=0.0, fused=True)
+    scaler = late(SpectralScaler("cpu", sync_free=True))
+    there: list[Facts] = []
+    monkeypatch.setattr(Facts, "ready", lambda facts: facts in there)
+    scales(scaler, [False, True], optimizer)
+    there.append(scaler._waiting[0])
+    assert scales(scaler, [False], optimizer) == [2.0**9], "the first step asks for more, and knows less"
+    there.extend(scaler._waiting)
+    assert scales(scaler, [False], optimizer) == [2.0**9], "the overflow's own plan"
+    assert scaler._known_overflows == 1
 
 
 def test_an_update_on_a_device_reads_no_value() -> None:

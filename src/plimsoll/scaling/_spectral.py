@@ -112,12 +112,12 @@ class SpectralScaler(LossScaler):
 
     def _bank(self, optimizer: Any, gradients: Sequence[Gradient]) -> tuple[Tensor | None, Sequence[int]]:
         self._halves |= any(gradient.values.dtype is torch.float16 for gradient in gradients)
-        return self._banks_of(optimizer).prepare(optimizer, gradients), range(len(gradients))
+        return self._banks_of(optimizer).prepare(gradients), range(len(gradients))
 
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
         faint_rows = max(self._narrowest().quantum_exponent + 1 - layout.LOWEST_BINADE, 0)
         banks = self._banks_of(optimizer)
-        self._looks.offer(banks)
+        self._looks.offer(optimizer, banks)
         self._seen.append(banks.summary(faint_rows, self._process_group, found_inf.device))
 
     def _banks_of(self, optimizer: Any) -> OptimizerBanks:

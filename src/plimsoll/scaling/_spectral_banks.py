@@ -28,20 +28,20 @@ _NONFINITE = slice(layout.NANS, layout.NEG_INFS + 1)
 
 @dataclass(slots=True)
 class OptimizerBanks:
-    """The banks of one optimizer's gradients, by device, and what its parameters are called."""
+    """The banks of one optimizer's gradients, by device, and where in it their parameters stand."""
 
     banks: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
-    names: dict[torch.device, list[str]] = field(default_factory=dict[torch.device, list[str]])
+    places: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict[torch.device, list[tuple[int, int]]])
     groups: dict[int, Any] = field(default_factory=dict[int, Any])  # of the meshes over which gradients are spread
     filled: bool = False
 
-    def prepare(self, optimizer: Any, gradients: Sequence[Gradient]) -> Tensor:
+    def prepare(self, gradients: Sequence[Gradient]) -> Tensor:
         """A bank with a row for each of one device's gradients, the same as in the step before if it fits."""
         device = gradients[0].values.device
         bank = self.banks.get(device)
         if bank is None or len(bank) != len(gradients):
             bank = self.banks[device] = kernels.new_bank(len(gradients), device=device)
-        self.names[device] = [parameter_name(optimizer, gradient) for gradient in gradients]
+        self.places[device] = [(gradient.group, gradient.index) for gradient in gradients]
         self.groups.update(_meshes(gradients))
         self.filled = True
         return bank
@@ -65,11 +65,11 @@ class OptimizerBanks:
             broken += bank[:, _NONFINITE].sum().to(scale.device, non_blocking=True)
         return torch.where(broken > 0, torch.inf, square.sqrt() / scale.double())
 
-    def keep(self, scale: Tensor) -> "KeptBanks":
-        """A copy on its way to the host: what the next step measures leaves it alone."""
+    def keep(self, optimizer: Any, scale: Tensor) -> "KeptBanks":
+        """A copy on its way to the host, with the parameters' names: what the next step measures leaves it alone."""
         return KeptBanks(
             [Later(bank) for bank in self.banks.values()],
-            [name for names in self.names.values() for name in names],
+            [parameter_name(optimizer, *place) for places in self.places.values() for place in places],
             Later(scale),
         )
 
@@ -118,12 +118,10 @@ def look(summary: Sequence[int], overflowed: bool) -> Look:
     return Look(overflowed=overflowed, absmax=absmax, nonzero=nonzero, faint=faint)
 
 
-def parameter_name(optimizer: Any, gradient: Gradient) -> str:
+def parameter_name(optimizer: Any, group: int, index: int) -> str:
     """What the optimizer calls the parameter, or where it stands in it."""
-    names = optimizer.param_groups[gradient.group].get("param_names")
-    if names:
-        return str(names[gradient.index])
-    return f"parameter {gradient.index} in group {gradient.group} of {type(optimizer).__name__}"
+    names = optimizer.param_groups[group].get("param_names")
+    return str(names[index]) if names else f"parameter {index} in group {group} of {type(optimizer).__name__}"
 
 
 def _meshes(gradients: Iterable[Gradient]) -> dict[int, Any]:

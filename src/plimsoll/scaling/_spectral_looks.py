@@ -23,21 +23,21 @@ class Looks:
     def __init__(self, every: int) -> None:
         self.every = every
         self._steps = 0
-        self._offered: list[OptimizerBanks] = []
+        self._offered: list[tuple[Any, OptimizerBanks]] = []
         self._kept: list[KeptBanks] = []
         self._found: ScaleReport | None = None
         self._narrow = 0  # looks in a row at which no scale served
         self._said = False
 
-    def offer(self, banks: OptimizerBanks) -> None:
-        """These banks hold gradients of the present step."""
-        self._offered.append(banks)
+    def offer(self, optimizer: Any, banks: OptimizerBanks) -> None:
+        """These banks hold the optimizer's gradients of the present step."""
+        self._offered.append((optimizer, banks))
 
     def step(self, scale: Tensor, fmt: Format) -> None:
         """The step is over; `scale` is what its gradients carried."""
         if self._steps % self.every == 0:
             self._read(fmt, everything=False)
-            self._kept = [banks.keep(scale) for banks in self._offered if banks.banks]
+            self._kept = [banks.keep(optimizer, scale) for optimizer, banks in self._offered if banks.banks]
             if scale.device.type == "cpu":
                 self._read(fmt, everything=False)
         self._steps += 1

@@ -54,16 +54,15 @@ class Trend:
     @property
     def latest(self) -> float | None:
         """The median of the last three values, which is where a sudden change shows first; None without values."""
-        return float(np.median(list(self._values)[-3:])) if self._values else None
+        return _median(np.array(list(self._values)[-3:])) if self._values else None
 
     def usual_error(self, share: float) -> float:
         """What the value exceeds its forecast by, at most, in that share of the remembered steps.
 
         While few steps are remembered, part of `UNKNOWN` is added.
         """
-        errors = list(self._errors)
-        usual = float(np.quantile(errors, share)) if errors else 0.0
-        return usual + UNKNOWN * max(1 - len(errors) / FEW, 0.0)
+        unknown = UNKNOWN * max(1 - len(self._errors) / FEW, 0.0)
+        return unknown + (_quantile(np.sort(list(self._errors)), share) if self._errors else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """The history as plain numbers, that `from_dict` makes an equal trend of."""
@@ -81,10 +80,21 @@ def _next(series: Iterable[float]) -> float:
     if len(values) == 1:
         return float(values[0])
     later, earlier, apart = _pairs(len(values))
-    slope = float(np.median((values[later] - values[earlier]) / apart))
+    slope = _median((values[later] - values[earlier]) / apart)
     steps = np.arange(len(values)) - len(values)
-    line = float(np.median(values - slope * steps))
-    return max(line, float(np.median(values)))
+    return max(_median(values - slope * steps), _median(values))
+
+
+def _median(values: NDArray[np.floating[Any]]) -> float:
+    return _quantile(np.sort(values), 0.5)
+
+
+def _quantile(ordered: NDArray[np.floating[Any]], share: float) -> float:
+    """As numpy's of ascending values, in a tenth of the time that numpy takes for so few."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
 
 
 @functools.lru_cache(maxsize=VALUES)
