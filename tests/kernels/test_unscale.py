@@ -1,4 +1,7 @@
-"""Unscaling on every backend: against a scalar reference, against torch's own operator, and against the reference."""
+"""Unscaling on every backend: against a scalar reference, against torch's own operator, and against the reference.
+
+One file, though long: the CPU's sweep and its fallbacks are tested by the same comparison as everything else.
+"""
 
 import math
 

@@ -88,6 +88,14 @@ class _Vectors:
             pointer = self.builder.gep(start, [ir.Constant(_LONG, step)])
             yield pointer, self.builder.load(self.builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
 
+    def fetch(self, pointer: Any, values: int) -> None:
+        """Has the memory so many values further on brought into the cache, to be written to: there may be none."""
+        place = self.builder.bitcast(
+            self.builder.gep(pointer, [ir.Constant(_LONG, values)]), ir.IntType(8).as_pointer()
+        )
+        write, keep, data = (ir.Constant(_WORD, number) for number in (1, 3, 1))
+        self.call("llvm.prefetch.p0i8", ir.VoidType(), place, write, keep, data)
+
     def magnitude(self, value: Any) -> Any:
         return self.builder.and_(value, self.fill(_MAGNITUDE))
 
@@ -306,6 +314,7 @@ def sweep_and_multiply(
             ends.test_group(start, leave)
             ends.end_group()
             for pointer, value in vectors.group(start):
+                vectors.fetch(pointer, 4 * GROUP)
                 sums.add(pointer)
                 product = builder.fmul(builder.bitcast(value, _SINGLES), factors)
                 builder.store(product, builder.bitcast(pointer, _SINGLES.as_pointer()), align=4)
