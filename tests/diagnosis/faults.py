@@ -125,7 +125,7 @@ FAULTS = [
     fault(
         "overflow is ahead",
         told(activation_std=of_layer(A, growing(0.05, 3), constant(1.0))), "overflow-ahead", "warning", f"{A}:output",
-        first=50, last=190,
+        first=50, last=195,
     ),
     fault("weights near the top", told(weight_fmt="fp16", change_weight=put(5e4, B, 50)), "overflow-ahead", "alarm", B,
           first=50, last=50),
@@ -137,7 +137,7 @@ FAULTS = [
     fault(
         "residual sums grow",
         told(activation_fmt="bf16", activation_std=lambda name, s: 2.0 ** (0.045 * s + int(name.split(".")[1]))),
-        "activation-growth", "warning", LAYERS[10] + ":output", first=80, last=199,
+        "activation-growth", "warning", "blocks.5.", first=80, last=199,
     ),
     fault("FP8 activations saturate",
           told(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0))),

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Stretch, View, WhatIf, whatif
+from plimsoll.diagnosis._windows import stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, RunError
 from plimsoll.formats import get
 from plimsoll.runs import Run, RunWriter, Scalars
@@ -111,6 +113,14 @@ def test_windows_change_over_time(tmp_path: Path) -> None:
     )
     steps, lost, over = answer.over_time(f"{layer}.weight")
     assert lost[steps < 100].max() == 0 and lost[steps >= 100].min() > 0.5 and over.max() == 0
+
+
+def test_a_stretch_is_as_long_as_one_shift_serves() -> None:
+    low = np.array([2.0, 4.0, np.nan, 9.0, 6.0, 8.0])
+    high = np.array([7.0, 9.0, np.nan, 12.0, 5.0, 20.0])
+    assert [(s.from_step, s.to_step, s.window) for s in stretches_of(np.arange(6), low, high)] == [
+        (0, 2, (4, 7)), (3, 3, (9, 12)), (4, 4, None), (5, 5, (8, 20)),
+    ]  # fmt: skip
 
 
 def test_what_a_narrow_run_lost_counts_in_the_upper_bound(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class ActivationGrowth(Rule):
             found += self._growth(cells, sizes[layer], cells.names[layer])
         if not found:
             return
-        found.sort(key=lambda each: -each[0].value)
+        found.sort(key=lambda each: -each[1].end)  # the nearest to the top first
         spots, rise = [spot for spot, *_ in found], found[0][1]
         evidence = {
             "worst": spots[0].name,

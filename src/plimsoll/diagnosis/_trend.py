@@ -1,7 +1,7 @@
 """Whether a series rises, how fast, and how sure that is: the Theil-Sen slope and the Mann-Kendall test.
 
 Both look at the order of points and not at their distances, so that single wild samples count little. A series is
-first brought to at most a hundred points, the medians of stretches of equal length: which bounds the time, and makes
+first brought to at most 64 points, the medians of stretches of equal length: which bounds the time, and makes
 neighbours less alike than the test supposes them to be unlike.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from plimsoll.diagnosis._cells import Floats, Ints
 
-_POINTS = 100
+_POINTS = 64
 _LEAST = 8  # points without which nothing is said
-_GROWTH = 1.25  # from one look at a growing series to the next
+_GROWTH = 1.35  # from one look at a growing series to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def looks(samples: int) -> list[int]:
     while the run goes on as when it has ended.
 
     >>> looks(20)
-    [8, 10, 13, 17]
+    [8, 11, 15]
     """
     found: list[int] = []
     at = _LEAST
