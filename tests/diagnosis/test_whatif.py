@@ -16,7 +16,7 @@ from plimsoll.formats import get
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.stories import LAYERS, constant, since, told
 
-STEPS = 6
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2", "e2m1"])
-@pytest.mark.parametrize("shift", [-4, 0, 7, 16])
+@pytest.mark.parametrize("shift", [-4, 0, 12])
 def test_real_casts_lie_inside_the_intervals(trained: tuple, name: str, shift: int) -> None:
     path, tensors = trained
     fmt, run = get(name), View(Run(path))
