@@ -53,6 +53,14 @@ def test_a_run_that_grows_while_it_is_read_is_judged_as_it_was(tmp_path: Path) -
         assert diagnose(view) == before and view.last_step == 9
 
 
+def test_a_scale_that_was_never_higher_has_not_collapsed(tmp_path: Path) -> None:
+    low = told(scale=lambda s: 2.0**-6).write(tmp_path / "low")
+    assert "scale-collapse" not in {f.rule for f in diagnose(low)}
+    sinking = told(scale=lambda s: 2.0 ** -(s // 30)).write(tmp_path / "sinking")
+    (found,) = (f for f in diagnose(sinking) if f.rule == "scale-collapse")
+    assert found.since_step < 60 and found.evidence["binades"] > 0
+
+
 def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> None:
     story = told(change_gradient=lambda g, name, step: g * (torch.arange(len(g)) < 20))
     found = {(f.rule, f.collection): f for f in diagnose(story.write(tmp_path / "run"))}

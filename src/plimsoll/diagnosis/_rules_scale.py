@@ -130,7 +130,7 @@ class ScaleCollapse(Rule):
     """A fall of the loss scale within few steps, after it had once settled.
 
     The search from a high first scale down to the one that serves is no collapse: steps before the scale has stayed
-    the same for `settled` steps do not count. A scale below `floor` counts always.
+    the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
     """
 
     id = "scale-collapse"
@@ -152,13 +152,14 @@ class ScaleCollapse(Rule):
         """One, of the recorded loss scale."""
         steps, scale = _known_scale(view)
         begin = _settled(scale, int(self.settled))
+        sunk = (scale < self.floor) & (scale < np.maximum.accumulate(scale))
         if begin is None:
-            below = np.flatnonzero(scale < self.floor)
+            below = np.flatnonzero(sunk)
             if len(below):
                 yield self._told(steps, scale, int(below[0]), int(below[-1]), 0)
             return
         fallen = _fallen(steps, scale, begin, self.window)
-        holds = np.flatnonzero((fallen >= self.binades) | (scale < self.floor))
+        holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
             start = _start_of_fall(scale, int(holds[0]))
             yield self._told(steps, scale, start, int(holds[-1]), begin)

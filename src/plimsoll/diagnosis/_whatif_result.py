@@ -106,7 +106,11 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """What the format needs, in one sentence."""
-        return sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+        said = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+        if not self.censored:
+            return said
+        hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
+        return f"Judged by what the run's own format has kept ({hidden / (hidden + held):.1%} are zeros): {said}"
 
     def at(self, name: str, step: int) -> Fit:
         """What becomes of one layer at one step."""
