@@ -222,6 +222,7 @@ def test_a_forward_inside_the_optimizer_s_step_is_recorded(session: Session) -> 
 def test_a_compiled_model_is_watched_before_it_is_traced(session: Session) -> None:
     def train(*, found: bool) -> list[float]:
         torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
         model = mlp(4, 8, 2)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
