@@ -314,6 +314,19 @@ def test_a_plan_older_than_an_overflow_does_not_undo_what_was_done_about_it(monk
     assert scaler._known_overflows == 1
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_was_measured_before_a_scale_was_given_is_not_taken_for_measured_at_it(is_late: bool) -> None:
+    scaler, optimizer = SpectralScaler("cpu"), torch.optim.SGD([weight(1.0)], lr=0.0)
+    scaler._late = is_late
+    scales(scaler, [False] * 30, optimizer)
+    steady = scaler.get_scale()
+    scaler.scale((optimizer.param_groups[0]["params"][0] * 0.0).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0**-10)
+    assert scales(scaler, [False] * 5, optimizer)[1:] == [steady] * 4
+    assert scaler._memory.trend.forecast == pytest.approx(-2.0)
+
+
 def test_an_update_on_a_device_reads_no_value() -> None:
     optimizer = torch.optim.SGD([weight(1.0)], lr=0.0)
     scaler = late(SpectralScaler("cpu"))

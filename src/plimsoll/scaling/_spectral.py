@@ -16,9 +16,9 @@ from plimsoll.kernels._later import Later
 from plimsoll.scaling import _arguments as arguments
 from plimsoll.scaling._gradients import Gradient
 from plimsoll.scaling._scaler import FLOOR, LossScaler
-from plimsoll.scaling._spectral_banks import OptimizerBanks, join, look, no_summary
+from plimsoll.scaling._spectral_banks import OptimizerBanks, join, join_ranks, least, look, no_summary, numbers_of
 from plimsoll.scaling._spectral_looks import Facts, Looks
-from plimsoll.scaling._spectral_rule import Look, Memory, SpectralRule
+from plimsoll.scaling._spectral_rule import Memory, SpectralRule
 from plimsoll.scaling._spectral_windows import ScaleReport
 
 MOST_MARGIN = 16.0  # binades
@@ -39,7 +39,8 @@ class SpectralScaler(LossScaler):
     - `init_scale`: a power of two. The first clean step shows where the scale belongs, so it starts low.
     - `inspect_every`: so many steps apart each tensor's window is looked at; where no scale serves all tensors at two
       looks in a row, a warning names those that span too far, once. `report` says more at any time.
-    - `process_group`, `sync_free`: as for `DynamicScaler`.
+    - `process_group`, `sync_free`: as for `DynamicScaler`. The rule sees the gradients of all ranks, and ranks have one
+      scale. Reports and warnings are each rank's own, of the gradients, or the shards of them, that it holds.
 
     On a CPU the scale follows from the step before. On other devices overflow lowers it for the very next step, and
     what spectra say takes one step more, so that the host waits for no step but the last; in sync-free mode it takes
@@ -82,9 +83,11 @@ class SpectralScaler(LossScaler):
         self._looks = Looks(arguments.check_interval(name, "inspect_every", inspect_every))
         self._banks: weakref.WeakKeyDictionary[Any, OptimizerBanks] = weakref.WeakKeyDictionary()
         self._seen: list[Tensor] = []
-        self._halves = False  # whether a gradient was float16
+        self._groups: dict[int, Any] = {}  # over which ranks have joined what they saw in this iteration
+        self._halves = False  # whether a gradient was float16, here or on another rank
         self._late = self._device != "cpu"
         self._waiting: deque[Facts] = deque()
+        self._plan: float | None = None  # the scale that follows from the latest of these that was read
         self._overflows: Tensor | None = None  # in all, on the scale's device
         self._known_overflows = 0  # those among them that the memory knows of
 
@@ -93,7 +96,8 @@ class SpectralScaler(LossScaler):
     def report(self) -> ScaleReport:
         """The window of scales for each tensor, as the latest look at them found it; reading waits for the device.
 
-        Raises `NotRecordedError` before the first step with finite gradients.
+        Of several ranks each has its own: of its gradients, and of its shards of those that are sharded. Raises
+        `NotRecordedError` before the first step with finite gradients.
         """
         found = self._looks.latest(self._narrowest())
         if found is not None:
@@ -105,7 +109,7 @@ class SpectralScaler(LossScaler):
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The lowest and the highest exponent of the scales that serve all tensors; None where no scale does."""
+        """The lowest and the highest exponent of the scales that serve all tensors here; None where no scale does."""
         return self.report().window
 
     # -- what the unscale pass measures --------------------------------------------------------------------------------
@@ -117,15 +121,22 @@ class SpectralScaler(LossScaler):
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
         faint_rows = max(self._narrowest().quantum_exponent + 1 - layout.LOWEST_BINADE, 0)
         banks = self._banks_of(optimizer)
+        seen = banks.summary(faint_rows, self._flags(), found_inf.device)
         self._looks.offer(optimizer, banks)
-        self._seen.append(banks.summary(faint_rows, self._process_group, found_inf.device))
+        groups = dict(banks.groups) if self._process_group is None else {0: self._process_group, **banks.groups}
+        self._groups.update(groups)
+        self._seen.append(join_ranks(seen, groups.values()))
+
+    def _flags(self) -> tuple[bool, bool]:
+        """Whether a gradient of this rank was float16, and whether a loss of this iteration is."""
+        return self._halves, any(loss.dtype is torch.float16 for loss in self._losses)
 
     def _banks_of(self, optimizer: Any) -> OptimizerBanks:
         return self._banks.setdefault(optimizer, OptimizerBanks())
 
     def _grad_norm(self, optimizer: Any) -> Tensor | None:
         banks = self._banks.get(optimizer)
-        if banks is None or not banks.banks or banks.groups or self._process_group is not None:
+        if banks is None or not banks.places or banks.groups or self._process_group is not None:
             return None
         return banks.norm(cast("Tensor", self._scale))
 
@@ -141,41 +152,43 @@ class SpectralScaler(LossScaler):
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:
         scale = cast("Tensor", self._scale)
         self._looks.step(scale, self._narrowest())
-        seen = join(self._seen) if self._seen else no_summary(scale.device)
+        seen = numbers_of(join(self._seen) if self._seen else no_summary(scale.device, self._flags()))
+        groups = list(self._groups.values())
         self._seen.clear()
-        if self._late:
-            return self._next_scale_late(seen, scale, found_inf)
-        return self._advance(look(cast("list[int]", seen.tolist()), found_inf.item() > 0), scale.item())
+        self._groups.clear()
+        if not self._late:
+            return self._advance(cast("list[float]", seen.tolist()), scale.item(), overflowed=found_inf.item() > 0)
+        following = self._next_scale_late(seen, scale, found_inf)
+        # Without waiting ranks may know of different steps by now: none goes higher than all of them would.
+        return least(following, groups) if self._sync_free else following
 
     def _next_scale_late(self, seen: Tensor, scale: Tensor, found_inf: Tensor) -> Tensor:
-        """Lowered on the device if this step overflowed; else what follows from the steps before, if that is known.
+        """Lowered on the device if this step overflowed; else what follows from the steps before, as far as known.
 
         A plan that does not know of the latest overflow would undo what was done about it, and is dropped.
         """
         overflows = cast("Tensor", self._overflows)
-        planned = self._catch_up()
-        held = scale if planned is None else torch.where(overflows == self._known_overflows, planned, scale)
+        self._catch_up()
+        held = scale if self._plan is None else torch.where(overflows == self._known_overflows, self._plan, scale)
         lowered = scale * 2.0 ** -self._rule().drop(self._memory)
         overflows += found_inf > 0
-        parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen[:1].view(torch.float64), seen[1:]]
+        parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen]
         self._waiting.append(Facts(Later(torch.cat([part.double() for part in parts]))))
         return torch.where(found_inf > 0, lowered, held)
 
-    def _catch_up(self) -> float | None:
-        """Reads what has come of the steps before, and returns the scale that follows from it, if anything came."""
-        planned = None
+    def _catch_up(self) -> None:
+        """Reads what has come of the steps before, and plans the scale that follows from it."""
         while self._waiting and (not self._sync_free or self._waiting[0].ready()):
-            scale, overflows, found, absmax, nonzero, faint = self._waiting.popleft().numbers()
-            seen = Look(overflowed=found > 0, absmax=absmax, nonzero=int(nonzero), faint=int(faint))
-            planned, self._known_overflows = self._advance(seen, scale), int(overflows)
-        return planned
+            scale, overflows, found, *seen = self._waiting.popleft().numbers()
+            self._plan, self._known_overflows = self._advance(seen, scale, overflowed=found > 0), int(overflows)
 
-    def _advance(self, seen: Look, scale: float) -> float:
-        return 2.0 ** self._rule().next_exponent(self._memory, seen, scale)
+    def _advance(self, numbers: list[float], scale: float, *, overflowed: bool) -> float:
+        seen, half_gradient, half_loss = look(numbers, overflowed=overflowed)
+        self._halves |= half_gradient
+        return 2.0 ** self._rule(half_loss=half_loss).next_exponent(self._memory, seen, scale)
 
-    def _rule(self) -> SpectralRule:
+    def _rule(self, *, half_loss: bool = False) -> SpectralRule:
         # The first gradient of the backward pass is the scale itself, in the loss's dtype.
-        half_loss = any(loss.dtype is torch.float16 for loss in self._losses)
         highest = min(self._max_scale, 2.0**FP16.max_exponent) if half_loss else self._max_scale
         return SpectralRule(
             line=math.log2(self._narrowest().overflow_threshold),
@@ -188,6 +201,10 @@ class SpectralScaler(LossScaler):
         return FP16 if self._halves and self._format.max > FP16.max else self._format
 
     def _scale_set(self) -> None:
+        self._seen.clear()  # the next step's gradients carry another scale than these
+        self._groups.clear()
+        self._looks.drop()
+        self._plan = None
         self._memory.cap, self._memory.overflows = None, 0
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -205,7 +222,7 @@ class SpectralScaler(LossScaler):
         }
 
     def _load(self, extra: dict[str, Any]) -> None:
-        self._memory, self._waiting, self._known_overflows = Memory(), deque(), 0
+        self._memory, self._waiting, self._plan, self._known_overflows = Memory(), deque(), None, 0
         if "memory" in extra:
             self._format, self._margin = get_element(extra["format"], "load_state_dict"), extra["margin"]
             self._halves, self._memory = extra["halves"], Memory.from_dict(extra["memory"])

@@ -33,11 +33,15 @@ class Looks:
         """These banks hold the optimizer's gradients of the present step."""
         self._offered.append((optimizer, banks))
 
+    def drop(self) -> None:
+        """What was offered is not to be looked at."""
+        self._offered.clear()
+
     def step(self, scale: Tensor, fmt: Format) -> None:
         """The step is over; `scale` is what its gradients carried."""
         if self._steps % self.every == 0:
             self._read(fmt, everything=False)
-            self._kept = [banks.keep(optimizer, scale) for optimizer, banks in self._offered if banks.banks]
+            self._kept = [banks.keep(optimizer, scale) for optimizer, banks in self._offered if banks.places]
             if scale.device.type == "cpu":
                 self._read(fmt, everything=False)
         self._steps += 1

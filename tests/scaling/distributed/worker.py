@@ -1,4 +1,4 @@
-"""One rank of test_ranks: ``worker.py STORE RANK WORLD RESULTS`` runs every scenario and writes what it saw as JSON."""
+"""One of the four ranks: ``worker.py STORE RANK WORLD RESULTS`` runs all scenarios and writes what it saw as JSON."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from plimsoll.scaling import DynamicScaler
+from tests.scaling.distributed import spectral
 
 STEPS = 12
 
@@ -45,6 +46,7 @@ def main(store: str, rank: int, world: int, results: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     pair = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (world,))
+    halves = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
     whole = dist.group.WORLD
 
     def scaler(group: Any = None) -> DynamicScaler:
@@ -57,7 +59,7 @@ def main(store: str, rank: int, world: int, results: Path) -> None:
         return nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))
 
     one_of_four = {3: 2, 4: 0, 7: 3}
-    found = {
+    found: dict[str, Any] = {
         "alone": train(scaler(), plain(), fused=False, bad_steps=one_of_four),
         "whole": train(scaler(whole), plain(), fused=False, bad_steps=one_of_four),
         "fused": train(scaler(whole), plain(), fused=True, bad_steps=one_of_four),
@@ -66,6 +68,9 @@ def main(store: str, rank: int, world: int, results: Path) -> None:
     }
     if rank < 2:
         found["pair"] = train(scaler(pair), plain(), fused=False, bad_steps={5: 1})
+    found["spectral"] = spectral.of_group(whole)
+    if rank < 2:
+        found["spectral"]["sharded"] = spectral.sharded(halves["inner"])
     results.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
