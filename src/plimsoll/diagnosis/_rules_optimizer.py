@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding
@@ -16,7 +18,8 @@ from plimsoll.spectrum._population import ordinal
 
 _SAMPLES = "a single sample proves nothing"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
-_EXACT = ("master", "compensation", "low", "weight")  # states that hold what a narrow weight cannot
+_EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
+_LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,8 @@ class UpdatesSwallowed(Rule):
     """Weights that were to move and are the same after the step.
 
     An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
-    unless the optimizer's state keeps what is cut off (masters, a compensation). Weights in FP32 are told of as
-    information: their updates vanish where the learning rate does.
+    unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32 are
+    told of as information: their updates vanish where the learning rate does.
     """
 
     id = "updates-swallowed"
@@ -45,10 +48,9 @@ class UpdatesSwallowed(Rule):
             return
         with np.errstate(all="ignore"):
             shares = cells.total_of("unmoved") / cells.total_of("pushed")
-        kept = _kept_exactly(view)
         narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
         is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
-        spared = np.array([name in kept for name in cells.names])[:, None]
+        spared = _spared(view, cells)
         for narrowed in (True, False):
             mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
             found = spells(shares > self.share, mine, self.samples)
@@ -158,7 +160,19 @@ class EpsilonDominates(Rule):
             yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
 
 
-def _kept_exactly(view: View) -> set[str]:
+def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
+    """Of each parameter and step, whether a weight that stays where it was is no loss."""
+    kept = _kept_in_state(view)
+    told = np.zeros(cells.shape, dtype=bool)
+    for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
+        listed = event.details.get("parameters")
+        named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
+        here = np.array([name in named for name in cells.names], dtype=bool)
+        told[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
+    return told | np.array([name in kept for name in cells.names], dtype=bool)[:, None]
+
+
+def _kept_in_state(view: View) -> set[str]:
     """The parameters whose optimizer state keeps what their format cuts off."""
     names = view.run.tensors.get("optimizer", ())
     split = (name.rpartition(":") for name in names)

@@ -37,6 +37,8 @@ class KahanWeights(SixteenBitOptimizer):
     (0.99609375, 0.995)
     """
 
+    update = "kahan"
+
     def __init__(self, optimizer: Optimizer, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__(optimizer, chunk_bytes)
 

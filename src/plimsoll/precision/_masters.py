@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
 from plimsoll.precision._masters_checks import refuse_changed
+from plimsoll.precision._masters_groups import bare_step
 from plimsoll.precision._masters_stores import Compact, Full, Store
 
 
@@ -50,6 +51,8 @@ class MasterWeights(SixteenBitOptimizer):
     ([[0.99609375, 0.99609375]], [[0.994999..., 0.994999...]])
     """
 
+    update = "masters"
+
     def __init__(self, optimizer: Optimizer, *, compact: bool | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.compact = compact
         super().__init__(optimizer, chunk_bytes)
@@ -74,17 +77,19 @@ class MasterWeights(SixteenBitOptimizer):
         if not all(pair.store.whole for pair in self.pairs):
             return super().step(closure)
         refuse_changed(self.operation, self.pairs)
-        if closure is None:
-            for pair in self.pairs:
-                if pair.gradient is not None:
-                    pair.open(self._factor)
-            loss = self.optimizer.step()
-        else:
-            loss = self.optimizer.step(self._evaluating(closure))
+        loss = self._with_hooks(self._step_whole, *(() if closure is None else (self._evaluating(closure),)))
+        self._end_step()
+        return loss
+
+    def _step_whole(self, optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
+        """The optimizer's step of all masters at once, and the weights after it."""
+        for pair in () if closure else self.pairs:
+            if pair.gradient is not None:
+                pair.open(self._factor)
+        loss = bare_step(optimizer, *closure)
         for pair in self.pairs:
             if pair.gradient is not None:
                 pair.close(0)
-        self._end_step()
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ The file is longer than most, since one class has to answer all that schedulers,
 import abc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 class SixteenBitOptimizer(Optimizer, abc.ABC):
     """An optimizer over 16-bit weights, around any torch optimizer, which steps float32 values in their place."""
+
+    update: ClassVar[str]  # how a step reaches the weights, for watches: "masters", "stochastic" or "kahan"
 
     def __init__(self, optimizer: Optimizer, chunk_bytes: int) -> None:
         self.operation = type(self).__name__
@@ -74,6 +76,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         """Lets a watch find the weights behind the masters; in no copy and no pickle of an optimizer."""
         myself = weakref.ref(self)
         told: Any = self.optimizer
+        told.plimsoll_update = self.update
         told.plimsoll_masters = lambda: [] if (it := myself()) is None else [(p.master, p.weight) for p in it.pairs]
 
     # -- groups and state are the inner optimizer's --------------------------------------------------------------------
@@ -196,11 +199,16 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         refuse_changed(self.operation, self.pairs)
-        Optimizer.profile_hook_step(self._step_in_chunks)(self.optimizer)
-        # What a scheduler that was made with the inner optimizer looks for.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        self._with_hooks(self._step_in_chunks)
         self._end_step()
         return loss
+
+    def _with_hooks(self, step: Callable[..., Any], *args: Any) -> Any:
+        """The step between the inner optimizer's hooks: those behind it find the weights written."""
+        result = Optimizer.profile_hook_step(step)(self.optimizer, *args)
+        # What a scheduler that was made with the inner optimizer looks for.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        return result
 
     def _step_in_chunks(self, optimizer: Optimizer) -> None:
         stepped = [p for p in self._parameters() if self._gradient(p) is not None]
@@ -290,7 +298,8 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             pair.forget()
             put_state(self.optimizer, pair.master, pair.weight, dtype=None)
         self._pairs.clear()
-        del cast("Any", self.optimizer).plimsoll_masters
+        told: Any = self.optimizer
+        del told.plimsoll_masters, told.plimsoll_update
         return self.optimizer
 
     def __getstate__(self) -> dict[str, Any]:

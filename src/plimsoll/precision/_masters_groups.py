@@ -60,10 +60,10 @@ def only(operation: str, optimizer: Optimizer, chosen: Set[int]) -> Generator[No
         _refuse_counting(operation, optimizer, old, _settings(group))
 
 
-def bare_step(optimizer: Optimizer) -> None:
-    """The optimizer's step without its hooks."""
+def bare_step(optimizer: Optimizer, *args: Any) -> Any:
+    """The optimizer's step without its hooks, and what it returns."""
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class StochasticWeights(SixteenBitOptimizer):
     True
     """
 
+    update = "stochastic"
+
     def __init__(self, optimizer: Optimizer, *, seed: int = 0, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.seed = seed
         super().__init__(optimizer, chunk_bytes)

@@ -15,6 +15,7 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
 from plimsoll.watch._core import Core, contained
+from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
 from plimsoll.watch._updates import Updates, by_device
 
@@ -29,6 +30,7 @@ class Parameters:
         self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: dict[int, tuple[object, dict[str, Tensor], set[int]]] = {}  # by optimizer
+        self._kinds = Kinds(core)
         self._updates = Updates(core)
         self.start_step()
         self._learn()
@@ -232,12 +234,13 @@ class Parameters:
         """The optimizer's parameters that are read here, by name, and their identities; found once and kept."""
         groups = [group["params"] for group in optimizer.param_groups]
         ends = [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
-        state = (ends, self.core.ranks.wrapper, self.core.ranks.data_parallel)
+        state = (ends, self.core.ranks.wrapper, self.core.ranks.data_parallel, kind_of(optimizer))
         kept = self._kept.get(id(optimizer))
         if kept is None or kept[0] != state:
             named = self._named(_parameters_of(optimizer))
             kept = (state, named, {id(p) for p in named.values()})
             self._kept[id(optimizer)] = kept
+            self._kinds.tell(optimizer, named)
         return kept[1], kept[2]
 
     def _named(self, params: Iterable[Tensor]) -> dict[str, Tensor]:

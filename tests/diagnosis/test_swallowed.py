@@ -1,0 +1,136 @@
+"""Weights that stay where they were, in real trainings: lost with a plain 16-bit optimizer, and with no other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
+
+STEPS = 8
+SPARED = {"bf16-master": "masters", "bf16-stochastic": "stochastic", "bf16-kahan": "kahan", "fp16-master": "masters"}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :4].argmax(dim=1)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-6)  # far below the spacing of most weights
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6)
+
+
+def prepared(path: Path, precision: Any, make: Callable[[nn.Module], Any] = adamw, steps: int = STEPS) -> pl.Run:
+    model = network()
+    with pl.prepare(model, make(model), precision) as loop:
+        loop.attach(pl.watch(model, loop.optimizer, run=path, every=1, scaler=loop.scaler), owned=True)
+        for step in range(steps):
+            x, y = batch(step)
+            with loop.forward():
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            loop.step(loss)
+    return pl.Run(path)
+
+
+def by_hand(path: Path, dtype: torch.dtype, mark: str | None = None, start: int | None = None) -> pl.Run:
+    """The plain loop, with the optimizer on the 16-bit weights themselves."""
+    model = network().to(dtype)
+    optimizer: Any = sgd(model)
+    if mark is not None:
+        optimizer.plimsoll_update = mark
+    with pl.watch(model, optimizer, run=path, every=1, start_step=start):
+        for step in range(STEPS):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.to(dtype)).float(), y).backward()
+            optimizer.step()
+    return pl.Run(path)
+
+
+def swallowed(run: pl.Run) -> list[Finding]:
+    return [finding for finding in diagnose(run.path) if finding.rule == "updates-swallowed"]
+
+
+def told(run: pl.Run) -> list[tuple[int, str, str]]:
+    events = [event for event in run.events() if event.kind == "update"]
+    assert all(set(event.details["parameters"]) == set(run.tensors["weights"]) for event in events)
+    return [(event.step, str(event.details["optimizer"]), str(event.details["update"])) for event in events]
+
+
+def unmoved(run: pl.Run) -> float:
+    """The share of the first layer's weights that were to move and did not."""
+    table = run.table("updates", "0.weight").to_pydict()
+    return sum(table["unmoved"]) / sum(table["pushed"])
+
+
+@pytest.mark.parametrize("precision", SPARED)
+def test_weights_that_stay_are_no_loss_where_nothing_is_lost(precision: str, tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run", precision)
+    assert unmoved(run) > 0.75, "the rule would say something, if it did not know"
+    assert swallowed(run) == []
+    assert told(run) == [(0, "AdamW", SPARED[precision])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_plain_16_bit_model_is_an_alarm(dtype: torch.dtype, tmp_path: Path) -> None:
+    run = by_hand(tmp_path / "run", dtype)
+    (found,) = swallowed(run)
+    assert found.severity == "alarm" and found.since_step == 0
+    assert told(run) == [(0, "SGD", "own")]
+
+
+def test_fp32_weights_need_no_event(tmp_path: Path) -> None:
+    assert told(prepared(tmp_path / "run", "amp-bf16")) == []
+
+
+def test_an_optimizer_of_ones_own_tells_by_an_attribute(tmp_path: Path) -> None:
+    run = by_hand(tmp_path / "run", torch.bfloat16, mark="stochastic")
+    assert unmoved(run) > 0.75 and swallowed(run) == []
+
+
+def test_an_attribute_that_says_nothing_spares_nothing(tmp_path: Path) -> None:
+    (found,) = swallowed(by_hand(tmp_path / "run", torch.bfloat16, mark="somehow"))
+    assert found.severity == "alarm"
+
+
+def test_what_changes_within_a_run_counts_from_there_on(tmp_path: Path) -> None:
+    schedule = [(0, "bf16-stochastic"), (STEPS, "fp16-pure")]
+    run = prepared(tmp_path / "run", schedule, sgd, steps=2 * STEPS)
+    assert told(run) == [(0, "SGD", "stochastic"), (STEPS, "SGD", "own")]
+    (found,) = swallowed(run)
+    assert found.severity == "alarm" and found.since_step == STEPS
+
+
+def test_a_run_that_goes_on_without_rounding_at_random_is_judged_from_there_on(tmp_path: Path) -> None:
+    prepared(tmp_path / "run", "bf16-stochastic")
+    (found,) = swallowed(by_hand(tmp_path / "run", torch.bfloat16))
+    assert found.severity == "alarm" and found.since_step == STEPS
+
+
+@pytest.mark.parametrize("precision", ["fp16-master", "bf16-master"])
+def test_the_updates_of_masters_are_the_weights_own(precision: str, tmp_path: Path) -> None:
+    """A watch reads after the optimizer's step, when the weights are to be written already."""
+    model = network()
+    with pl.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), precision) as loop:
+        loop.attach(pl.watch(model, loop.optimizer, run=tmp_path / "run", every=1), owned=True)
+        before = model[0].weight.detach().double()
+        with loop.forward():
+            loss = nn.functional.cross_entropy(model(batch(0)[0]).float(), batch(0)[1])
+        assert loop.step(loss).stepped
+        moved = model[0].weight.detach().double() - before
+    spectrum = pl.Run(tmp_path / "run").spectrum("updates", "0.weight", 0)
+    assert spectrum.absmax == moved.abs().max().item() > 0
+    assert spectrum.zeros == int((moved == 0).sum())
