@@ -62,6 +62,60 @@ def test_any_values(backend, dtype, count):
     assert_agrees(backend, [torch.randn(count).to(dtype)])
 
 
+def powers(low: int, high: int, count: int) -> torch.Tensor:
+    """Values of random signs whose binades are all those from low to high, both included."""
+    exponents = torch.randint(low, high + 1, (count,))
+    exponents[:2] = torch.tensor([low, high])
+    values = torch.ldexp(1 + torch.rand(count, dtype=torch.float64), exponents) * (torch.randint(2, (count,)) * 2 - 1)
+    return values.to(torch.float32)
+
+
+def with_each(x: torch.Tensor, places: range, value: float) -> torch.Tensor:
+    return x.index_fill(0, torch.tensor(places), value)
+
+
+LONG = 60_000
+PLACES = torch.arange(LONG)
+SWEPT = {  # float32 tensors long enough for the CPU's sweep, each of which asks something else of it
+    "normal": lambda x: x,
+    "one_sign": lambda x: -x.abs(),
+    "half_zero": lambda x: x * (torch.rand(LONG) < 0.5),
+    "zero_stretches": lambda x: x * (PLACES % 9000 < 5000),
+    "window_moves": lambda x: x * torch.where(PLACES < 19_000, 1.0, torch.where(PLACES < 40_000, 2.0**-60, 2.0**40)),
+    "outliers": lambda x: with_each(with_each(x, range(7000, LONG, 20_000), 1e30), range(12_345, LONG, 9999), -1e-30),
+    "subnormals": lambda x: with_each(x, range(5000, LONG, 9001), -1e-40),
+    "nan": lambda x: with_each(x, range(5000, LONG, 9000), math.nan),
+    "infinite": lambda x: with_each(with_each(x, range(5000, LONG, 19_000), -math.inf), range(9000, LONG, 20_000), 9e9),
+    "all_tiny": lambda _: powers(-126, -110, LONG),
+    "all_huge": lambda _: powers(95, 115, LONG),
+    "a_window_wide": lambda _: powers(-27, 4, LONG),
+    "one_binade_more": lambda _: powers(-28, 4, LONG),
+    "very_wide": lambda _: powers(-120, 60, LONG),
+    "few_binades": lambda _: powers(0, 3, LONG),
+}
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_long_float32_on_the_cpu(name):
+    x = SWEPT[name](torch.randn(LONG))
+    for length in (LONG, 16_383, 16_384, 16_384 + 255, 4096 + 64 * 256 + 1):
+        assert_agrees("numba", [x[:length], x[length:]], rows=[1, 0])
+    assert_agrees("numba", [x[1:], x[3:], x.view(-1, 4).t(), x[::2]])
+
+
+def test_windows_that_touch_on_the_cpu():
+    for top in (-95, -94, -63, 0, 1, 31, 60):
+        for low in (top - 31, top - 32, top - 33):
+            if low >= -126:
+                first = powers(max(top - 20, -126), top, 9000)
+                assert_agrees("numba", [torch.cat([first, powers(low, low, 9000)])])
+
+
+def test_more_values_than_the_planes_of_a_sweep_hold():
+    """Lanes that are all one binade but for the block that starts the sweep fill the planes first."""
+    assert_agrees("numba", [torch.cat([torch.randn(8192), torch.ones(2_200_000), torch.randn(100_000)])])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code(backend, dtype):
     if dtype.itemsize == 1:

@@ -38,11 +38,16 @@ def inlined(function: Callable[..., Any]) -> Any:
     return njit(**_OPTIONS)(function)
 
 
+def pasted(function: Callable[..., Any]) -> Any:
+    """As `inlined`, but never compiled alone, which takes less time; for a part with one caller."""
+    return njit(inline="always", **_OPTIONS)(function)
+
+
 def cache_folder() -> str | None:
     """Where compiled kernels are kept, or None where nowhere can be written."""
     from plimsoll.kernels._numba import _measure_kernels
 
-    return None if _uncached else str(_measure_kernels.measure_float32.stats.cache_path)
+    return None if _uncached else str(_measure_kernels.measure_float64.stats.cache_path)
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Any:
@@ -144,6 +149,22 @@ def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
         return packed
 
     return types.int64(buffer, chunks, top), generate
+
+
+def stack(size: int) -> Any:
+    """An intrinsic that gives the address of so many bytes on the stack of the function it is used in."""
+
+    @intrinsic
+    def address(_: Any) -> Any:
+        def generate(__: Any, builder: Any, ___: Any, ____: Any) -> Any:
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(ir.IntType(8), size))
+                memory.align = 64
+            return builder.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(), generate
+
+    return address
 
 
 def _splat(builder: Any, value: Any, lanes: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plimsoll.formats import get_element
 from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba import _block_kernels, _measure_kernels as kernels, _pool
+from plimsoll.kernels._numba import _block_kernels, _measure32_kernels, _measure_kernels as kernels, _pool
 from plimsoll.kernels._numba._memory import Words, pieces
 from plimsoll.kernels._numba._rows import empty_rows, merge_into, row_addresses
 from plimsoll.kernels._tensors import is_dense
@@ -66,7 +66,7 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
 def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
     """The kernel of a dtype, and the variant it is called with."""
     if dtype == torch.float32:
-        return kernels.measure_float32, 0
+        return _measure32_kernels.measure_float32, 0
     if dtype == torch.float64:
         return kernels.measure_float64, 0
     if dtype in _KINDS:

@@ -4,10 +4,11 @@ Per block: (1) one vector loop takes the exponent byte of every value and the th
 counted for the occupied binades only, from the highest down, 32 at a time (`count_four`): a block of real data spans
 15 to 40 binades, and this beats a scalar histogram up to about 60; (3) moments are summed in float64 by a loop that may
 reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
-float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers.
+float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers. Float32 has
+its kernel in `_measure32_kernels`, which sweeps over long tensors instead.
 
 Kernels take addresses, so that a call with a thousand tensors is one call. They share this file because Numba's cache
-notices a change of a kernel's own file only; `_update_kernels` uses some of these parts too (see there).
+notices a change of a kernel's own file only; other kernels use some of these parts too (see there).
 """
 
 import numpy as np
@@ -296,26 +297,6 @@ def row_at(address, fresh):
     if fresh:
         carray(pointer(address), (fresh,), np.int64)[:] = 0
     return row
-
-
-@kernel
-def measure_float32(table, parts, address, length, row_address, fresh, _):
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
-    for part in range(parts):
-        address, length, row_address = part_of(table, part, address, length, row_address)
-        row = row_at(row_address, fresh)
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        bits = carray(pointer(address), (length,), np.uint32)
-        low, high = 255, 0
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            part_bits = bits[start : start + n]  # an index that cannot be negative keeps the loops vectors
-            found = scan(part_bits, exponents, n)
-            lowest, top = add_block(part_bits, n, found, exponents, clean, row, sums, counts)
-            low, high = min(low, lowest), max(high, top)
-        fold(counts, row, low, high)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""One sweep over float32 values for all that a row holds, which multiplies them on its way.
+"""One sweep over float32 values for all that a row holds, which may multiply them on its way.
 
 Written in LLVM's vectors, since what makes it fast is what a compiler's vectorizer does not find:
 
@@ -7,7 +7,7 @@ Written in LLVM's vectors, since what makes it fast is what a compiler's vectori
   carries, in two instructions where the processor has three-way logic. The counts of a lane then stand across `PLANES`
   words, plane p holding bit p of each. This counts right as long as the exponents lie in one window of 32 binades,
   which each group of 256 values is tested for by its extremes. A zero is counted as exponent 0; how many there were is
-  counted too, but only in groups that have one.
+  counted too: where products are written, only in groups that have one.
 - *Moments* are float64, four lanes at a time: on a Zen 4 core that is faster than eight.
 - *Products* take the group's place when all else is done, while it is in the first-level cache.
 
@@ -253,6 +253,60 @@ class _Extremes:
             builder.store(vectors.reduce(builder.load(variable), operation), vectors.at(address, _WORD, index))
 
 
+class _ExtremesAndZeros:
+    """Largest bits of either sign, the smallest nonzero magnitude less one, and the number of zeros; in one look."""
+
+    def __init__(self, vectors: _Vectors, top: Any) -> None:
+        builder = vectors.builder
+        self.vectors = vectors
+        self.held = [vectors.variable(vectors.fill(start)) for start in (0, 0, _NOTHING, 0)]
+        field = builder.shl(builder.trunc(top, _WORD), ir.Constant(_WORD, 23))
+        self.before = vectors.splat(builder.sub(field, ir.Constant(_WORD, (31 << 23) + 1)))
+        self.highest = vectors.splat(builder.or_(field, ir.Constant(_WORD, 0x7F_FFFF)))
+        self.group: list[Any] = []
+
+    def begin_group(self) -> None:
+        start = [self.vectors.fill(start) for start in (0, 0, _NOTHING)]
+        self.group = [*start, self.vectors.builder.load(self.held[3])]
+
+    def add(self, value: Any) -> None:
+        vectors, builder = self.vectors, self.vectors.builder
+        positive, negative, before, zeros = self.group
+        magnitude = vectors.magnitude(value)
+        before = vectors.lower(before, builder.sub(magnitude, vectors.fill(1)))  # at which zero wraps around
+        zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), _WORDS))
+        self.group = [vectors.larger(positive, value), vectors.higher(negative, value), before, zeros]
+
+    def test_group(self, leave: Callable[[], None]) -> None:
+        """Leaves the loop unless all of the group is in the window, or zero."""
+        vectors, builder = self.vectors, self.vectors.builder
+        positive, negative, before, _ = self.group
+        above = builder.or_(
+            builder.icmp_signed(">", positive, self.highest),
+            builder.icmp_unsigned(">", negative, builder.or_(self.highest, vectors.fill(_SIGN))),
+        )
+        below = builder.icmp_unsigned("<", before, self.before)
+        with builder.if_then(vectors.any(builder.or_(above, below)), likely=False):
+            leave()
+
+    def end_group(self) -> None:
+        vectors, builder = self.vectors, self.vectors.builder
+        positive, negative, before, zeros = self.held
+        builder.store(vectors.larger(builder.load(positive), self.group[0]), positive)
+        builder.store(vectors.higher(builder.load(negative), self.group[1]), negative)
+        builder.store(vectors.lower(builder.load(before), self.group[2]), before)
+        builder.store(self.group[3], zeros)
+
+    def end(self, address: Any) -> None:
+        """Combines them with those in memory."""
+        vectors, builder = self.vectors, self.vectors.builder
+        operations = (vectors.larger, vectors.higher, vectors.lower, builder.add)
+        for index, (variable, operation) in enumerate(zip(self.held, operations, strict=True)):
+            place = vectors.at(address, _WORD, index)
+            found = vectors.reduce(builder.load(variable), operation)
+            builder.store(operation(builder.load(place), found), place)
+
+
 class _Moments:
     """Sum, sum of magnitudes and sum of squares in float64, each in two registers."""
 
@@ -275,11 +329,13 @@ class _Moments:
             builder.store(builder.fadd(builder.load(absolute), size), absolute)
             builder.store(self.vectors.call(f"llvm.fmuladd.{name}", _FEW_DOUBLES, value, value, before), squares)
 
-    def end(self, address: Any) -> None:
+    def end(self, address: Any, onto: bool = False) -> None:
+        """Writes them to memory, or adds them to what is there."""
         builder = self.vectors.builder
         for index, (first, second) in enumerate(self.held):
             both = builder.fadd(builder.load(first), builder.load(second))
-            builder.store(self.vectors.reduce(both, builder.fadd), self.vectors.at(address, _DOUBLE, index))
+            found, place = self.vectors.reduce(both, builder.fadd), self.vectors.at(address, _DOUBLE, index)
+            builder.store(builder.fadd(builder.load(place), found) if onto else found, place)
 
 
 @intrinsic
@@ -324,6 +380,43 @@ def sweep_and_multiply(
         return builder.load(done)
 
     return types.int64(*[types.int64] * 6, types.float32), generate
+
+
+@intrinsic
+def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any) -> Any:
+    """As `sweep_and_multiply`, for values that are only read; it does not count the group that it stopped at.
+
+    What it finds it combines with what is in memory: planes, extremes (as `_ExtremesAndZeros` has them) and moments.
+    Zeros cost no second look, so that half of the values may be zero.
+    """
+
+    def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        address, groups, top, planes, extremes, moments = arguments
+        vectors = _Vectors(builder)
+        counting, ends, sums = _Exponents(vectors), _ExtremesAndZeros(vectors, top), _Moments(vectors)
+        first, done = vectors.at(address, _WORD), vectors.variable(groups)
+        with cgutils.for_range(builder, groups) as loop:
+            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(_LONG, GROUP))])
+            ends.begin_group()
+            for _, value in vectors.group(start):
+                ends.add(value)
+
+            def leave() -> None:
+                builder.store(loop.index, done)
+                loop.do_break()
+
+            ends.test_group(leave)
+            ends.end_group()
+            for pointer, value in vectors.group(start):
+                counting.add(value)
+                sums.add(pointer)
+            counting.end_group()
+        counting.end(planes)
+        ends.end(extremes)
+        sums.end(moments, onto=True)
+        return builder.load(done)
+
+    return types.int64(*[types.int64] * 6), generate
 
 
 @intrinsic
