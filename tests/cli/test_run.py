@@ -123,7 +123,7 @@ def test_torch_is_imported_by_the_script_and_not_before(tmp_path: Path) -> None:
         (["--collect", "weights,loss"], "expected --collect to name some of weights, .*; got 'loss'"),
         (["--collect", "weights=often"], "expected --collect weights=N .*; got weights=often"),
         (["--recorder", "everything"], "expected --recorder to name some of loss, .*; got 'everything'"),
-        (["--precision", "amp-fp16"], "--precision"),
+        (["--precision", "fp16-master"], "expected --precision to be .*; got .fp16-master."),
     ],
 )
 def test_a_wrong_option_ends_it_before_the_script_starts(options: list[str], message: str, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
 FACTS = ("loss", "scale", "nonfinite")
 _ALL = ",".join(COLLECTIONS)
+# The levels that a script can be trained at as it is, with their aliases; likewise.
+PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "o0", "o1")
 
 
 def run(
@@ -34,6 +36,7 @@ def run(
     exclude: Annotated[list[str] | None, typer.Option(help="No modules and parameters like this glob.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
     recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
+    precision: Annotated[str | None, typer.Option(help="Train at this level: fp32, tf32, amp-bf16, amp-fp16.")] = None,
 ) -> None:
     """Watch a training script as it is: python SCRIPT ARGS, recorded."""
     settings: dict[str, Any] = {
@@ -44,11 +47,13 @@ def run(
         "warmup": warmup,
         "recorder": _names("--recorder", recorder, (*FACTS, *COLLECTIONS)),
     }
+    if precision is not None and precision.lower() not in PRECISIONS:
+        _refuse(precision)
     if not as_module:
         _script.check(script)
     start = Path.cwd()
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
-    session = _Session(lambda: start / out if out else _folder.choose(stem, start), settings)
+    session = _Session(lambda: start / out if out else _folder.choose(stem, start), settings, precision)
     atexit.register(session.end)
     _optimizers.hear(session.note)
     raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))
@@ -57,9 +62,10 @@ def run(
 class _Session:
     """What goes on beside the script."""
 
-    def __init__(self, folder: Callable[[], Path], settings: Mapping[str, Any]) -> None:
-        self._folder, self._settings = folder, settings
+    def __init__(self, folder: Callable[[], Path], settings: Mapping[str, Any], precision: str | None) -> None:
+        self._folder, self._settings, self._precision = folder, settings, precision
         self._finder: Any = None
+        self._arithmetic: Any = None
         self._broken = False
         self._process = os.getpid()
 
@@ -71,8 +77,16 @@ class _Session:
             if self._finder is None:
                 from plimsoll.watch._auto import Finder
 
-                self._finder = Finder(self._folder, self._settings, tell=self._tell, say=_say)
+                if self._precision is not None:
+                    from plimsoll.precision._unmodified import Unmodified
+
+                    self._arithmetic = Unmodified(self._precision, _say_once)
+                self._finder = Finder(
+                    self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic
+                )
             self._finder.note(optimizer)
+            if self._arithmetic is not None:
+                self._arithmetic.note(optimizer)
         except Exception as error:  # noqa: BLE001  (whatever fails in Plimsoll must not stop the script)
             self._broken = True
             _say(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
@@ -88,7 +102,8 @@ class _Session:
         late = f"; its first {_steps(found.missed_steps)} went by before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
         if _rank() == 0:
-            _say(f"watching {what}, {schedule}, into {path}{late}{again}")
+            at = f" in {found.precision}" if found.precision else ""
+            _say(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
     def end(self) -> None:
         """The process ends: says so where nothing was recorded."""
@@ -102,6 +117,8 @@ class _Session:
             verdict = "the script has not imported torch"
         if verdict is not None:
             _say(f"no training step was seen: {verdict}")
+        if self._precision is not None and (self._arithmetic is None or not self._arithmetic.decided):
+            _say(f"--precision {self._precision} was not carried out: no model was found")
 
 
 def _rank() -> int:
@@ -120,6 +137,19 @@ def _say(line: str) -> None:
         print(f"{who}: {' '.join(line.split())}", file=sys.stderr, flush=True)  # noqa: T201
     except (OSError, ValueError, AttributeError):
         return
+
+
+def _say_once(line: str) -> None:
+    """On the first rank alone, for what all of them find."""
+    if _rank() == 0:
+        _say(line)
+
+
+def _refuse(precision: str) -> None:
+    """Raises for a level that a script cannot be trained at as it is; only then is torch imported before the script."""
+    from plimsoll.precision._unmodified import level_for_scripts
+
+    level_for_scripts(precision)
 
 
 def _collections(given: str, every: int) -> list[str] | dict[str, int]:

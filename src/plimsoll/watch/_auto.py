@@ -8,6 +8,8 @@ collected a call's hooks by then. And torch.compile warns of global hooks.) Then
 Where that module has only a part of an optimizer's parameters, the smallest module that has them all is the model (a
 LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
 watched when it is called. What is never called as a module is looked for after an optimizer's second step.
+
+The file is long, as each case above is a few lines of one search, which share what it knows.
 """
 
 import functools
@@ -15,16 +17,17 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from plimsoll.watch import _seams
+from plimsoll.watch._core import Core
 from plimsoll.watch._names import unwrapped
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._watch import watch
@@ -43,6 +46,19 @@ class Found:
     path: Path
     missed_steps: int
     recompiled: bool
+    precision: str | None = None  # as `Arithmetic.begin` says it
+
+
+class Arithmetic(Protocol):
+    """What changes how a found model computes."""
+
+    def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[Optimizer]) -> str:
+        """A model is found, in its module `called`, whose call waits; returns what it computes in."""
+        ...
+
+    def on_refusal(self, hear: Callable[[str], None]) -> None:
+        """Calls `hear` with one line if that holds no more."""
+        ...
 
 
 class Finder:
@@ -51,6 +67,7 @@ class Finder:
     - `folder`: the run's folder, asked for when the first model is found. One model's run is the folder itself; runs of
       several are in folders below it, or beside it where the first was taken for the only one.
     - `arguments`: those of `plimsoll.watch`. `tell`: hears of each model found. `say`: why one is not watched.
+    - `arithmetic`: hears of each model before its call goes on, watched or not.
     """
 
     def __init__(
@@ -60,8 +77,10 @@ class Finder:
         *,
         tell: Callable[[Found], None],
         say: Callable[[str], None],
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         self._choose, self._arguments, self._tell, self._say = folder, arguments, tell, say
+        self._arithmetic = arithmetic
         self._complained = False
         self._place: tuple[Path, bool] | None = None  # the folder, and whether it holds those of several runs
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -106,7 +125,7 @@ class Finder:
         ids, needs = _ids_of(module), self._needs()
         mine = [need for _, need in needs if need & ids]
         if mine:
-            self._start(_whole(module, ids, mine), needs, calling=True)
+            self._start(_whole(module, ids, mine), needs, called=module)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer not in self._settled:
@@ -121,7 +140,7 @@ class Finder:
         housed = need & _housed(modules)
         model = _smallest(modules, housed) if housed else None
         if model is not None:
-            self._start(model, needs, calling=False)
+            self._start(model, needs, called=None)
         elif need:
             whose = "several modules, not all of them called" if housed else "no module"
             self._complain(f"{type(optimizer).__name__} steps parameters of {whose}: they are not watched")
@@ -155,28 +174,38 @@ class Finder:
         name = type(error).__name__
         self._say(f"{what} cannot be watched; the script goes on without ({name}: {error})" if error else what)
 
-    def _start(self, model: nn.Module, needs: list[_Need], *, calling: bool) -> None:
-        """Watches the model; `calling` while its call waits."""
+    def _start(self, model: nn.Module, needs: list[_Need], *, called: nn.Module | None) -> None:
+        """Watches the model; `called` is the module whose call waits."""
         ids, root = _ids_of(model), unwrapped(model)
         mine = [optimizer for optimizer, need in needs if need & ids]
         done = [optimizer for optimizer, need in needs if need <= ids]
         rest = set[int]().union(*(need - ids for _, need in needs))
         shared = bool(rest) and not rest.isdisjoint(_housed(_live_modules()))  # not an optimizer's alone
         try:
-            self._watch(model, root, mine, shared=shared, calling=calling)
+            found = self._watch(model, root, mine, shared=shared, calling=called is not None)
         except Exception as error:  # noqa: BLE001  (P2; and a model that cannot be watched is not tried again)
-            done = mine
+            done, found = mine, None
             self._complain(type(root).__name__, error)
+        # After the watch, whose taps then see what the model itself gives.
+        precision = None if self._arithmetic is None else self._arithmetic.begin(model, called, mine)
+        if found is not None:
+            if self._arithmetic is not None:
+                core = self._watches[-1][0].core
+                core.writer.write_manifest(precision=precision)
+                self._arithmetic.on_refusal(functools.partial(_note_refusal, core))
+            self._tell(replace(found, precision=precision))
         self._settled.update(done)
-        for optimizer in done if calling else ():  # not inside the hook itself
+        for optimizer in done if called is not None else ():  # not inside the hook itself
             self._hooks.pop(optimizer).remove()
 
-    def _watch(self, model: nn.Module, root: nn.Module, mine: list[Optimizer], *, shared: bool, calling: bool) -> None:
+    def _watch(
+        self, model: nn.Module, root: nn.Module, mine: list[Optimizer], *, shared: bool, calling: bool
+    ) -> Found | None:
         own = [other for other in _seams.listeners() if isinstance(other, Steps) and other.core.model() is root]
         if own:
             self._watches.append((own[0], own[0].core.step))
             self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
-            return
+            return None
         found = Found(
             model=type(root).__name__,
             parameters=sum(p.numel() for p in root.parameters()),
@@ -191,7 +220,7 @@ class Finder:
         for optimizer in mine if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
                 steps.optimizer_begins(optimizer)
-        self._tell(found)
+        return found
 
     def _path(self, name: str, *, shared: bool) -> Path:
         if self._place is None:
@@ -246,6 +275,13 @@ class _Calls:
                     self._put(original, self._ours)
 
         return __call__
+
+
+def _note_refusal(core: Core, line: str) -> None:
+    """The run says when its model's arithmetic became another."""
+    if core.open:
+        core.say("precision", line)
+        core.writer.write_manifest(precision="the script's own precision")
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -1,0 +1,227 @@
+"""A level's arithmetic around the calls of a model whose training script knows nothing of it: ``plimsoll run``.
+
+Only levels that leave weights and optimizers as they are can be carried out so. The model's `forward` is wrapped, since
+a hook after it does not run when a KeyboardInterrupt leaves it; a hook behind all others gives 16-bit outputs back in
+FP32, so that a loss outside of the model is computed in FP32. Loss scaling is `_unseen`'s.
+
+Where a script turns out to choose a precision itself (autocast, a scaler), or the level cannot be carried out, all of
+it is taken back at once and said in one line, and the script goes on as it is.
+"""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from plimsoll.errors import ArgumentError, PlimsollError
+from plimsoll.precision._computing import Computing, device_of
+from plimsoll.precision._distributed import is_fully_sharded, is_sharded
+from plimsoll.precision._levels import ALIASES, LEVELS, Level
+from plimsoll.precision._loop import PREPARED
+from plimsoll.precision._policy import Policy
+from plimsoll.precision._tf32 import has_tf32, tf32
+from plimsoll.precision._unmodified_seat import Forward, Widen, patched, seat_of
+from plimsoll.precision._unseen import Unseen, patched_backward
+from plimsoll.watch._names import unwrapped
+from plimsoll.watch._taps import ModuleHook
+
+_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch tells it nowhere else)
+_SCRIPT = "the script's own precision"
+UNCHANGED = tuple(level.name for level in LEVELS.values() if not level.casts and level.missing is None)
+
+
+def level_for_scripts(name: str) -> Level:
+    """The level of that name, if a script can be trained at it without a change; raises `ArgumentError` if not."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key in UNCHANGED:
+        return LEVELS[key]
+    if key not in LEVELS:
+        why = "which is no level"
+        remedy = "A plan or a schedule is carried out by plimsoll.prepare, in the script"
+    elif LEVELS[key].missing is not None:
+        why, remedy = f"{LEVELS[key].missing}", "Choose one of those, or any other level with plimsoll.prepare"
+    else:
+        why = "at which the weights are cast and the optimizer's steps are others, so that the script's loop changes"
+        remedy = "Use plimsoll.prepare in the script"
+    raise ArgumentError(
+        f"run: expected --precision to be a level that leaves the script's loop as it is, {', '.join(UNCHANGED)}; got "
+        f"{name!r}: {why}. {remedy}."
+    )
+
+
+class Unmodified:
+    """One process's models at one level.
+
+    `say` hears, in one line, why the level is not carried out. `decided` tells whether there was anything to carry out
+    or to say.
+    """
+
+    def __init__(self, precision: str, say: Callable[[str], None]) -> None:
+        self._level, self._say = level_for_scripts(precision), say
+        self._acts = self._level.operations is not None or self._level.matmuls is not None
+        self.decided = False
+        self._over = False
+        self._ours = False  # a context of torch that is entered now is our own
+        self._open: list[contextlib.ExitStack] = []  # of the calls that are under way
+        self._hearers: list[Callable[[str], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._unseen = Unseen(self._refuse) if self._level.scaled else None
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script has made an optimizer."""
+        if self._unseen is not None and not self._over:
+            self._unseen.gate(optimizer)
+
+    def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """Carries the level out on a model that is about to be called for the first time; returns what it is now at.
+
+        `called` is the module whose call it is, None where none was seen.
+        """
+        if self._over:
+            return _SCRIPT
+        self.decided = True
+        try:
+            why = self._why_not(model, called, optimizers)
+            if why is None:
+                self._put(model)
+        except (PlimsollError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if why is not None:
+            self._refuse(why, unwrapped(model))
+            return _SCRIPT
+        return self._level.name
+
+    def on_refusal(self, hear: Callable[[str], None]) -> None:
+        """Calls `hear` too, should the level be taken back later on."""
+        self._hearers.append(hear)
+
+    def end(self) -> None:
+        """Takes all of it back."""
+        self._over = True
+        while self._open:
+            self._open.pop().close()
+        if self._unseen is not None:
+            self._unseen.end()
+        while self._undo:
+            self._undo.pop()()
+
+    # -- refusals ------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, why: str, root: nn.Module | None = None) -> None:
+        if self._over:
+            return
+        self.end()
+        whose = "" if root is None else f" for {type(root).__name__}"
+        line = f"--precision {self._level.name} is refused{whose}: {why}; the script goes on as it is"
+        self._say(line)
+        for hear in self._hearers:
+            hear(line)
+
+    def _why_not(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[Any]) -> str | None:
+        root = unwrapped(model)
+        if called is None and self._acts:
+            return "it is never called as a module, so that nothing can be put around its calls"
+        if called is not model and self._acts:
+            return f"parts of it are called ({type(called).__name__}), and not the whole (plimsoll.prepare can do that)"
+        if root in PREPARED:
+            return "the script has prepared it itself"
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", device_of(root).type)):
+            return "the script uses torch.autocast itself"
+        if self._unseen is None or self._unseen.scaler is None:
+            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
+            enabled = next((scaler for scaler in scalers if scaler.is_enabled()), None)
+            if enabled is not None:
+                return f"the script has a {type(enabled).__name__} itself"
+        return None if self._level.operations is None else self._why_not_amp(root, optimizers)
+
+    def _why_not_amp(self, root: nn.Module, optimizers: Sequence[Any]) -> str | None:
+        strange = next((p.dtype for p in root.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+        if strange is not None:
+            return f"it has weights in {strange}, where the level keeps all in torch.float32"
+        if root.__dict__.get("_compiled_call_impl") is not None:
+            return "its own method compile() has compiled it (torch.compile(model) can be wrapped)"
+        if not self._level.scaled:
+            return None
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            return "LBFGS evaluates the loss within its step, where no step can be skipped"
+        whole = "FullyShardedDataParallel"
+        if is_fully_sharded(root) or any(
+            is_sharded(p) or type(p).__name__ == "FlatParameter" for p in root.parameters()
+        ):
+            return f"its parameters are sharded ({whole} or tensor parallel): use amp-bf16, or plimsoll.prepare"
+        return None
+
+    # -- carrying it out -----------------------------------------------------------------------------------------------
+
+    def _put(self, model: nn.Module) -> None:
+        root = unwrapped(model)
+        if not self._undo:
+            self._undo += [patched(torch.autocast, "__enter__", self._entering)]
+            self._undo += [patched(torch.amp.GradScaler, "__init__", self._making)]
+        computing = Computing(root, self._level, Policy(), {})
+        with computing.forward():  # what this machine cannot do shows here, and not in the script's call
+            pass
+        if self._level.matmuls is not None and has_tf32(device_of(root)):
+            self._undo.append(patched_backward(_in_tf32))
+        if not self._acts:
+            return
+        seat = seat_of(model)
+        forward = Forward(seat, functools.partial(self._call, computing))
+        self._undo += [forward.remove, seat.register_forward_hook(Widen()).remove]
+        if self._unseen is not None:
+            first = self._unseen.scaler is None
+            self._unseen.begin(device_of(root))
+            # Before the watch hears of the call: its step ends with the scaler's update.
+            begins = seat.register_forward_pre_hook(_Begins(self._unseen), prepend=True)
+            self._undo += [begins.remove, *([patched_backward(self._unseen.backward)] if first else [])]
+
+    def _call(self, computing: Computing, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's forward under the level; taken back however it ends."""
+        if self._over or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        stack = contextlib.ExitStack()
+        self._ours = True
+        try:
+            stack.enter_context(computing.forward())
+        except PlimsollError as error:
+            self._refuse(str(error))
+        finally:
+            self._ours = False
+        self._open.append(stack)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if stack in self._open:
+                self._open.remove(stack)
+            stack.close()
+
+    def _entering(self, original: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
+        """Any autocast is entered; what torch itself enters in a backward goes on from the forward's."""
+        if context._enabled and not self._ours and _backward_running() == -1:  # noqa: SLF001
+            self._refuse("the script uses torch.autocast itself, from here on")
+        return original(context, *args, **kwargs)
+
+    def _making(self, original: Callable[..., Any], scaler: Any, args: Any, kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled() and not type(scaler).__module__.endswith("precision._unseen"):
+            self._refuse(f"the script makes a {type(scaler).__name__} itself")
+
+
+def _in_tf32(original: Callable[..., None], tensors: Any, args: Any, kwargs: Any) -> None:
+    with tf32():
+        original(tensors, *args, **kwargs)
+
+
+class _Begins(ModuleHook):
+    """A forward begins: if it is a training one, the iteration before is over."""
+
+    def __init__(self, unseen: Unseen) -> None:
+        self._unseen = unseen
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (torch's to choose)
+        if torch.is_grad_enabled() and _backward_running() == -1 and not torch.compiler.is_compiling():
+            self._unseen.settle()

@@ -1,0 +1,243 @@
+"""Loss scaling that a training script does not see: every gradient that reaches it is the true one.
+
+Every `torch.autograd.backward` starts from its gradients times the scale, and each leaf of its graph (parameters and
+whatever else gathers gradients) divides what arrives before it is accumulated, before the script's own hooks and before
+DistributedDataParallel averages. The scale is a power of two, so that both are exact in FP32, and clipping,
+accumulation, several backwards and several optimizers need no further care. The leaves are those of the graph itself:
+parameters that no module has are among them, and those that a loss reaches past the model.
+
+An optimizer's `step` goes through a scaler, which checks what is true already, skips and takes its next scale; a watch
+hears of it as of any scaler. When an iteration is over shows at the next one's beginning, so the scale follows then.
+"""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import PlimsollError
+from plimsoll.precision._unseen_leaves import roots as roots_of, seeds as seeds_of, true_at_leaves
+from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling._gradients import Gradient, Gradients
+
+# Which backward runs on this thread, -1 for none: torch tells it nowhere else.
+_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
+_foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_norm  # noqa: SLF001  (likewise)
+
+
+class _Checking(DynamicScaler):
+    """A `DynamicScaler` for gradients that are unscaled already: it only looks whether they are finite.
+
+    It looks too at what they were when the backward ended: clipping by value makes an Inf a finite number.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by leaf, its largest gradient in magnitude
+
+    def _unscale(
+        self, optimizer: Any, gradients: Gradients, inverse: Tensor, found: Tensor
+    ) -> dict[torch.device, Tensor]:
+        per_device = super()._unscale(optimizer, gradients, torch.ones_like(inverse), found)
+        for device, these in gradients.by_device.items():
+            seen = [largest for largest in map(self._seen, these) if largest is not None]
+            if seen:
+                per_device[device].logical_or_(torch.stack(seen).isfinite().all().logical_not())
+        return per_device
+
+    def forget(self, optimizer: Any) -> None:
+        """The step is over: what its gradients were counts no more."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.largest.pop(id(p), None)
+
+    def _seen(self, gradient: Gradient) -> Tensor | None:
+        ref, largest = self.largest.get(id(gradient.parameter), (None, None))
+        return largest if ref is not None and ref() is gradient.parameter else None
+
+
+class Unseen:
+    """The scale of one process, and what it has to do with backwards and optimizers.
+
+    `stop` hears why it cannot go on, and calls `end`: from there on nothing is scaled, nothing skipped.
+    """
+
+    def __init__(self, stop: Callable[[str], None]) -> None:
+        self._stop = stop
+        self.scaler: DynamicScaler | None = None  # once a model is at the level
+        self._factor = 1.0
+        self._scaled = False  # there was a backward
+        self._running: tuple[float, float] | None = None  # scale and its inverse, while one runs
+        self._stepped: set[int] = set()  # optimizers of this iteration
+        self._stepping: set[int] = set()  # those that the scaler steps now
+        self._gates: list[weakref.ref[_Gate]] = []
+
+    def begin(self, device: torch.device) -> None:
+        """Scales from the next backward on."""
+        if self.scaler is None:
+            self.scaler = _Checking(device.type)
+            self._factor = self.scaler.get_scale()
+
+    def end(self) -> None:
+        """Takes itself back; a backward that runs goes on to its end as it was begun."""
+        self.scaler = None
+        for gate in filter(None, (ref() for ref in self._gates)):
+            gate.remove()
+        self._gates.clear()
+
+    def settle(self) -> None:
+        """A new iteration begins: the scale follows from what was found in the one before."""
+        if self._stepped and self.scaler is not None:
+            self._stepped.clear()
+            self.scaler.update()
+            self._factor = self.scaler.get_scale()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Runs a backward with true gradients at all leaves."""
+        roots = roots_of(tensors, kwargs)
+        if roots is None or self.scaler is None:
+            original(tensors, *args, **kwargs)
+        elif _backward_running() == -1:
+            self.settle()
+            self._outermost(original, roots, tensors, args, dict(kwargs))
+        elif self._running is not None:  # a checkpoint, whose gradients carry the scale already
+            with true_at_leaves(roots, self._running[1], nested=True):
+                original(tensors, *args, **kwargs)
+        else:
+            original(tensors, *args, **kwargs)
+
+    def _outermost(
+        self, original: Callable[..., None], roots: list[Tensor], tensors: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        given: Any = kwargs.pop("grad_tensors", None) if not args else args[0]
+        given = given if given is None or isinstance(given, Tensor) else [*given]
+        scaler, seeds = cast("_Checking", self.scaler), seeds_of(roots, given, self._factor)
+        if seeds is None:
+            original(tensors, given, *args[1:], **kwargs)
+            return
+        losses = [root.detach() for root in roots if root.numel() == 1]
+        scaler.scale(losses or roots[0].new_zeros(()))  # makes the scale at first, and keeps the losses to tell of them
+        self._running = self._factor, 1.0 / self._factor
+        try:
+            with true_at_leaves(roots, self._running[1]) as leaves:
+                original(roots, seeds, *args[1:], **kwargs)
+        finally:
+            self._running = None
+        self._scaled = True
+        _note_largest(leaves, scaler.largest)
+
+    # -- optimizers ----------------------------------------------------------------------------------------------------
+
+    def gate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets the optimizer's steps pass here from now on."""
+        if not isinstance(optimizer.__dict__.get("step"), _Gate):
+            self._gates = [ref for ref in self._gates if ref() is not None]
+            gate = _Gate(optimizer, self._step)
+            self._gates.append(weakref.ref(gate))
+
+    def _step(self, original: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self.scaler is None or id(optimizer) in self._stepping:
+            return original(optimizer, *args, **kwargs)
+        args, kwargs, closure = _without_closure(args, dict(kwargs))
+        if closure is None:
+            return self._checked(original, optimizer, args, kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim"):
+            self._stop(f"{type(optimizer).__name__} evaluates the loss within its step")
+            return original(optimizer, *args, closure=closure, **kwargs)
+        with torch.enable_grad():  # torch's own, but for LBFGS, call it once, before anything else
+            loss = closure()
+        self._checked(original, optimizer, args, kwargs)
+        return loss
+
+    def _checked(self, original: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Steps through the scaler."""
+        scaler = self.scaler
+        if scaler is None or not self._scaled or not _has_gradients(optimizer):
+            return original(optimizer, *args, **kwargs)
+        if id(optimizer) in self._stepped:
+            self.settle()
+        try:
+            scaler.unscale_(optimizer)
+        except PlimsollError as error:
+            self._stop(str(error))
+            return original(optimizer, *args, **kwargs)
+        self._stepped.add(id(optimizer))
+        self._stepping.add(id(optimizer))
+        try:
+            return scaler.step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping.discard(id(optimizer))
+            cast("_Checking", scaler).forget(optimizer)
+
+
+class _Gate:
+    """An optimizer's `step`, as an attribute of its own; schedulers wrap it like the method, by its `__func__`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        inner = cast("Any", optimizer.step).__func__
+
+        @functools.wraps(inner)
+        def gated(stepped: Any, *args: Any, **kwargs: Any) -> Any:
+            return step(inner, stepped, args, kwargs)
+
+        self.__func__ = gated
+        functools.update_wrapper(self, gated)
+        optimizer.__dict__["step"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._optimizer(), *args, **kwargs)
+
+    def remove(self) -> None:
+        """Gives the optimizer its own step again, unless a scheduler has wrapped this one."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.__dict__.get("step") is self:
+            del optimizer.__dict__["step"]
+
+
+def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    if args and (args[0] is None or callable(args[0])):
+        return args[1:], kwargs, args[0]
+    return args, kwargs, kwargs.pop("closure", None)
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref[Tensor], Tensor]]) -> None:
+    """Keeps the largest magnitude of each gradient, of a device's in one sweep, without waiting."""
+    for key in [key for key, (ref, _) in largest.items() if ref() is None]:
+        del largest[key]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for leaf in leaves:
+        largest.pop(id(leaf), None)
+        g = leaf.grad
+        if g is not None and type(g) is Tensor and g.layout is torch.strided and g.numel():
+            by_device.setdefault(g.device, []).append(leaf)
+    for these in by_device.values():
+        norms = _foreach_norm([cast("Tensor", leaf.grad).detach() for leaf in these], float("inf"))
+        largest.update((id(leaf), (weakref.ref(leaf), norm)) for leaf, norm in zip(these, norms, strict=True))
+
+
+def patched_backward(run: Callable[..., None]) -> Callable[[], None]:
+    """Puts `run(original, tensors, args, kwargs)` in the place of `torch.autograd.backward`; returns what undoes it."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        run(original, tensors, args, kwargs)
+
+    torch.autograd.backward = backward
+
+    def restore() -> None:
+        if cast("types.ModuleType", torch.autograd).__dict__["backward"] is backward:
+            torch.autograd.backward = original
+
+    return restore
