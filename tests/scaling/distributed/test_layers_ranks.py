@@ -1,38 +1,16 @@
 """Layer scales under DistributedDataParallel: what is averaged carries none of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-WORLD = 2
+from tests.scaling.distributed.starting import seen_by_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks saw of every scenario."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
-    results = [folder / f"{rank}.json" for rank in range(WORLD)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "layers_worker.py"), str(folder / "store"), str(rank), str(WORLD), str(result)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, result in enumerate(results)
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(printed)
-    return [json.loads(result.read_text()) for result in results]
+    return seen_by_ranks("layers_worker.py", 2, tmp_path_factory.mktemp("ranks"))
 
 
 def test_gradients_are_the_same_to_the_bit_though_ranks_have_other_exponents(ranks: list[Any]) -> None:
