@@ -1,0 +1,356 @@
+"""What each rule's finding says inside a verdict: what happened and when, what came of it, what to do.
+
+Shorter than a finding's own meaning and advice, and with its numbers: a finding has a page, a verdict has a line.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis import Finding, View, shown
+
+_LONGEST_NAME = 48  # characters of a layer's name in a sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A finding in a sentence: `what` with since when; `effect` and `remedy` may be left out for want of room."""
+
+    what: str
+    effect: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A finding with what its sentence may need beside it."""
+
+    finding: Finding
+    view: View
+    others: Sequence[Finding]
+
+    @property
+    def since(self) -> str:
+        """Since when."""
+        return f"since step {self.finding.since_step:,}"
+
+    @property
+    def at(self) -> str:
+        """When it began."""
+        return f"at step {self.finding.since_step:,}"
+
+    @property
+    def place(self) -> str:
+        """The layers: one by its name, several by their number."""
+        where, evidence = self.finding.where, self.finding.evidence
+        if len(where) == 1:
+            return self.layer
+        of = evidence.get("of_layers")
+        if of == len(where):
+            return f"all {of} layers"
+        return f"{len(where)} of {of} layers" if of else f"{len(where)} layers"
+
+    @property
+    def layer(self) -> str:
+        """The worst layer: its module, where the collection says which of its tensors is meant."""
+        name = self.finding.where[0]
+        if self.finding.collection == "optimizer":
+            name = name.rpartition(":")[0] or name
+        return short(name.removesuffix(".weight").removesuffix(":output"))
+
+    @property
+    def tensors(self) -> str:
+        """What kind of tensor."""
+        return (self.finding.collection or "values").replace("_", " ")
+
+    def number(self, name: str) -> float:
+        """A number of the evidence; NaN where there is none."""
+        value = self.finding.evidence.get(name, math.nan)
+        return math.nan if isinstance(value, str) else float(value)
+
+    def has(self, rule: str) -> bool:
+        """Whether that rule found something as well."""
+        return any(f.rule == rule for f in self.others)
+
+
+def said(finding: Finding, view: View, findings: Sequence[Finding]) -> Said:
+    """What a verdict says of a finding; of a rule that is not Plimsoll's, its name and place."""
+    case = Case(finding=finding, view=view, others=findings)
+    phrase = _PHRASES.get(finding.rule)
+    if phrase is not None:
+        return phrase(case)
+    place = f" in {case.place}" if finding.where else ""
+    return Said(what=f"{short(finding.rule)} holds{place} {case.since}")
+
+
+def short(name: str) -> str:
+    """A name as a sentence can carry it."""
+    clean = shown(name)
+    half = _LONGEST_NAME // 2 - 2
+    return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+
+
+def percent(fraction: float) -> str:
+    """A fraction in per cent, with as many digits as matter.
+
+    >>> [percent(x) for x in (0.0034, 0.83, 0.9996, 1.0, 0.00001)]
+    ['0.34 %', '83 %', 'over 99 %', '100 %', 'under 0.01 %']
+    """
+    if fraction >= 1:
+        return "100 %"
+    if fraction > 0.99:
+        return "over 99 %"
+    if fraction < 1e-4:
+        return "under 0.01 %" if fraction > 0 else "0 %"
+    return f"{100 * fraction:.2g} %"
+
+
+def power(value: float) -> str:
+    """A number as a power of two, if it is one.
+
+    >>> power(1024.0), power(0.5), power(3000.0)
+    ('2^10', '2^-1', '3,000')
+    """
+    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
+        return f"2^{math.frexp(value)[1] - 1}"
+    return f"{value:,.4g}" if abs(value) < 1 else f"{value:,.0f}"
+
+
+def lost_since(view: View, step: int) -> float:
+    """Of the gradient values that would be nonzero, the share that was flushed to zero from a step on."""
+    narrow = view.narrow("gradients")
+    if narrow is None:
+        return 0.0
+    later = narrow.cells.steps > step
+    lost = float(np.nansum(narrow.lost_of_cell[:, later]))
+    left = float(np.nansum(narrow.cells.total(narrow.cells.nonzero)[:, later]))
+    return lost / (lost + left) if lost else 0.0
+
+
+def _scale_collapse(case: Case) -> Said:
+    lost = lost_since(case.view, case.finding.since_step)
+    fall = f"from {power(case.number('from'))} to {power(case.number('to'))}"
+    return Said(
+        what=f"the loss scale collapsed {case.at}, {fall}",
+        effect=f"and {percent(lost)} of gradients have been lost since" if lost >= 0.01 else "",
+        remedy="repeat with a SpectralScaler or in BF16",
+    )
+
+
+def _nonfinite(case: Case) -> Said:
+    found = case.finding
+    if found.where:
+        layer = case.layer
+        back = "go back to the last checkpoint" if found.collection == "weights" else "locate() finds the operation"
+        return Said(what=f"{case.tensors} of {layer} held NaN or Inf {case.at}", remedy=back)
+    if case.number("steps_with_loss") > 0:
+        lasting = found.until_step >= case.view.last_step
+        what = f"the loss has been NaN or Inf {case.since}" if lasting else f"the loss was NaN or Inf {case.at}"
+        return Said(what=what, remedy="go back to the last checkpoint before it; locate() finds the operation")
+    steps = int(case.number("steps_with_gradients"))
+    return Said(
+        what=f"gradients overflowed at {steps:,} step{'s' if steps != 1 else ''} {case.since}",
+        effect="and each was skipped",
+        remedy="lower the scale or the learning rate, or use BF16",
+    )
+
+
+def _no_single_scale(case: Case) -> Said:
+    evidence = case.finding.evidence
+    smallest, largest = (shown(str(evidence.get(name, "")))[:30] for name in ("smallest_layer", "largest_layer"))
+    needs, bears = (str(evidence.get(name, "")).split(" ")[0] for name in ("needs_scale", "bears_scale"))
+    return Said(
+        what=f"no single loss scale has served all layers {case.since}",
+        effect=f"{smallest} needs {needs}, {largest} bears {bears}",
+        remedy="use a LayerScaler or BF16",
+    )
+
+
+def _underflow_high(case: Case) -> Said:
+    lost, fmt = percent(case.number("worst_lost")), str(case.finding.evidence.get("format", "")).upper()
+    one = len(case.finding.where) == 1
+    share = f"up to {lost} of the {case.tensors} of {case.place}"
+    return Said(
+        what=f"{fmt} has flushed {share} to zero {case.since}",
+        effect="" if one else f"{case.layer} most",
+        remedy=_against_underflow(case),
+    )
+
+
+def _against_underflow(case: Case) -> str:
+    if case.finding.collection == "activations":
+        return "run the layer in BF16" if len(case.finding.where) == 1 else "run these layers in BF16"
+    if case.has("no-single-scale"):
+        return "no single scale serves, so use a LayerScaler or BF16"
+    return "raise the loss scale" if case.has("scale-low") else "raise the loss scale or use BF16"
+
+
+def _underflow_rising(case: Case) -> Said:
+    to, rate = case.number("to"), case.number("per_1000_steps")
+    advised = str(case.finding.evidence.get("verdict", ""))
+    remedy = "look again after as many steps as so far" if advised == "watch" else advised
+    return Said(
+        what=f"lost gradients of {case.place} have been rising, seen {case.since}, to {percent(to)}",
+        effect=f"by {percent(rate / 10)} in 100 steps" if rate < 10 else "",
+        remedy=remedy,
+    )
+
+
+def _scale_low(case: Case) -> Said:
+    lost, free = percent(case.number("worst_lost")), case.number("free_binades")
+    return Said(
+        what=f"the loss scale ({power(case.number('scale'))}) has been too low {case.since}: up to {lost} of the "
+        f"gradients of {case.place} are lost",
+        effect=f"with {free:.0f} binades free" if math.isfinite(free) else "",
+        remedy="raise it, or use a SpectralScaler",
+    )
+
+
+def _scale_oscillation(case: Case) -> Said:
+    lost = percent(case.number("share"))
+    return Said(
+        what=f"the loss scale has swung {case.since}, and up to {lost} of steps are lost to it",
+        remedy="use a longer growth interval or a SpectralScaler",
+    )
+
+
+def _overflow_ahead(case: Case) -> Said:
+    left, steps = case.number("binades_left"), case.number("steps_to_overflow")
+    whose = f"{case.tensors} of {case.layer}"
+    effect = f"about {steps:,.0f} steps from overflow at this rate" if math.isfinite(steps) else ""
+    near = "within a factor of two of" if left < 1 else f"within {left:.1f} binades of"
+    return Said(
+        what=f"{whose} came {near} the format's largest value {case.at}",
+        effect=effect,
+        remedy="run the layer in BF16 or clamp it",
+    )
+
+
+def _activation_growth(case: Case) -> Said:
+    return Said(
+        what=f"{case.tensors} of {_first(case)} have grown steadily, seen {case.since}",
+        effect=f"by {case.number('grown_binades'):.0f} binades so far",
+        remedy="normalise or clamp them, and keep them out of FP16",
+    )
+
+
+def _saturated_fp8(case: Case) -> Said:
+    return Said(
+        what=f"{percent(case.number('in_top_binade'))} of the {case.tensors} of {_first(case)} have sat in FP8's top "
+        f"binade {case.since}",
+        remedy="lower the tensor's scale or use E5M2",
+    )
+
+
+def _updates_swallowed(case: Case) -> Said:
+    return Said(
+        what=f"{percent(case.number('unmoved'))} of the weights of {case.place} have not moved {case.since}",
+        remedy="keep FP32 master weights or round stochastically",
+    )
+
+
+def _second_moment_lost(case: Case) -> Said:
+    fmt = str(case.finding.evidence.get("format", "")).upper()
+    lost = percent(case.number("lost"))
+    return Said(
+        what=f"{fmt} has lost up to {lost} of Adam's second moments of {case.place} {case.since}",
+        remedy="keep the optimizer's state in FP32",
+    )
+
+
+def _epsilon_dominates(case: Case) -> Said:
+    return Said(
+        what=f"Adam has divided by its epsilon in {case.place} {case.since}, not by the gradients' size",
+        remedy="lower epsilon or raise the gradients",
+    )
+
+
+def _loss_spike(case: Case) -> Said:
+    loss, level = case.number("loss"), case.number("level")
+    if case.finding.severity == "alarm":
+        return Said(
+            what=f"the loss rose from {level:.3g} to {loss:.3g} {case.at} and did not come back",
+            remedy="go back to the checkpoint before it and leave out its batches",
+        )
+    spikes = int(case.number("spikes"))
+    return Said(
+        what=f"the loss spiked to {loss:.3g} (usually {level:.3g}) {case.at}",
+        effect=f"at {spikes:,} steps in all" if spikes > 1 else "",
+        remedy="clip gradients or lower the learning rate",
+    )
+
+
+def _spike_forerunner(case: Case) -> Said:
+    jump = case.number("times_the_usual_update")
+    what = (
+        f"an update of {_first(case)} was {jump:,.0f} times its usual size {case.at}"
+        if math.isfinite(jump)
+        else f"gradients of {_first(case)} outran Adam's second moment {case.at}"
+    )
+    return Said(what=what, effect="a loss spike may follow", remedy="clip, and check the batches there")
+
+
+def _dead_layer(case: Case) -> Said:
+    kind = "outputs" if case.finding.collection == "activations" else case.tensors
+    return Said(
+        what=f"all {kind} of {case.place} have been zero {case.since}, and it is no underflow",
+        remedy="look at the layer's input and bias, or lower the learning rate",
+    )
+
+
+def _structural_zeros(case: Case) -> Said:
+    return Said(what=f"many {case.tensors} of {case.place} are zero in any format {case.since}")
+
+
+def _distribution_drift(case: Case) -> Said:
+    binades = case.number("binades")
+    way = "grown" if binades > 0 else "shrunk"
+    return Said(
+        what=f"{case.tensors} of {_first(case)} have {way} by {abs(binades):.0f} binades and go on, seen {case.since}",
+        remedy="normalise, or balance weight decay and learning rate",
+    )
+
+
+def _records_lost(case: Case) -> Said:
+    problem = case.finding.evidence.get("first_problem", case.finding.evidence.get("first_event", ""))
+    dropped = sum(int(v) for k, v in case.finding.evidence.items() if k.startswith("dropped") and isinstance(v, int))
+    lost = (
+        f"{dropped:,} record{'s were' if dropped != 1 else ' was'} dropped"
+        if dropped
+        else "parts of the run are missing or were not measured"
+    )
+    return Said(
+        what=f"{lost} {case.since}, so this is judged by what is left",
+        effect=shown(str(problem)) if problem else "",
+    )
+
+
+def _first(case: Case) -> str:
+    """The worst layer, and how many others."""
+    rest = len(case.finding.where) - 1
+    return case.layer + (f" and {rest} more" if rest else "")
+
+
+_PHRASES: dict[str, Callable[[Case], Said]] = {
+    "underflow-high": _underflow_high,
+    "underflow-rising": _underflow_rising,
+    "no-single-scale": _no_single_scale,
+    "scale-low": _scale_low,
+    "scale-collapse": _scale_collapse,
+    "scale-oscillation": _scale_oscillation,
+    "overflow-ahead": _overflow_ahead,
+    "activation-growth": _activation_growth,
+    "saturated-fp8": _saturated_fp8,
+    "nonfinite": _nonfinite,
+    "updates-swallowed": _updates_swallowed,
+    "second-moment-lost": _second_moment_lost,
+    "epsilon-dominates": _epsilon_dominates,
+    "loss-spike": _loss_spike,
+    "spike-forerunner": _spike_forerunner,
+    "dead-layer": _dead_layer,
+    "structural-zeros": _structural_zeros,
+    "distribution-drift": _distribution_drift,
+    "records-lost": _records_lost,
+}
