@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import math
 import pickle
 import re
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats import BF16, E4M3, FP32, MXFP8_E4M3, Plan
+from plimsoll.formats import BF16, E4M3, FP32, MXFP8_E4M3, ModulePlan, Plan
 
 FULL = Plan(
     target="fp8",
@@ -17,6 +19,12 @@ FULL = Plan(
     default="bf16",
     source="runs/exp1",
     notes={"blocks.*": "nothing lost", "blocks.3.mlp": 'overflows: "7 %"\n\ttwice \\ \x00\x7f\u2028 é 𝄞'},
+    backward={"blocks.*.mlp": "e5m2"},
+    scale=2.0**-3,
+    scales={"blocks.*.mlp": {"weights": 64.0, "gradients": 2.0**-126}, "odd[0]": {"activations": 2.0**127}},
+    predicted={"blocks.*.mlp": {"weights": (0.0, 0.001, 0.1 + 0.2), "gradients": (1e-9, 0.5, 1.0)}},
+    tolerance=0.02,
+    remarks=("gradients were recorded in FP16", 'a "second" one, \x7f'),
 )
 
 
@@ -63,9 +71,22 @@ text = st.text(st.characters(codec="utf-8"), max_size=20)
     default=st.none() | st.just("fp32"),
     source=st.none() | text,
     notes=st.dictionaries(text, text),
+    remarks=st.lists(text).map(tuple),
+    power=st.none() | st.integers(-126, 127),
+    loss=st.lists(st.floats(0, 1), min_size=3, max_size=3).map(sorted).map(tuple),
 )
-def test_any_plan_survives_the_file(tmp_path_factory, target, formats, default, source, notes):
-    plan = Plan(target=target, formats=formats, default=default, source=source, notes=notes)
+def test_any_plan_survives_the_file(tmp_path_factory, target, formats, default, source, notes, remarks, power, loss):
+    plan = Plan(
+        target=target,
+        formats=formats,
+        default=default,
+        source=source,
+        notes=notes,
+        remarks=remarks,
+        scale=None if power is None else 2.0**power,
+        predicted={name: {"weights": loss} for name in formats},
+        scales={name: {"weights": 2.0 ** (power or 0)} for name, fmt in formats.items() if fmt != "nvfp4"},
+    )
     path = tmp_path_factory.mktemp("plan") / "plan.toml"
     plan.save(path)
     loaded = Plan.load(path)
@@ -94,13 +115,27 @@ def test_a_plan_by_hand_needs_target_and_formats_only(tmp_path):
         (b"\xff\xfe", r"expected a TOML file; got .*plan\.toml.*decode"),
         (b"", r"expected the fields target and formats \(missing formats, target\)"),
         (b'target = "fp8"', r"\(missing formats\)"),
-        (b'target = "fp8"\nformats = "e4m3"', r"formats and notes to be tables.*\(wrong: formats\)"),
+        (b'target = "fp8"\nformats = "e4m3"', r"predicted and notes to be tables.*\(wrong: formats\)"),
         (b'[target]\na = "b"\n[formats]', r"\(wrong: target\)"),
         (b'target = "fp8"\ndefualt = "bf16"\n[formats]', r"the fields target, .*default.*\(found defualt\)"),
         (b'schema = 2\ntarget = "fp8"\n[formats]', r"expected schema 1, .*\(found 2\)"),
         (b"target = 8\n[formats]", r"expected Unicode text throughout; got 'target' = 8"),
         (b'target = "fp8"\n[formats]\na = 4', r"expected Unicode text throughout; got 'a' = 4"),
         (b'target = "fp8"\n[formats.blocks]\nmlp = "e4m3"', r"got 'blocks' = \{'mlp': 'e4m3'\}"),
+        (b'target = "fp8"\nremarks = "no"\n[formats]', r"remarks a list.*\(wrong: remarks\)"),
+        (b'target = "fp8"\nremarks = [1]\n[formats]', r"expected Unicode text throughout; got 'remarks' = 1"),
+        (b'target = "fp8"\nscale = "2^x"\n[formats]', r"expected scale to be a power of two .*; got '2\^x'"),
+        (b'target = "fp8"\nscale = "2^9999"\n[formats]', r"expected scale to be a power of two .*; got '2\^9999'"),
+        (b'target = "fp8"\nscale = true\n[formats]', r"expected scale to be a power of two .*; got True"),
+        (b'target = "fp8"\n[formats]\n[scales]\na = 4', r"expected scales of modules that formats names; got 'a'"),
+        (
+            b'target = "fp8"\n[formats]\na = "e4m3"\n[scales]\na = 4',
+            r"expected scales of 'a' to be by weights, .*; got 4",
+        ),
+        (
+            b'target = "x"\n[formats]\na = "e4m3"\n[predicted]\na = { weights = 1 }',
+            r"'a', weights, as three rising .*got 1",
+        ),
     ],
 )
 def test_damaged_files_say_what_is_wrong(tmp_path, content, message):
@@ -108,6 +143,55 @@ def test_damaged_files_say_what_is_wrong(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ArgumentError, match=message):
         Plan.load(path)
+
+
+def test_powers_of_two_may_be_written_as_such_or_as_numbers(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        'target = "fp8"\nscale = 1024\n[formats]\na = "e4m3"\n[scales]\na = { weights = "2^-7", gradients = 8.0 }\n'
+    )
+    plan = Plan.load(path)
+    assert (plan.scale, plan.scales) == (1024.0, {"a": {"weights": 2.0**-7, "gradients": 8.0}})
+
+
+def test_a_module_has_the_formats_and_scales_of_the_rule_that_holds():
+    assert FULL.module("blocks.1.mlp") == ModulePlan(forward="e4m3", backward="e5m2", weights=64.0, gradients=2.0**-126)
+    assert FULL.module("blocks.3.mlp") == ModulePlan(forward="fp32", backward="fp32")  # by its own name, not the glob
+    assert FULL.module("odd[0]").scales == {"activations": 2.0**127}
+    assert FULL.module("head") == ModulePlan(forward="bf16", backward="bf16")
+    assert dataclasses.replace(FULL, default=None).module("head") is None
+    assert Plan(target="x", formats={"a": "e4m3"}, backward={"a": "bf16"}).module("a").backward == "bf16"
+
+
+def test_a_plan_is_data():
+    data = json.loads(json.dumps(FULL.to_dict(), allow_nan=False))
+    assert data["modules"]["blocks.*.mlp"]["predicted"]["gradients"] == {"low": 1e-9, "estimate": 0.5, "high": 1.0}
+    assert data["modules"]["blocks.3.mlp"]["note"].startswith("overflows") and data["scale"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scale": 3.0}, r"expected scale to be a power of two from 2\^-126 to 2\^127; got 3\.0"),
+        ({"scale": 2.0**128}, "expected scale to be a power of two"),
+        ({"scale": -2.0}, "expected scale to be a power of two"),
+        ({"scale": math.nan}, "expected scale to be a power of two"),
+        ({"tolerance": 0.0}, "expected a tolerance above 0 and at most 1; got 0.0"),
+        ({"tolerance": 1.5}, "expected a tolerance above 0 and at most 1; got 1.5"),
+        ({"backward": {"b": "e5m2"}}, "expected backward of modules that formats names; got 'b'"),
+        ({"predicted": {"b": {}}}, "expected predicted of modules that formats names; got 'b'"),
+        ({"scales": {"a": {"forward": 2.0}}}, "expected scales of 'a' to be by weights, activations, gradients; got"),
+        ({"scales": {"a": {"weights": 5}}}, "expected scales of 'a', weights to be a power of two"),
+        ({"scales": {"m": {"weights": 2.0}}}, "one for the weights of 'm', which are in mxfp4, whose blocks have"),
+        ({"scales": {"a": {"gradients": 2.0}}, "backward": {"a": "nvfp4"}}, "the gradients of 'a', which are in nvfp4"),
+        ({"predicted": {"a": {"weights": (0.5, 0.1, 1.0)}}}, "as three rising fractions"),
+        ({"predicted": {"a": {"weights": (0.1, 0.2)}}}, "as three rising fractions"),
+        ({"predicted": {"a": {"weights": (0.1, 0.2, 1.1)}}}, "as three rising fractions"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields, message):
+    with pytest.raises(ArgumentError, match=f"Plan: .*{message}"):
+        Plan(**({"target": "fp8", "formats": {"a": "e4m3", "m": "mxfp4"}} | fields))
 
 
 def test_a_missing_file_is_pythons_own_error(tmp_path):

@@ -1,6 +1,7 @@
 """What a number format can hold. This room imports no torch.
 
-`get(name)` finds a format; `Format`, `BlockFormat` and `Plan` are the records; the constants are the catalogue.
+`get(name)` finds a format; `Format`, `BlockFormat`, `Plan` and `ModulePlan` are the records; the constants are the
+catalogue.
 """
 
 from plimsoll.formats._block import BlockFormat as BlockFormat
@@ -31,4 +32,4 @@ from plimsoll.formats._catalogue import (
     get_element as get_element,
 )
 from plimsoll.formats._format import Format as Format, Specials as Specials
-from plimsoll.formats._plan import Plan as Plan
+from plimsoll.formats._plan import ROLES as ROLES, ModulePlan as ModulePlan, Plan as Plan, Role as Role

@@ -1,29 +1,78 @@
-"""The record of a precision plan: which modules of a model run in which format, as a TOML file that people can edit."""
+"""The record of a precision plan: which modules of a model compute in which formats, and at which scales.
+
+Its file is `_plan_file`'s.
+"""
 
 import fnmatch
-import json
+import math
 import os
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats._block import BlockFormat
 from plimsoll.formats._catalogue import get
 from plimsoll.formats._format import Format
 
-SCHEMA = 1
+Role = Literal["weights", "activations", "gradients"]  # what a module multiplies
+ROLES: tuple[Role, ...] = get_args(Role)
+
+Loss = tuple[float, float, float]  # a fraction of values: at least, about, at most
+
+
+# The format of gradients beside a forward format that keeps more digits than range; others serve both ways.
+_PARTNERS = {"e4m3": "e5m2", "e4m3fnuz": "e5m2fnuz"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlan:
+    """What is said of one module: the names of its formats, forward and backward, and its scales.
+
+    Scales are powers of two by which weights, activations and gradients are multiplied before they are cast; None: none
+    of their own.
+    """
+
+    forward: str
+    backward: str
+    weights: float | None = None
+    activations: float | None = None
+    gradients: float | None = None
+
+    @classmethod
+    def of(cls, forward: object, backward: object | None = None, **scales: float) -> "ModulePlan":
+        """That of a format, with the format for gradients that goes with it: e5m2 with e4m3, else the same.
+
+        >>> ModulePlan.of("e4m3").backward, ModulePlan.of("bf16").backward
+        ('e5m2', 'bf16')
+        """
+        name = get(forward).name
+        return cls(
+            forward=name, backward=_PARTNERS.get(name, name) if backward is None else get(backward).name, **scales
+        )
+
+    @property
+    def scales(self) -> dict[Role, float]:
+        """The scales that there are, by role."""
+        found: dict[Role, float | None] = {role: getattr(self, role) for role in ROLES}
+        return {role: scale for role, scale in found.items() if scale is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Module names, or globs over them, to format names.
+    """Module names, or globs over them, to format names; and what else is known of these modules.
 
-    `target` is the precision that was planned for; `default` is the format of modules that nothing matches (None: left
-    as they are); `source` says where the plan came from, as a run's path; `notes` say why, by the same names as
-    `formats`. The mappings are kept as they are given: hand over ones that nobody changes afterwards.
+    - `target`: the precision that was planned for. `default`: the format of modules that nothing matches (None: left as
+      they are). `source`: where the plan came from, as a run's path.
+    - `formats`: the format that a module computes in; `backward`: that of its gradients, where it is another than the
+      one that goes with it (e5m2 with e4m3, else the same).
+    - `scale`: the loss scale to begin with. `scales`: of a module, powers of two for "weights", "activations" and
+      "gradients". Gradients' scales are of the true gradients, without the loss scale.
+    - `predicted`: of a module's weights, activations and gradients the fraction that these formats lose: at least,
+      about, at most. `tolerance`: what was allowed.
+    - `notes`: why, by the same names as `formats`; `remarks`: on the plan as a whole.
+
+    The mappings are kept as they are given: hand over ones that nobody changes afterwards.
 
     >>> plan = Plan(target="fp8", formats={"blocks.*.mlp": "e4m3", "blocks.0.mlp": "bf16"}, default="bf16")
     >>> plan.format_for("blocks.0.mlp").name, plan.format_for("blocks.1.mlp").name, plan.format_for("head").name
@@ -35,73 +84,155 @@ class Plan:
     default: str | None = None
     source: str | None = None
     notes: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    backward: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    scale: float | None = None
+    scales: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, "Mapping[str, float]"], hash=False)
+    predicted: Mapping[str, Mapping[str, Loss]] = field(default_factory=dict[str, "Mapping[str, Loss]"], hash=False)
+    tolerance: float | None = None
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        texts = {"target": self.target, "default": self.default or "", "source": self.source or ""}
-        for where, value in (*texts.items(), *self.formats.items(), *self.notes.items()):
-            if not (_is_text(where) and _is_text(value)):
-                raise ArgumentError(f"Plan: expected Unicode text throughout; got {where!r} = {value!r}.")
-        defaults = {} if self.default is None else {"default": self.default}
-        for where, name in (*defaults.items(), *self.formats.items()):
-            try:
-                get(name)
-            except FormatError as error:
-                raise FormatError(f"Plan: expected a format for {where!r}. {error}") from None
+        _check_texts(self)
+        _check_formats(self)
+        _check_numbers(self)
+
+    def rule_for(self, module_name: str) -> str | None:
+        """The name or glob of `formats` that holds for a module: its own name, else the first glob that matches."""
+        if module_name in self.formats:
+            return module_name
+        return next((glob for glob in self.formats if fnmatch.fnmatchcase(module_name, glob)), None)
 
     def format_for(self, module_name: str) -> Format | BlockFormat | None:
         """The format of that module: by its exact name, else the first glob that matches, else the default."""
-        name = self.formats.get(module_name)
-        if name is None:
-            globs = (glob for glob in self.formats if fnmatch.fnmatchcase(module_name, glob))
-            first = next(globs, None)
-            name = self.default if first is None else self.formats[first]
-        return None if name is None else get(name)
+        found = self.module(module_name)
+        return None if found is None else get(found.forward)
+
+    def module(self, module_name: str) -> ModulePlan | None:
+        """All that the plan says of a module; None where it is left as it is."""
+        rule = self.rule_for(module_name)
+        if rule is None:
+            return None if self.default is None else ModulePlan.of(self.default)
+        return ModulePlan.of(self.formats[rule], self.backward.get(rule), **self.scales.get(rule, {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as TOML, whole or not at all."""
-        single = {"schema": SCHEMA, "target": self.target, "default": self.default, "source": self.source}
-        lines = [f"{key} = {_toml(value)}" for key, value in single.items() if value is not None]
-        for title, table in (("formats", self.formats), ("notes", self.notes)):
-            lines += ["", f"[{title}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in table.items())]
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        beside.replace(target)
+        """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""
+        from plimsoll.formats import _plan_file
+
+        _plan_file.write(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Reads a plan that `save` or a person wrote; `ArgumentError` for a file that is no plan."""
+        from plimsoll.formats import _plan_file
+
+        return cls(**_plan_file.read(path))
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan as JSON-able data."""
+        return {
+            "target": self.target,
+            "source": self.source,
+            "default": self.default,
+            "scale": self.scale,
+            "tolerance": self.tolerance,
+            "remarks": list(self.remarks),
+            "modules": {
+                name: {
+                    "forward": fmt,
+                    "backward": self.backward.get(name),
+                    "scales": dict(self.scales.get(name, {})),
+                    "predicted": {
+                        role: dict(zip(("low", "estimate", "high"), loss, strict=True))
+                        for role, loss in self.predicted.get(name, {}).items()
+                    },
+                    "note": self.notes.get(name),
+                }
+                for name, fmt in self.formats.items()
+            },
+        }
+
+
+def _check_texts(plan: Plan) -> None:
+    texts: dict[Any, Any] = {"target": plan.target, "default": plan.default or "", "source": plan.source or ""}
+    named = [*plan.formats.items(), *plan.notes.items(), *plan.backward.items()]
+    for where, value in (*texts.items(), *named, *(("remarks", remark) for remark in plan.remarks)):
+        if not (_is_text(where) and _is_text(value)):
+            raise ArgumentError(f"Plan: expected Unicode text throughout; got {where!r} = {value!r}.")
+
+
+def _check_formats(plan: Plan) -> None:
+    defaults = {} if plan.default is None else {"default": plan.default}
+    for where, name in (*defaults.items(), *plan.formats.items(), *plan.backward.items()):
         try:
-            content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"Plan.load: expected a TOML file; got {os.fspath(path)}. {error}.") from error
-        schema = content.pop("schema", SCHEMA)
-        reason = _why_damaged(content, schema)
-        if reason is not None:
-            raise ArgumentError(f"Plan.load: expected {reason}; got {os.fspath(path)}. Save the plan again.")
-        return cls(**content)
+            get(name)
+        except FormatError as error:
+            raise FormatError(f"Plan: expected a format for {where!r}. {error}") from None
+    for title in ("backward", "scales", "predicted"):
+        strange = [name for name in getattr(plan, title) if name not in plan.formats]
+        if strange:
+            raise ArgumentError(
+                f"Plan: expected {title} of modules that formats names; got {strange[0]!r}. Give it a format too, or "
+                f"take it out of {title}."
+            )
+
+
+def _check_numbers(plan: Plan) -> None:
+    if plan.scale is not None:
+        _check_power("scale", plan.scale)
+    if plan.tolerance is not None and not (_is_number(plan.tolerance) and 0 < plan.tolerance <= 1):
+        raise ArgumentError(
+            f"Plan: expected a tolerance above 0 and at most 1; got {plan.tolerance!r}. It is the fraction of a "
+            "module's values that may be lost."
+        )
+    for name, scales in plan.scales.items():
+        _check_roles("scales", name, scales)
+        for role, scale in scales.items():
+            _check_power(f"scales of {name!r}, {role}", scale)
+            _check_scalable(plan, name, role)
+    for name, losses in plan.predicted.items():
+        _check_roles("predicted", name, losses)
+        for role, loss in losses.items():
+            _check_loss(name, role, loss)
+
+
+def _check_roles(title: str, name: str, given: Any) -> None:
+    if not isinstance(given, Mapping) or set(cast("Mapping[Any, Any]", given)) - set(ROLES):
+        raise ArgumentError(
+            f"Plan: expected {title} of {name!r} to be by {', '.join(ROLES)}; got {given!r}. Name some of these."
+        )
+
+
+def _check_power(what: str, scale: Any) -> None:
+    exact = _is_number(scale) and math.isfinite(scale) and scale > 0 and math.frexp(scale)[0] == 0.5
+    if not exact or not 2.0**-126 <= scale <= 2.0**127:
+        raise ArgumentError(
+            f"Plan: expected {what} to be a power of two from 2^-126 to 2^127; got {scale!r}. Write 1024.0, or "
+            '"2^10" in a file.'
+        )
+
+
+def _check_scalable(plan: Plan, name: str, role: str) -> None:
+    fmt = get(plan.backward.get(name, plan.formats[name]) if role == "gradients" else plan.formats[name])
+    if isinstance(fmt, BlockFormat):
+        raise ArgumentError(
+            f"Plan: expected scales with element formats; got one for the {role} of {name!r}, which are in {fmt.name}, "
+            "whose blocks have scales of their own. Leave it out."
+        )
+
+
+def _check_loss(name: str, role: str, loss: object) -> None:
+    numbers = cast("tuple[Any, ...]", loss) if isinstance(loss, tuple) else ()
+    if len(numbers) != 3 or not all(map(_is_number, numbers)) or not 0 <= numbers[0] <= numbers[1] <= numbers[2] <= 1:
+        raise ArgumentError(
+            f"Plan: expected what is predicted of {name!r}, {role}, as three rising fractions (at least, about, at "
+            f"most); got {loss!r}. Correct it, or take it out."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:
     """Whether it is a string that a UTF-8 file can hold (a lone surrogate cannot be written)."""
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
-
-
-def _toml(value: object) -> str:
-    """A string or integer in TOML: JSON's own form, but for the delete character, which TOML wants escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _why_damaged(content: dict[str, Any], schema: object) -> str | None:
-    if schema != SCHEMA:
-        return f"schema {SCHEMA}, the one that this version reads (found {schema!r})"
-    known = {spec.name: spec for spec in fields(Plan)}
-    strange = sorted(content.keys() - known.keys())
-    if strange:
-        return f"the fields {', '.join(known)} (found {', '.join(strange)})"
-    missing = sorted({"target", "formats"} - content.keys())
-    if missing:
-        return f"the fields target and formats (missing {', '.join(missing)})"
-    tables = {"formats", "notes"}
-    wrong = sorted(key for key, value in content.items() if isinstance(value, dict) != (key in tables))
-    return f"formats and notes to be tables, and all else text (wrong: {', '.join(wrong)})" if wrong else None

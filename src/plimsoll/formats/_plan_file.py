@@ -1,0 +1,147 @@
+"""A plan's file: TOML that a person can read and edit, one line a module in each table.
+
+Everything but the target and the table of formats may be missing, so files of earlier versions are read as they are.
+Powers of two are written as text ("2^-7"), and read as text or as numbers.
+"""
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from plimsoll.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from plimsoll.formats._plan import Plan
+
+SCHEMA = 1
+_TEXTS, _NUMBERS, _LISTS = ("target", "default", "source"), ("scale", "tolerance"), ("remarks",)
+_TABLES = ("formats", "backward", "scales", "predicted", "notes")
+_POWER = re.compile(r"2\^(-?\d{1,4})")
+_COMMENTS = {
+    "": "Which modules of a model compute in which formats: for plimsoll.prepare and plimsoll.emulate.\n"
+    "# Names are modules or globs over them; a module's own name counts first, then the first glob that matches.",
+    "formats": "what a module computes in",
+    "backward": "what its gradients are cast to, where that is another format",
+    "scales": "what values are multiplied by before they are cast",
+    "predicted": "the fraction of the values that is lost: at least, about, at most",
+    "notes": "why",
+}
+
+
+def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
+    """Writes the plan, whole or not at all."""
+    single = {"schema": SCHEMA, "target": plan.target, "default": plan.default, "source": plan.source}
+    lines = [f"# {_COMMENTS['']}", *(f"{key} = {_toml(value)}" for key, value in single.items() if value is not None)]
+    lines += [] if plan.scale is None else [f"scale = {_power(plan.scale)}  # of the loss, to begin with"]
+    lines += [] if plan.tolerance is None else [f"tolerance = {plan.tolerance!r}"]
+    lines += ["remarks = [", *(f"    {_toml(remark)}," for remark in plan.remarks), "]"] if plan.remarks else []
+    for title in _TABLES:
+        table: Mapping[str, Any] = getattr(plan, title)
+        if table or title == "formats":
+            lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
+            lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    beside.replace(target)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of the plan in a file; `ArgumentError` for a file that is no plan."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"Plan.load: expected a TOML file; got {os.fspath(path)}. {error}.") from error
+    schema = content.pop("schema", SCHEMA)
+    reason = _why_damaged(content, schema)
+    if reason is not None:
+        raise ArgumentError(f"Plan.load: expected {reason}; got {os.fspath(path)}. Save the plan again.")
+    return _fields(content)
+
+
+def _value(title: str, value: Any) -> str:
+    if title == "scales":
+        return _inline({role: _power(scale) for role, scale in value.items()})
+    if title == "predicted":
+        return _inline({role: f"[{', '.join(repr(float(part)) for part in loss)}]" for role, loss in value.items()})
+    return _toml(value)
+
+
+def _inline(pairs: Mapping[str, str]) -> str:
+    return f"{{ {', '.join(f'{key} = {value}' for key, value in pairs.items())} }}" if pairs else "{}"
+
+
+def _power(scale: float) -> str:
+    return f'"2^{math.frexp(scale)[1] - 1}"'
+
+
+def _toml(value: object) -> str:
+    """A string or integer in TOML: JSON's own form, but for the delete character, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _why_damaged(content: Mapping[str, Any], schema: object) -> str | None:
+    from plimsoll.formats._plan import Plan
+
+    if schema != SCHEMA:
+        return f"schema {SCHEMA}, the one that this version reads (found {schema!r})"
+    known = [spec.name for spec in fields(Plan)]
+    strange = sorted(content.keys() - set(known))
+    if strange:
+        return f"the fields {', '.join(known)} (found {', '.join(strange)})"
+    missing = sorted({"target", "formats"} - content.keys())
+    if missing:
+        return f"the fields target and formats (missing {', '.join(missing)})"
+    wrong = sorted(key for key, value in content.items() if not _is_of_its_kind(key, value))
+    if not wrong:
+        return None
+    return (
+        f"{', '.join(_TABLES[:-1])} and {_TABLES[-1]} to be tables, scale and tolerance numbers, remarks a list, and "
+        f"all else text (wrong: {', '.join(wrong)})"
+    )
+
+
+def _is_of_its_kind(key: str, value: object) -> bool:
+    if key in _TABLES:
+        return isinstance(value, dict)
+    return isinstance(value, list) if key in _LISTS else not isinstance(value, dict | list)
+
+
+def _fields(content: dict[str, Any]) -> dict[str, Any]:
+    result = dict(content)
+    if "scale" in result:
+        result["scale"] = _number(result["scale"])
+    if "remarks" in result:
+        result["remarks"] = tuple(result["remarks"])
+    if "scales" in result:
+        result["scales"] = {name: _each(table, _number) for name, table in result["scales"].items()}
+    if "predicted" in result:
+        result["predicted"] = {name: _each(table, _tuple) for name, table in result["predicted"].items()}
+    return result
+
+
+def _each(table: Any, made: Any) -> Any:
+    """A table with its values made; what is no table is left for the record to refuse."""
+    return (
+        {key: made(value) for key, value in cast("dict[str, Any]", table).items()} if isinstance(table, dict) else table
+    )
+
+
+def _number(value: Any) -> Any:
+    """``"2^10"`` as 1024.0; anything else as it is, for the record to refuse."""
+    if isinstance(value, str):
+        match = _POWER.fullmatch(value.strip())
+        return math.ldexp(1.0, int(match[1])) if match and abs(int(match[1])) < 1000 else value
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _tuple(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return tuple(float(x) if isinstance(x, int) and not isinstance(x, bool) else x for x in cast("list[Any]", value))
