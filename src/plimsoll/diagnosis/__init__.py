@@ -9,6 +9,8 @@ from plimsoll.diagnosis._diagnose import (
     diagnose as diagnose,
     with_thresholds as with_thresholds,
 )
+from plimsoll.diagnosis._diff import diff as diff
+from plimsoll.diagnosis._divergence import Divergence as Divergence, Parting as Parting
 from plimsoll.diagnosis._finding import (
     SEVERITIES as SEVERITIES,
     Action as Action,

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.formats import Format, get_element
-from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum._population import BINADE
 
 _FLOOR_OF_FP32 = -126  # formats whose smallest value is above this power of two can be the ones to lose a value
@@ -147,15 +146,9 @@ class Narrow:
     @cached_property
     def _tail(self) -> tuple[Floats, Floats]:
         """Of each row, the values from the format's floor q to 4q, and from there to 16q."""
-        cells = self.cells
-        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[cells.format] - self._lift
-        counts = [self._below_binade(quantum + up) for up in (0, 2, 4)]
+        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[self.cells.format] - self._lift
+        counts = [self.cells.below_binade(quantum + up) for up in (0, 2, 4)]
         return (counts[1] - counts[0]).astype(np.float64), (counts[2] - counts[1]).astype(np.float64)
-
-    def _below_binade(self, binade: NDArray[np.int64]) -> NDArray[np.int64]:
-        cells = self.cells
-        place = np.clip(np.maximum(binade, layout.LOWEST_BINADE) - cells.lowest, 0, cells.length)
-        return cells.running[cells.start[:-1] + place] - cells.running[cells.start[:-1]]
 
 
 def share(lost: Floats, nonzero: Floats) -> Floats:
