@@ -1,0 +1,67 @@
+// What the server says, as data; what it refuses, as a sentence and what to do.
+
+const ADVICE = {
+  0: "It may have been stopped: start it again with plimsoll serve. This page tries again by itself.",
+  401: "Open the address that plimsoll serve printed; it holds the token.",
+  403: "Open the address that plimsoll serve printed.",
+  404: "It may have been moved or deleted. See the list of runs.",
+  409: "It changed while it was read. This page tries again by itself.",
+  503: "The server is busy. This page tries again by itself.",
+};
+
+/** A request that failed: `status` (0: no answer), a message, and `advice`. */
+export class Problem extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+    this.advice = ADVICE[status] ?? (status >= 500 ? "See what plimsoll serve has printed." : "");
+  }
+}
+
+/** The address of a part of the API. */
+export function address(segments, values = {}) {
+  const path = segments.map((segment) => encodeURIComponent(segment)).join("/");
+  const kept = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const search = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
+  return `/api/${path}${search ? `?${search}` : ""}`;
+}
+
+/** The data at an address. Raises `Problem`; an aborted request raises its `AbortError`. */
+export async function get(path, signal) {
+  let answer;
+  try {
+    answer = await fetch(path, { signal, headers: { accept: "application/json" }, credentials: "same-origin" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, "The server does not answer.");
+  }
+  const data = await answer.json().catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return null;
+  });
+  if (answer.ok && data !== null) return data;
+  throw new Problem(answer.status, data?.error ?? `The server answered ${answer.status} ${answer.statusText}.`);
+}
+
+/** Asks one question after another, of which the latest alone is answered: older ones are given up. */
+export class Latest {
+  #asked = null;
+
+  /** The data, or null where a later question (or `drop`) came in between. */
+  async ask(path) {
+    this.#asked?.abort();
+    const mine = (this.#asked = new AbortController());
+    try {
+      const data = await get(path, mine.signal);
+      return this.#asked === mine ? data : null;
+    } catch (error) {
+      if (error.name === "AbortError" || this.#asked !== mine) return null;
+      throw error;
+    }
+  }
+
+  drop() {
+    this.#asked?.abort();
+    this.#asked = null;
+  }
+}

@@ -1,0 +1,40 @@
+// Keys: each view says which it takes and what they do; `?` shows them.
+
+import { el } from "./dom.js";
+
+const TYPED = new Set(["INPUT", "SELECT", "TEXTAREA"]);
+const PRESSED = new Set(["BUTTON", "SUMMARY", "A", "INPUT", "SELECT"]); // the space bar is theirs
+const SHOWN = { " ": "Space", ArrowDown: "\u2193", ArrowUp: "\u2191", Enter: "Enter", Escape: "Esc" };
+
+let bindings = [];
+
+/** Takes keys: a list of `{ keys: ["j", "ArrowDown"], says, act }`. Gives back how to leave them. */
+export function take(list) {
+  bindings = [...bindings, ...list];
+  return () => {
+    bindings = bindings.filter((binding) => !list.includes(binding));
+  };
+}
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+  const target = event.target instanceof Element ? event.target : document.body;
+  if (target.closest("dialog")) return;
+  if (TYPED.has(target.tagName) && event.key !== "Escape") return;
+  if (event.key === " " && PRESSED.has(target.tagName)) return;
+  const binding = bindings.find(({ keys }) => keys.includes(event.key));
+  if (binding && binding.act(event) !== false) event.preventDefault();
+}
+
+/** Begins to listen; `dialog` shows the keys that are taken. */
+export function listen(dialog, list, button) {
+  const show = () => {
+    list.replaceChildren(...bindings.filter(({ says }) => says).flatMap(({ keys, says }) => [
+      el("dt", {}, keys.map((key, i) => [i ? " or " : "", el("kbd", {}, SHOWN[key] ?? key)])), el("dd", {}, says),
+    ]));
+    if (!dialog.open) dialog.showModal();
+  };
+  take([{ keys: ["?"], says: "Show these keys", act: show }]);
+  button.addEventListener("click", show);
+  document.addEventListener("keydown", pressed);
+}

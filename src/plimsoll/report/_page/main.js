@@ -1,0 +1,67 @@
+// The page: which view an address means, and what surrounds every view.
+
+import { ComparePage } from "./compare.js";
+import { el, named, say } from "./dom.js";
+import { listen, take } from "./keys.js";
+import { ListPage } from "./list.js";
+import { parse, to } from "./router.js";
+import { RunPage } from "./run.js";
+import { switchBy } from "./theme.js";
+
+const PAGES = { list: ListPage, run: RunPage, compare: ComparePage };
+const byId = (id) => document.getElementById(id);
+
+/** What a view may say to the page around it. */
+const frame = {
+  main: byId("content"),
+  pause: byId("pause"),
+  /** The document's title, and the trail: pairs of a text and an address (null: here). */
+  place(title, trail) {
+    document.title = `${title} - Plimsoll`;
+    const steps = [["Plimsoll", trail.length ? to.list() : null], ...trail];
+    byId("trail").replaceChildren(...steps.map(([text, address], index) => {
+      const content = named(text, index ? 48 : 20);
+      return el("li", {}, address === null ? el("span", { "aria-current": "page" }, content) : el("a", { href: address }, content));
+    }));
+  },
+  /** The live sign: "live", "paused", "ended", "lost" or "" (none). */
+  live(state) {
+    const words = { live: "Live", paused: "Paused", ended: "Ended", idle: "Not closed", lost: "Reconnecting\u2026" };
+    byId("live").dataset.state = state;
+    say(byId("live"), words[state] ?? "");
+  },
+};
+
+class NothingPage {
+  constructor(around) {
+    around.place("No such page", []);
+    around.live("");
+    around.main.replaceChildren(el("section", { class: "view" },
+      el("h1", {}, "There is no such page"),
+      el("p", {}, "This address means nothing here. ", el("a", { href: to.list() }, "See the list of runs"), ".")));
+  }
+  takes() { return false; }
+  close() {}
+}
+
+let shown = null;
+
+function go() {
+  const route = parse(location.hash);
+  if (shown?.takes(route)) return shown.go(route);
+  shown?.close();
+  frame.pause.hidden = true;
+  const Page = PAGES[route.view] ?? NothingPage;
+  shown = new Page(frame, route);
+  scrollTo(0, 0);
+}
+
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address is the view's
+  frame.main.focus();
+});
+switchBy(byId("theme"));
+listen(byId("keys-dialog"), byId("keys-list"), byId("keys"));
+take([{ keys: ["u"], says: "Up to the list of runs", act: () => { location.hash = to.list(); } }]);
+addEventListener("hashchange", go);
+go();

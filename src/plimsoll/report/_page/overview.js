@@ -1,0 +1,234 @@
+// The overview: the findings, the one that is chosen with its figure, and the four pictures of the run.
+
+import { address } from "./api.js";
+import { clean, el, keep, named, say } from "./dom.js";
+import { take } from "./keys.js";
+import { Picture } from "./picture.js";
+import { replace, to } from "./router.js";
+import { badge, many, number, title, whole } from "./words.js";
+
+const STATISTICS = {
+  underflow: "underflow", zero: "zeros", nonfinite: "non-finite values", headroom: "room to the top", norm: "norm",
+  rms: "root mean square", std: "standard deviation", absmean: "mean size", absmax: "largest value",
+};
+const SPOTS = 12; // layers of a finding that are listed
+
+const keyOf = (finding) => `${finding.rule}|${finding.collection}|${finding.since_step}`;
+
+export class OverviewPart {
+  constructor(page) {
+    this.page = page;
+    this.chosen = null; // the key of the finding that is shown; its index may change while the run goes on
+    this.list = el("ol", { class: "findings" });
+    this.none = el("p", { class: "soft" });
+    this.detail = el("section", { class: "finding", "aria-label": "The finding" });
+    this.figure = new Picture({
+      address: () => this.#figure(), question: () => `finding ${this.chosen}`, onPick: (point) => this.#picked(point),
+    });
+    this.#pictures();
+    this.found = el("div", { class: "found" },
+      el("section", { "aria-labelledby": "findings-title" }, el("h2", { id: "findings-title" }, "Findings"), this.none, this.list), this.detail);
+    this.element = el("div", {}, this.found,
+      el("section", { class: "pictures", "aria-labelledby": "pictures-title" }, el("h2", { id: "pictures-title" }, "The run in pictures"),
+        this.loss.element, this.heat.element, this.scale.element, this.spectrogram.element));
+    this.leaveKeys = take([
+      { keys: ["j", "ArrowDown"], says: "Next finding", act: (event) => this.#move(event, 1) },
+      { keys: ["k", "ArrowUp"], says: "Finding before", act: (event) => this.#move(event, -1) },
+    ]);
+  }
+
+  close() {
+    this.leaveKeys();
+    for (const picture of this.#all()) picture.close();
+  }
+
+  go(route) {
+    const { findings } = this.page.run.summary;
+    const index = route.part === "finding" ? route.finding : 0;
+    this.unknown = route.part === "finding" && index >= findings.length;
+    this.chosen = findings[index] ? keyOf(findings[index]) : null;
+    this.#choose();
+    if (route.part === "finding" && this.chosen) this.#reveal();
+  }
+
+  /** Shows what is new in the run. */
+  renew(run) {
+    this.run = run;
+    const { findings } = run.summary;
+    say(this.none, findings.length ? "" : nothing(run.summary));
+    this.none.hidden = findings.length > 0;
+    keep(this.list, findings, keyOf, (finding) => this.#item(finding), (node, finding, index) => this.#fillItem(node, finding, index));
+    this.#controls();
+    if (this.chosen === null && findings.length) this.chosen = keyOf(findings[0]);
+    if (this.shownOnce) this.#choose();
+    for (const picture of this.#all()) picture.refresh();
+  }
+
+  #all() { return [this.figure, this.loss, this.heat, this.scale, this.spectrogram]; }
+
+  #index() { return this.run.summary.findings.findIndex((finding) => keyOf(finding) === this.chosen); }
+
+  #at(figure, values) { return address(["runs", this.page.id, "figure", figure], values); }
+
+  #figure() {
+    const index = this.run ? this.#index() : -1;
+    return index < 0 ? null : this.#at(this.run.summary.findings[index].figure, { finding: index });
+  }
+
+  #pictures() {
+    this.loss = new Picture({ address: () => this.#at("loss_and_scale"), question: () => "loss" });
+    this.statistic = el("select", { id: "heat-statistic", onchange: () => this.heat.refresh() },
+      Object.entries(STATISTICS).map(([value, text]) => el("option", { value }, text)));
+    this.collection = el("select", { id: "heat-collection", onchange: () => this.heat.refresh() });
+    this.heat = new Picture({
+      address: () => (this.collection.value ? this.#at("heatmap", { statistic: this.statistic.value, collection: this.collection.value }) : null),
+      question: () => `heat ${this.statistic.value} ${this.collection.value}`,
+      onPick: (point) => this.#picked(point),
+      hint: "Choose a row to see where that layer\u2019s values lie.",
+    });
+    this.heat.heading.after(el("p", { class: "controls" },
+      el("label", { for: "heat-statistic" }, "Show"), this.statistic, el("label", { for: "heat-collection" }, "of"), this.collection));
+    this.scale = new Picture({ address: () => this.#at("scale_window"), question: () => "window" });
+    this.spectrogram = new Picture({
+      address: () => this.#shownTensor() && this.#at("spectrogram", this.#shownTensor()),
+      question: () => JSON.stringify(this.#shownTensor()),
+    });
+    this.other = el("p", { class: "controls" });
+    this.spectrogram.heading.after(this.other);
+  }
+
+  /** The collections that there are, without losing the choice. */
+  #controls() {
+    const collections = Object.keys(this.run.collections);
+    const before = this.collection.value;
+    keep(this.collection, collections, (name) => name, (name) => el("option", { value: name }, title(name)));
+    const first = ["gradients", "activation_gradients"].find((name) => collections.includes(name)) ?? collections[0] ?? "";
+    this.collection.value = collections.includes(before) ? before : first;
+    const tensor = this.#shownTensor();
+    this.spectrogram.element.hidden = tensor === null;
+    if (tensor) {
+      const link = el("a", { href: to.tensor(this.page.id, tensor.collection, tensor.name) }, "Choose another tensor, or its formats");
+      if (this.other.firstElementChild?.getAttribute("href") !== link.getAttribute("href")) this.other.replaceChildren(link);
+    }
+  }
+
+  /** The tensor that tells most: the worst of the gravest finding that names one, else the first there is. */
+  #shownTensor() {
+    if (!this.run) return null;
+    const { collections, summary } = this.run;
+    const telling = summary.findings.find((f) => f.where.length && (collections[f.collection] ?? []).includes(f.where[0]));
+    if (telling) return { collection: telling.collection, name: telling.where[0] };
+    const collection = ["gradients", ...Object.keys(collections)].find((name) => collections[name]?.length);
+    return collection ? { collection, name: collections[collection][0] } : null;
+  }
+
+  #item() {
+    const mark = el("span");
+    const name = el("span", { class: "finding-name" });
+    const since = el("span", { class: "soft since" });
+    const where = el("span", { class: "soft where" });
+    const node = el("li", {}, el("a", {}, mark, name, since, where));
+    node.parts = { mark, name, since, where };
+    return node;
+  }
+
+  #fillItem(node, finding, index) {
+    const { mark, name, since, where } = node.parts;
+    node.firstElementChild.setAttribute("href", to.finding(this.page.id, index));
+    if (mark.dataset.state !== finding.severity) mark.replaceChildren(badge(finding.severity));
+    mark.dataset.state = finding.severity;
+    say(name, title(finding.rule));
+    say(since, `since step ${whole(finding.since_step)}`);
+    const [first, ...rest] = finding.where;
+    const text = first === undefined ? "the whole run" : JSON.stringify([first, rest.length]);
+    if (where.dataset.text !== text) {
+      where.replaceChildren(...(first === undefined ? [text] : [named(first, 40), rest.length ? ` and ${rest.length} more` : ""]));
+    }
+    where.dataset.text = text;
+  }
+
+  /** Marks the chosen finding in the list and tells all of it. */
+  #choose() {
+    this.shownOnce = true;
+    const index = this.#index();
+    const finding = this.run.summary.findings[index];
+    for (const [place, node] of [...this.list.children].entries()) {
+      node.firstElementChild.toggleAttribute("aria-current", place === index);
+    }
+    this.detail.hidden = this.unknown !== true && !finding;
+    this.found.classList.toggle("single", this.detail.hidden);
+    if (this.unknown) return this.detail.replaceChildren(el("p", { class: "note" }, "There is no such finding (any more). Choose one from the list."));
+    if (!finding) return;
+    if (this.page.route.part === "finding" && this.page.route.finding !== index) {
+      this.page.route.finding = index; // a graver one came before it
+      replace(to.finding(this.page.id, index));
+    }
+    const told = JSON.stringify(finding);
+    if (this.told === told && this.detail.contains(this.figure.element)) return;
+    const focused = this.detail.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    this.told = told;
+    this.detail.dataset.key = this.chosen;
+    const body = this.#body(finding);
+    if (this.detail.contains(this.figure.element)) this.detail.firstElementChild.replaceWith(body);
+    else this.detail.replaceChildren(body, this.figure.element);
+    this.figure.refresh();
+    if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  }
+
+  #body(finding) {
+    const { id } = this.page;
+    const evidence = Object.entries(finding.evidence).map(([name, value]) =>
+      el("div", {}, el("dt", {}, clean(title(name))), el("dd", {}, typeof value === "number" ? number(value) : clean(value).slice(0, 200))));
+    const spots = finding.spots.slice(0, SPOTS).map((spot) => el("li", {}, this.#tensorLink(finding.collection, spot.name),
+      el("span", { class: "soft" }, ` since step ${whole(spot.since_step)}, ${number(spot.value)}`)));
+    const left = finding.spots.length - spots.length;
+    return el("div", { class: "finding-body" },
+      el("h2", {}, title(finding.rule)),
+      el("p", { class: "soft" }, `Since step ${whole(finding.since_step)}`, finding.until_step > finding.since_step ? ` until step ${whole(finding.until_step)}` : "",
+        finding.where.length ? `, in ${many(finding.where.length, "layer")}` : ""),
+      el("p", { class: "meaning" }, clean(finding.meaning)),
+      el("p", { class: "advice" }, el("strong", {}, "What to do. "), clean(finding.advice)),
+      evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
+      spots.length ? el("h3", {}, "Where") : null,
+      spots.length ? el("ul", { class: "spots" }, spots, left > 0 ? el("li", { class: "soft" }, `and ${left} more`) : null) : null,
+      finding.collection === "gradients" ? el("p", {}, el("a", { href: to.whatif(id, { collection: finding.collection }) }, "What another format or scale would make of it")) : null);
+  }
+
+  #tensorLink(collection, name) {
+    const there = (this.run.collections[collection] ?? []).includes(name);
+    return there ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(name, 56)) : named(name, 56);
+  }
+
+  #picked(point) {
+    const tensor = tensorOf(point, this.run.collections);
+    if (tensor) location.hash = to.tensor(this.page.id, tensor.collection, tensor.name);
+  }
+
+  #move(event, by) {
+    const links = [...this.list.querySelectorAll("a")];
+    const arrow = event.key.startsWith("Arrow");
+    if (!links.length || (arrow && !this.list.contains(document.activeElement))) return false; // the arrows scroll
+    const here = links.indexOf(document.activeElement);
+    const now = here >= 0 ? here : this.#index();
+    links[Math.min(Math.max(now + by, 0), links.length - 1)].focus();
+  }
+
+  /** On a narrow page the finding is below the list: it is brought into view. */
+  #reveal() {
+    const { top } = this.detail.getBoundingClientRect();
+    if (top > innerHeight * 0.8 || top < 0) this.detail.scrollIntoView({ block: "start" });
+  }
+}
+
+/** The tensor that a clicked point of a figure stands for, as the figure's `meta` says; null for none. */
+export function tensorOf(point, collections) {
+  const { collection, rows, name } = point.meta ?? {};
+  const row = Array.isArray(point.pointIndex) ? point.pointIndex[0] : point.pointIndex;
+  const found = Array.isArray(rows) ? rows[row] : name;
+  return (collections[collection] ?? []).includes(found) ? { collection, name: found } : null;
+}
+
+function nothing(summary) {
+  if (summary.state === "empty") return "Nothing was recorded yet. New samples appear by themselves.";
+  return "None: no rule has anything to say about this run.";
+}

@@ -1,0 +1,141 @@
+// A figure: what the API gives, drawn by Plotly in the theme that is shown, renewed without losing the zoom.
+
+import { Latest } from "./api.js";
+import { el, say } from "./dom.js";
+import { onTheme, theme } from "./theme.js";
+
+// Both come from the server: the file of the installed plotly package, and plimsoll.report.TEMPLATES.
+const PLOTLY = "/assets/plotly.min.js";
+const TEMPLATES = "/assets/templates.json";
+const CONFIG = {
+  displaylogo: false,
+  responsive: true,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+};
+
+let loading = null;
+
+/** Plotly and the templates, fetched once, when the first figure is looked at. */
+function tools() {
+  loading ??= Promise.all([script(PLOTLY), fetch(TEMPLATES).then((answer) => answer.json())]).catch((error) => {
+    loading = null;
+    throw error;
+  });
+  return loading.then(([, templates]) => ({ Plotly: globalThis.Plotly, templates }));
+}
+
+function script(source) {
+  return new Promise((done, failed) => {
+    const node = el("script", { src: source, onload: () => done(), onerror: () => failed(new Error("Plotly could not be loaded.")) });
+    document.head.append(node);
+  });
+}
+
+/** Text without Plotly's markup. The parser's document is inert: nothing in it is run, loaded or shown. */
+export function plain(markup = "") {
+  return new DOMParser().parseFromString(markup.replaceAll("<br>", " "), "text/html").body.textContent;
+}
+
+const inView = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) target.picture.looked(isIntersecting);
+}, { rootMargin: "200px" });
+
+/** A picture of its own. `address` gives the figure's address, or null for none; `question` what the zoom belongs to. */
+export class Picture {
+  #latest = new Latest();
+  #drawn = null; // the JSON that is shown
+  #visible = false;
+  #due = false;
+
+  constructor({ address = () => null, question = address, onPick = null, level = "h3", hint = null }) {
+    Object.assign(this, { address, question, onPick });
+    this.plot = el("div", { class: "plot" });
+    this.heading = el(level, { class: "picture-title" });
+    this.about = el("p", { class: "soft" });
+    this.note = el("p", { class: "note", hidden: true });
+    this.element = el("figure", { class: "picture", "aria-busy": "true" },
+      el("figcaption", {}, this.heading, this.about, hint && el("p", { class: "soft hint" }, hint)), this.plot, this.note);
+    this.element.picture = this;
+    this.leave = onTheme(() => this.#draw());
+    inView.observe(this.element);
+  }
+
+  /** Asks anew: at once if it is in view, else when it comes there. */
+  refresh() {
+    this.#due = true;
+    return this.#visible ? this.#fetch() : Promise.resolve();
+  }
+
+  /** Draws a figure that was made here. */
+  show(figure, question) {
+    this.#drawn = { ...figure, question };
+    this.element.setAttribute("aria-busy", "false");
+    return this.#draw();
+  }
+
+  looked(visible) {
+    this.#visible = visible;
+    if (visible && this.#due) this.#fetch();
+  }
+
+  close() {
+    this.leave();
+    this.#latest.drop();
+    inView.unobserve(this.element);
+    if (this.#drawn && globalThis.Plotly) globalThis.Plotly.purge(this.plot);
+  }
+
+  async #fetch() {
+    const address = this.address();
+    this.#due = false;
+    this.element.hidden = address === null;
+    if (address === null) return;
+    this.element.setAttribute("aria-busy", "true");
+    try {
+      const answer = await this.#latest.ask(address);
+      if (answer === null) return; // a later question is under way
+      this.#drawn = { ...answer.figure, question: this.question() };
+      await this.#draw();
+      this.#tell("");
+    } catch (problem) {
+      this.#tell(`${problem.message} ${problem.advice ?? ""}`.trim());
+      this.#due = problem.status === 0 || problem.status >= 500; // once it is looked at, or told, again
+    }
+    this.element.setAttribute("aria-busy", "false");
+  }
+
+  #tell(text) {
+    say(this.note, text);
+    this.note.hidden = text === "";
+    this.plot.hidden = text !== "" && this.#drawn === null;
+  }
+
+  async #draw() {
+    if (this.#drawn === null) return;
+    const { Plotly, templates } = await tools();
+    const { data, layout, question } = this.#drawn;
+    const title = plain(layout.title?.text);
+    say(this.heading, title);
+    say(this.about, plain(layout.title?.subtitle?.text));
+    this.about.hidden = this.about.textContent === "";
+    this.plot.setAttribute("role", "img");
+    this.plot.setAttribute("aria-label", `${title}. ${this.about.textContent}`);
+    const height = Math.max(layout.height ?? 380, 220) - 40;
+    this.plot.style.height = `${height}px`;
+    const shown = {
+      ...layout,
+      title: { text: "" },
+      width: undefined,
+      height: undefined,
+      autosize: true,
+      margin: { ...layout.margin, t: 44 },
+      template: templates[theme()],
+      uirevision: question,
+    };
+    await Plotly.react(this.plot, data, shown, CONFIG);
+    if (this.onPick && !this.picks) {
+      this.picks = true;
+      this.plot.on("plotly_click", ({ points: [{ pointIndex }] }) => this.onPick({ pointIndex, meta: this.#drawn.layout.meta }));
+    }
+  }
+}

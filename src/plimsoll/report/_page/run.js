@@ -1,0 +1,187 @@
+// A run: its verdict, and below it one of four parts, each with an address. Follows the run while it is written.
+
+import { address, Latest } from "./api.js";
+import { clean, el, keep, say } from "./dom.js";
+import { EventsPart } from "./events.js";
+import { take } from "./keys.js";
+import { OverviewPart } from "./overview.js";
+import { to } from "./router.js";
+import { Stream } from "./stream.js";
+import { TensorPart } from "./tensors.js";
+import { WhatIfPart } from "./whatif.js";
+import { badge, moment, number, power, whole } from "./words.js";
+
+const PARTS = { overview: OverviewPart, finding: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart };
+
+export class RunPage {
+  #latest = new Latest();
+
+  constructor(frame, route) {
+    Object.assign(this, { frame, id: route.id, route, run: null, paused: false, part: null });
+    this.#build();
+    this.leaveKeys = take([
+      { keys: [" "], says: "Pause, or follow the run again", act: () => this.pause(!this.paused) },
+      { keys: ["o"], says: "Overview", act: () => { location.hash = to.run(this.id); } },
+      { keys: ["t"], says: "Tensors", act: () => { location.hash = to.tensor(this.id); } },
+      { keys: ["w"], says: "What if", act: () => { location.hash = to.whatif(this.id); } },
+      { keys: ["e"], says: "Events and settings", act: () => { location.hash = to.events(this.id); } },
+    ]);
+    frame.pause.hidden = false;
+    frame.pause.onclick = () => this.pause(!this.paused);
+    this.stream = new Stream(address(["stream"], { run: this.id }), {
+      run: (news) => this.#hear(news),
+      again: () => this.#hear({ id: this.id, token: null }),
+      state: (state) => { this.lost = state === "lost"; this.#sign(); },
+    });
+    this.pause(false);
+    this.#place();
+    this.load();
+  }
+
+  takes(route) { return route.view === "run" && route.id === this.id; }
+
+  go(route) {
+    const before = PARTS[this.route.part];
+    this.route = route;
+    this.#place();
+    this.#nav();
+    if (!this.run) return;
+    if (before === PARTS[route.part]) this.part.go(route);
+    else this.#part();
+  }
+
+  close() {
+    this.closed = true;
+    this.leaveKeys();
+    this.frame.pause.onclick = null;
+    this.#latest.drop();
+    this.stream.close();
+    this.part?.close();
+    clearTimeout(this.timer);
+  }
+
+  /** Reads the run and renews what is shown. */
+  async load() {
+    clearTimeout(this.timer);
+    try {
+      const run = await this.#latest.ask(address(["runs", this.id]));
+      if (run === null || this.closed) return;
+      const first = this.run === null;
+      this.run = run;
+      this.#tell("");
+      this.#place();
+      this.#fill();
+      if (first || !this.part) this.#part();
+      else this.part.renew(run);
+    } catch (problem) {
+      if (problem.advice === undefined) throw problem;
+      this.#tell(problem);
+      if (problem.status !== 404 && problem.status !== 401) this.timer = setTimeout(() => this.load(), 3000);
+    }
+  }
+
+  /** While paused nothing on the page changes by itself; what came in between is shown when it follows again. */
+  pause(paused) {
+    this.paused = paused;
+    say(this.frame.pause, paused ? "Follow" : "Pause");
+    this.frame.pause.setAttribute("aria-label", paused ? "Follow the run again" : "Pause: change nothing by itself");
+    this.#sign();
+    if (!paused && this.due) { this.due = false; this.load(); }
+  }
+
+  #hear({ id, token }) {
+    if (id !== this.id || (this.run && token === this.run.token)) return;
+    if (this.paused) this.due = true;
+    else this.load();
+  }
+
+  #sign() {
+    const state = this.lost ? "lost" : this.paused ? "paused" : this.run?.summary.closed ? "ended" : "live";
+    this.frame.live(state);
+  }
+
+  #build() {
+    this.badge = el("div", { class: "badge-place" });
+    this.verdict = el("h1", { class: "verdict", "aria-live": "polite", tabindex: "-1" }, "Reading the run\u2026");
+    this.facts = el("dl", { class: "facts" });
+    this.problems = el("ul", { class: "problems", hidden: true });
+    this.note = el("p", { class: "note", role: "alert", hidden: true });
+    this.nav = el("nav", { class: "parts", "aria-label": "Parts of the run" }, el("ul"));
+    this.place = el("div", { class: "part" });
+    this.frame.main.replaceChildren(el("article", { class: "view run-view" },
+      el("header", { class: "head" }, this.badge, this.verdict, this.facts, this.problems, this.note), this.nav, this.place));
+    this.#nav();
+  }
+
+  #place() {
+    const name = clean(this.run?.name ?? this.id);
+    const state = this.run ? ` (${this.run.summary.state})` : "";
+    this.frame.place(`${name.slice(0, 80)}${state}`, [[name, null]]);
+  }
+
+  #nav() {
+    const items = [
+      ["Overview", to.run(this.id), ["overview", "finding"]], ["Tensors", to.tensor(this.id), ["tensor"]],
+      ["What if", to.whatif(this.id), ["whatif"]], ["Events", to.events(this.id), ["events"]],
+      ["Compare\u2026", to.list({ mark: this.id }), []],
+    ];
+    this.nav.firstElementChild.replaceChildren(...items.map(([text, href, parts]) =>
+      el("li", {}, el("a", { href, "aria-current": parts.includes(this.route.part) ? "page" : null }, text))));
+  }
+
+  #part() {
+    this.part?.close();
+    this.part = new PARTS[this.route.part](this);
+    this.place.replaceChildren(this.part.element);
+    this.part.renew(this.run);
+    this.part.go(this.route);
+  }
+
+  #fill() {
+    const { summary } = this.run;
+    if (this.badge.dataset.state !== summary.state) this.badge.replaceChildren(badge(summary.state, { large: true }));
+    this.badge.dataset.state = summary.state;
+    say(this.verdict, clean(summary.verdict));
+    keep(this.facts, factsOf(this.run), ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
+      (node, [, content]) => fact(node.lastElementChild, content));
+    this.problems.hidden = summary.problems.length === 0;
+    keep(this.problems, summary.problems.slice(0, 5), (text) => text, (text) => el("li", {}, clean(text).slice(0, 300)));
+    this.#sign();
+  }
+
+  #tell(problem) {
+    const text = problem ? `${problem.message} ${problem.advice}`.trim() : "";
+    say(this.note, clean(text));
+    this.note.hidden = text === "";
+    if (problem && !this.run) {
+      say(this.verdict, problem.status === 404 ? "This run is not there" : "This run cannot be shown");
+      this.nav.hidden = true;
+    } else this.nav.hidden = false;
+  }
+}
+
+function fact(node, content) {
+  if (content instanceof Node) {
+    if (node.textContent !== content.textContent) node.replaceChildren(content);
+  } else say(node, content);
+}
+
+/** The facts of a run: pairs of a name and a text or node. */
+function factsOf({ summary, steps, live }) {
+  const tensors = Object.values(summary.tensors ?? {}).reduce((sum, count) => sum + count, 0);
+  const facts = [
+    ["Last step", summary.last_step < 0 ? "none" : whole(summary.last_step)],
+    ["Samples", whole(steps.count)],
+    ["Tensors", whole(tensors)],
+    ["Ranks", summary.world_size > summary.ranks ? `${summary.ranks} of ${summary.world_size}` : whole(summary.ranks)],
+  ];
+  if (summary.loss !== null && summary.loss !== undefined) facts.push(["Loss", number(summary.loss)]);
+  if (typeof summary.scale === "number" && summary.scale !== 1) {
+    const exponent = Math.log2(summary.scale);
+    facts.push(["Loss scale", Number.isInteger(exponent) ? power(exponent) : number(summary.scale)]);
+  }
+  if (summary.created) facts.push(["Begun", moment(summary.created)]);
+  facts.push(["Record", summary.closed ? "closed" : live === false ? "not closed" : "open"]);
+  return facts;
+}
+

@@ -1,0 +1,44 @@
+// Light and dark: the system's, or the one chosen here, which the browser keeps.
+
+const ASKED = matchMedia("(prefers-color-scheme: dark)");
+const told = new Set();
+
+function chosen() {
+  return document.documentElement.dataset.theme ?? null;
+}
+
+/** The theme that is shown: "light" or "dark". */
+export function theme() {
+  return chosen() ?? (ASKED.matches ? "dark" : "light");
+}
+
+/** Calls when the theme has changed; gives back how to stop that. */
+export function onTheme(call) {
+  told.add(call);
+  return () => told.delete(call);
+}
+
+/** Makes a button the switch. */
+export function switchBy(button) {
+  const label = () => {
+    const other = theme() === "dark" ? "light" : "dark";
+    button.textContent = theme() === "dark" ? "Dark" : "Light";
+    button.setAttribute("aria-label", `Theme: ${theme()}. Switch to ${other}.`);
+  };
+  const changed = () => {
+    label();
+    for (const call of told) call(theme());
+  };
+  button.addEventListener("click", () => {
+    const next = theme() === "dark" ? "light" : "dark";
+    document.documentElement.dataset.theme = next;
+    try {
+      localStorage.setItem("plimsoll-theme", next);
+    } catch {
+      // Storage is forbidden: the choice lasts as long as the page.
+    }
+    changed();
+  });
+  ASKED.addEventListener("change", () => chosen() ?? changed());
+  label();
+}

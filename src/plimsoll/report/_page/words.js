@@ -1,0 +1,99 @@
+// Numbers, times and states in words.
+
+import { el } from "./dom.js";
+
+const GROUPED = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
+const MINUS = "\u2212";
+const SPANS = [[86400 * 365, "year"], [86400 * 30, "month"], [86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]];
+
+// A state is told by a sign and a word; its colour is there besides, never alone.
+const STATES = {
+  healthy: ["\u2713", "Healthy"],
+  warning: ["!", "Warning"],
+  alarm: ["\u2715", "Alarm"],
+  empty: ["\u2013", "Empty"],
+  unreadable: ["?", "Unreadable"],
+  unknown: ["\u2026", "Not judged yet"],
+  info: ["i", "Note"],
+};
+
+/** How grave a state is: the gravest first. */
+export const GRAVITY = ["alarm", "unreadable", "warning", "unknown", "empty", "healthy", "info"];
+
+/** The state as a sign and a word. */
+export function badge(state, { large = false } = {}) {
+  const known = state in STATES ? state : "unknown";
+  const [sign, word] = STATES[known];
+  return el("span", { class: `badge ${known}${large ? " large" : ""}`, "data-state": known },
+    el("span", { class: "sign", "aria-hidden": "true" }, sign), el("span", { class: "word" }, word));
+}
+
+/** A whole number, in groups of three. */
+export function whole(value) {
+  return typeof value === "number" && Number.isFinite(value) ? GROUPED.format(value).replace("-", MINUS) : "\u2013";
+}
+
+/** Any number: four digits, or its name where it is not finite. */
+export function number(value) {
+  if (typeof value !== "number") return String(value);
+  if (!Number.isFinite(value)) return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return whole(value);
+  const size = Math.abs(value);
+  const text = size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
+  return text.replaceAll("-", MINUS);
+}
+
+/** A fraction in per cent, as the terminal shows it: about 0 is told apart from none. */
+export function percent(fraction) {
+  const value = 100 * fraction;
+  if (value === 0) return "0";
+  if (value < 0.001) return "<0.001%";
+  return value >= 10 ? `${value.toFixed(0)}%` : `${Number(value.toPrecision(2))}%`;
+}
+
+/** An interval's estimate in per cent; about 0 where it may be more. */
+export function estimate({ high, estimate: middle }) {
+  return middle === 0 ? (high === 0 ? "0" : "~0") : percent(middle);
+}
+
+/** The ends of an interval in words. */
+export function between({ low, high }) {
+  const [from, to] = [percent(low), percent(high)];
+  return from === to ? "exactly" : `${from} to ${to}`;
+}
+
+/** 2 to a power, as one reads it. */
+export function power(exponent) {
+  return el("span", { class: "power" }, "2", el("sup", {}, String(exponent).replace("-", MINUS)));
+}
+
+/** The value of 2 to a power, in few digits. */
+export function powerValue(exponent) {
+  if (exponent >= 0 && exponent <= 30) return whole(2 ** exponent);
+  return number(2 ** exponent);
+}
+
+/** Time gone by since a moment (unix seconds). */
+export function ago(moment, now = Date.now() / 1000) {
+  const gone = Math.max(0, now - moment);
+  if (gone < 5) return "now";
+  const [seconds, name] = SPANS.find(([length]) => gone >= length);
+  const many = Math.floor(gone / seconds);
+  return `${many} ${name}${many === 1 ? "" : "s"} ago`;
+}
+
+/** A moment (unix seconds) as a date and time of this place. */
+export function moment(seconds) {
+  return new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+}
+
+/** "1 step", "2 steps". */
+export function many(count, name) {
+  return `${whole(count)} ${name}${count === 1 ? "" : "s"}`;
+}
+
+/** A rule's or figure's id as words: "underflow-high" is "Underflow high". */
+export function title(id) {
+  const text = String(id).replaceAll(/[-_]/g, " ");
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
