@@ -1,7 +1,7 @@
 """From numbers to answers: what is wrong in a run, where, since when, and what another format would make of it.
 
 `diagnose` applies the rules (`RULES`, each a `Rule`) to a `View` of a run and returns `Finding`s. `whatif` answers for
-any format and shift.
+any format and shift, `plan` for each module, which `check_plan` holds against other runs.
 """
 
 from plimsoll.diagnosis._diagnose import (
@@ -20,6 +20,8 @@ from plimsoll.diagnosis._finding import (
     grouped as grouped,
     shown as shown,
 )
+from plimsoll.diagnosis._plan import plan as plan
+from plimsoll.diagnosis._plan_check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
 from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
 from plimsoll.diagnosis._view import View as View
 from plimsoll.diagnosis._whatif import whatif as whatif

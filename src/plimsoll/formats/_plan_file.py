@@ -69,7 +69,7 @@ def _value(title: str, value: Any) -> str:
     if title == "scales":
         return _inline({role: _power(scale) for role, scale in value.items()})
     if title == "predicted":
-        return _inline({role: f"[{', '.join(repr(float(part)) for part in loss)}]" for role, loss in value.items()})
+        return _inline({role: f"[{', '.join(repr(part).removesuffix('.0') for part in loss)}]" for role, loss in value.items()})
     return _toml(value)
 
 
