@@ -17,6 +17,7 @@ from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
 from plimsoll.cli._run import run
 from plimsoll.cli._script import Handover
+from plimsoll.cli._serve import serve
 from plimsoll.cli._whatif import whatif
 from plimsoll.errors import PlimsollError
 
@@ -61,6 +62,7 @@ app.command()(formats)
 app.command()(doctor)
 app.command()(check)
 app.command()(whatif)
+app.command()(serve)
 # What follows SCRIPT is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

@@ -26,7 +26,8 @@ class Run:
     """A run in a folder, read only.
 
     Values are the true ones: what was recorded under a scale (a loss scale) is brought back by it. Ranks are merged:
-    parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it.
+    parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it, and a
+    warning does unless ``warn=False``.
 
     Raises `RunError` for a folder that holds no run, or one of a newer schema.
 
@@ -42,8 +43,8 @@ class Run:
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._catalog = Catalog(Path(path).absolute())
+    def __init__(self, path: str | os.PathLike[str], *, warn: bool = True) -> None:
+        self._catalog = Catalog(Path(path).absolute(), warn=warn)
         self._content = Content(self._catalog)
 
     @staticmethod

@@ -1,0 +1,101 @@
+"""`LiveView`: a view that follows a run as it is written, reading only what was added.
+
+Parts never change, they are added and merged. So what changed since the last look follows from the parts' names: the
+lowest step that a new part holds. Cells below it stay, those from it on are read anew. Where that cannot be told
+(a part has gone, sessions replaced steps and were merged, rows were thinned, replicas of several ranks), all is read
+again.
+"""
+
+from collections.abc import Mapping
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis._cells import from_table
+from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
+from plimsoll.runs import Run
+from plimsoll.runs._catalog import Catalog
+from plimsoll.runs._parts import Part
+
+ALL = -(1 << 62)  # from this step on everything may have changed
+_COMPUTED = ("events", "last_step", "scaled")  # what a view keeps of scalars and events
+
+
+class LiveView(View):
+    """A view of all of a run, brought up to date by `follow`."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._state = _state_of(self._catalog)
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self.run._catalog  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of what is kept."""
+        narrow = [vars(each).values() for each in self._narrow.values()]
+        beside = sum(getattr(value, "nbytes", 0) for values in narrow for value in values)
+        return beside + sum(size_bytes(cells) for cells in self._cells.values() if cells is not None)
+
+    def follow(self) -> None:
+        """Looks for what was added, and brings what was read before up to date."""
+        known = self._state
+        self.run.refresh()
+        self._state = _state_of(self._catalog)
+        if self._state == known:
+            return
+        since = _since(known, self._state, self._catalog)
+        for collection in list(self._cells):
+            self._extend(collection, since)
+        self._narrow.clear()
+        self._scalars.clear()
+        for name in _COMPUTED:
+            self.__dict__.pop(name, None)
+
+    def _extend(self, collection: str, since: int | None) -> None:
+        cells = self._cells[collection]
+        if cells is None or since == ALL:
+            del self._cells[collection]  # read again when it is asked for
+        elif since is not None:
+            order = self.run.tensors[collection]
+            table = self.run.table(collection, steps=slice(since, None))
+            kept = before(cells, since)
+            added = from_table(collection, table, order) if len(table) else None
+            self._cells[collection] = kept if added is None else joined(kept, added, order)
+
+
+def _state_of(catalog: Catalog) -> dict[Part, int]:
+    """The parts that count, and the last step of each that does."""
+    return {part: catalog.visible_end(part) for part in catalog.parts}
+
+
+def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: Catalog) -> int | None:
+    """The lowest step at which spectra may have changed; None for no step, `ALL` where that cannot be told."""
+    gone = [part for part in known if part.kind == "spectra" and part not in now]
+    new = [part for part in now if part.kind == "spectra" and part not in known]
+    if _may_be_replicas(catalog) and (gone or new):
+        return ALL
+    if gone and _rewritten_with_loss(catalog):
+        return ALL
+    merged = {part: [each for each in gone if each.rank == part.rank and part.covers(each)] for part in new}
+    if len(gone) != sum(len(parts) for parts in merged.values()):
+        return ALL
+    starts = [part.min_step for part, of in merged.items() if sum(each.flushes for each in of) != part.flushes]
+    starts += [
+        min(end, now[part]) + 1
+        for part, end in known.items()
+        if part.kind == "spectra" and part in now and now[part] != end
+    ]
+    return min(starts, default=None)
+
+
+def _may_be_replicas(catalog: Catalog) -> bool:
+    """Whether several ranks hold series of which only all steps tell whether they count once."""
+    tensors = [m.get("tensors", {}) for m in catalog.manifests.values()] if len(catalog.ranks) > 1 else []
+    return any(not entry.get("shared") for each in tensors for names in each.values() for entry in names.values())
+
+
+def _rewritten_with_loss(catalog: Catalog) -> bool:
+    """Whether merging may have left rows out: replaced ones, or those thinned by age."""
+    manifests = catalog.manifests.values()
+    return any(m.get("thin") or any(s.get("from_step") is not None for s in m.get("sessions", [])) for m in manifests)
