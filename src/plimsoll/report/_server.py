@@ -117,8 +117,11 @@ def _compare_figure(answers: Answers, request: Request) -> bytes:
 
 
 def _part(request: Request, name: str) -> str:
-    """A segment of the path, whose quoting the gate has left as it was."""
-    return unquote(str(request.path_params[name]), errors="replace")
+    """A segment of the path, whose quoting the gate has left as it was.
+
+    A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not "./".
+    """
+    return unquote(str(request.path_params[name]), errors="replace").removesuffix("/")
 
 
 def _query(request: Request) -> dict[str, str]:

@@ -11,16 +11,22 @@ const ADVICE = {
 
 /** A request that failed: `status` (0: no answer), a message, and `advice`. */
 export class Problem extends Error {
-  constructor(status, message) {
+  constructor(status, message, said = false) {
     super(message);
     this.status = status;
-    this.advice = ADVICE[status] ?? (status >= 500 ? "See what plimsoll serve has printed." : "");
+    this.advice = said ? "" : (ADVICE[status] ?? "See what plimsoll serve has printed."); // the server's own words hold it
   }
+}
+
+/** A segment of a path. The run that is the served folder itself is ".", which an address cannot hold: it is "./" there. */
+function quoted(segment) {
+  const text = String(segment);
+  return text === "." ? ".%2F" : encodeURIComponent(text.toWellFormed ? text.toWellFormed() : text);
 }
 
 /** The address of a part of the API. */
 export function address(segments, values = {}) {
-  const path = segments.map((segment) => encodeURIComponent(segment)).join("/");
+  const path = segments.map(quoted).join("/");
   const kept = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const search = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
   return `/api/${path}${search ? `?${search}` : ""}`;
@@ -40,7 +46,7 @@ export async function get(path, signal) {
     return null;
   });
   if (answer.ok && data !== null) return data;
-  throw new Problem(answer.status, data?.error ?? `The server answered ${answer.status} ${answer.statusText}.`);
+  throw new Problem(answer.status, data?.error ?? `The server answered ${answer.status} ${answer.statusText}.`, Boolean(data?.error));
 }
 
 /** Asks one question after another, of which the latest alone is answered: older ones are given up. */

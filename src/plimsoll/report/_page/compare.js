@@ -6,7 +6,7 @@ import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
 import { Stream } from "./stream.js";
-import { badge, number, title, whole } from "./words.js";
+import { badge, number, prose, title, whole } from "./words.js";
 
 const COLLECTIONS = ["gradients", "activations", "activation_gradients", "weights", "optimizer", "updates"];
 const SHOWN = 20; // partings that are listed
@@ -102,18 +102,18 @@ export class ComparePage {
       side.state.replaceChildren(badge(summary.state));
       side.name.setAttribute("href", to.run(id));
       side.name.replaceChildren(named(summary.name, 48));
-      say(side.verdict, clean(summary.verdict));
+      prose(side.verdict, summary.verdict);
       say(side.facts, `Last step ${summary.last_step < 0 ? "none" : whole(summary.last_step)}, ${summary.closed ? "closed" : "not closed"}`);
     }
     const names = [answer.a.name, answer.b.name].map((name) => clean(name).slice(0, 60));
     this.frame.place(`${names[0]} and ${names[1]}`, [[`${names[0]} and ${names[1]}`, null]]);
-    say(this.sentence, answer.sentence ? clean(answer.sentence) : "These two runs cannot be compared step by step");
+    prose(this.sentence, answer.sentence || "These two runs cannot be compared step by step.");
     this.#fillDiff(answer.diff);
     for (const picture of this.pictures) picture.refresh();
   }
 
   #fillDiff(diff) {
-    say(this.first, diff === null ? "Where they part is not known: they share no series and steps. Their verdicts and losses stand below." : "");
+    say(this.first, diff === null ? "Where they part is not known. What each of them tells stands below." : "");
     this.first.hidden = diff !== null;
     const partings = (diff?.partings ?? (diff?.first ? [diff.first] : [])).slice(0, SHOWN);
     this.parted.hidden = partings.length === 0;
@@ -143,6 +143,6 @@ export class ComparePage {
   #tell(text) {
     say(this.note, clean(text));
     this.note.hidden = text === "";
-    if (text) say(this.sentence, "The two runs cannot be compared");
+    if (text) prose(this.sentence, "The two runs cannot be compared.");
   }
 }

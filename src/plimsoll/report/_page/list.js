@@ -1,11 +1,11 @@
 // The list of runs: filter, sort, keys, and marks for a comparison.
 
 import { get, Problem } from "./api.js";
-import { clean, el, keep, named, say, short } from "./dom.js";
+import { el, keep, named, say, short } from "./dom.js";
 import { take } from "./keys.js";
 import { replace, to } from "./router.js";
 import { Stream } from "./stream.js";
-import { ago, badge, GRAVITY, many, moment, whole } from "./words.js";
+import { ago, badge, GRAVITY, many, moment, prose, whole } from "./words.js";
 
 // Columns: id, heading, the key to sort by, and whether the first click sorts downwards.
 const COLUMNS = [
@@ -134,7 +134,7 @@ export class ListPage {
     state.dataset.state = run.state;
     if (link.dataset.name !== run.name) link.replaceChildren(named(run.name, 56));
     link.dataset.name = run.name;
-    say(verdict, clean(run.problem ?? run.verdict ?? ""));
+    prose(verdict, run.problem ?? run.verdict ?? "");
     verdict.hidden = verdict.textContent === "";
     const [step, live, age, tensors] = cells;
     say(step, run.last_step >= 0 ? whole(run.last_step) : "\u2013");

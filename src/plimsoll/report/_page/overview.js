@@ -5,7 +5,7 @@ import { clean, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
-import { badge, many, number, title, whole } from "./words.js";
+import { badge, many, number, prose, title, whole } from "./words.js";
 
 const STATISTICS = {
   underflow: "underflow", zero: "zeros", nonfinite: "non-finite values", headroom: "room to the top", norm: "norm",
@@ -186,8 +186,8 @@ export class OverviewPart {
       el("h2", {}, title(finding.rule)),
       el("p", { class: "soft" }, `Since step ${whole(finding.since_step)}`, finding.until_step > finding.since_step ? ` until step ${whole(finding.until_step)}` : "",
         finding.where.length ? `, in ${many(finding.where.length, "layer")}` : ""),
-      el("p", { class: "meaning" }, clean(finding.meaning)),
-      el("p", { class: "advice" }, el("strong", {}, "What to do. "), clean(finding.advice)),
+      told("meaning", finding.meaning),
+      told("advice", `What to do: ${finding.advice}`),
       evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
       spots.length ? el("h3", {}, "Where") : null,
       spots.length ? el("ul", { class: "spots" }, spots, left > 0 ? el("li", { class: "soft" }, `and ${left} more`) : null) : null,
@@ -226,6 +226,12 @@ export function tensorOf(point, collections) {
   const row = Array.isArray(point.pointIndex) ? point.pointIndex[0] : point.pointIndex;
   const found = Array.isArray(rows) ? rows[row] : name;
   return (collections[collection] ?? []).includes(found) ? { collection, name: found } : null;
+}
+
+function told(kind, text) {
+  const element = el("p", { class: kind });
+  prose(element, text);
+  return element;
 }
 
 function nothing(summary) {

@@ -31,9 +31,19 @@ function script(source) {
   });
 }
 
-/** Text without Plotly's markup. The parser's document is inert: nothing in it is run, loaded or shown. */
-export function plain(markup = "") {
-  return new DOMParser().parseFromString(markup.replaceAll("<br>", " "), "text/html").body.textContent;
+/** A figure's text as nodes: of Plotly's markup only raised digits stay. The parser's document is inert: nothing in it
+ * is run, loaded or shown. */
+function marked(markup = "") {
+  const { body } = new DOMParser().parseFromString(markup.replaceAll("<br>", " "), "text/html");
+  const read = (node) => [...node.childNodes].flatMap((each) => (each.nodeName === "SUP" ? el("sup", {}, each.textContent)
+    : each.nodeType === Node.TEXT_NODE ? each.data : read(each)));
+  return read(body);
+}
+
+function write(element, markup) {
+  if (element.dataset.markup === markup) return;
+  element.dataset.markup = markup;
+  element.replaceChildren(...marked(markup));
 }
 
 const inView = new IntersectionObserver((entries) => {
@@ -114,12 +124,11 @@ export class Picture {
     if (this.#drawn === null) return;
     const { Plotly, templates } = await tools();
     const { data, layout, question } = this.#drawn;
-    const title = plain(layout.title?.text);
-    say(this.heading, title);
-    say(this.about, plain(layout.title?.subtitle?.text));
+    write(this.heading, layout.title?.text ?? "");
+    write(this.about, layout.title?.subtitle?.text ?? "");
     this.about.hidden = this.about.textContent === "";
     this.plot.setAttribute("role", "img");
-    this.plot.setAttribute("aria-label", `${title}. ${this.about.textContent}`);
+    this.plot.setAttribute("aria-label", `${this.heading.textContent}. ${this.about.textContent}`);
     const height = Math.max(layout.height ?? 380, 220) - 40;
     this.plot.style.height = `${height}px`;
     const shown = {
@@ -128,7 +137,7 @@ export class Picture {
       width: undefined,
       height: undefined,
       autosize: true,
-      margin: { ...layout.margin, t: 44 },
+      margin: { ...layout.margin, t: 36 },
       template: templates[theme()],
       uirevision: question,
     };

@@ -9,7 +9,7 @@ import { to } from "./router.js";
 import { Stream } from "./stream.js";
 import { TensorPart } from "./tensors.js";
 import { WhatIfPart } from "./whatif.js";
-import { badge, moment, number, power, whole } from "./words.js";
+import { badge, moment, number, power, prose, whole } from "./words.js";
 
 const PARTS = { overview: OverviewPart, finding: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart };
 
@@ -96,7 +96,8 @@ export class RunPage {
   }
 
   #sign() {
-    const state = this.lost ? "lost" : this.paused ? "paused" : this.run?.summary.closed ? "ended" : "live";
+    this.frame.pause.hidden = this.run?.summary.closed === true && !this.paused;
+    const state = this.lost ? "lost" : this.paused ? "paused" : this.run?.summary.closed ? "ended" : this.run?.live === false ? "idle" : "live";
     this.frame.live(state);
   }
 
@@ -108,8 +109,8 @@ export class RunPage {
     this.note = el("p", { class: "note", role: "alert", hidden: true });
     this.nav = el("nav", { class: "parts", "aria-label": "Parts of the run" }, el("ul"));
     this.place = el("div", { class: "part" });
-    this.frame.main.replaceChildren(el("article", { class: "view run-view" },
-      el("header", { class: "head" }, this.badge, this.verdict, this.facts, this.problems, this.note), this.nav, this.place));
+    this.head = el("header", { class: "head" }, this.badge, this.verdict, this.facts, this.problems, this.note);
+    this.frame.main.replaceChildren(el("article", { class: "view run-view" }, this.head, this.nav, this.place));
     this.#nav();
   }
 
@@ -125,6 +126,7 @@ export class RunPage {
       ["What if", to.whatif(this.id), ["whatif"]], ["Events", to.events(this.id), ["events"]],
       ["Compare\u2026", to.list({ mark: this.id }), []],
     ];
+    this.head.classList.toggle("compact", !["overview", "finding"].includes(this.route.part));
     this.nav.firstElementChild.replaceChildren(...items.map(([text, href, parts]) =>
       el("li", {}, el("a", { href, "aria-current": parts.includes(this.route.part) ? "page" : null }, text))));
   }
@@ -141,7 +143,7 @@ export class RunPage {
     const { summary } = this.run;
     if (this.badge.dataset.state !== summary.state) this.badge.replaceChildren(badge(summary.state, { large: true }));
     this.badge.dataset.state = summary.state;
-    say(this.verdict, clean(summary.verdict));
+    prose(this.verdict, summary.verdict);
     keep(this.facts, factsOf(this.run), ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
       (node, [, content]) => fact(node.lastElementChild, content));
     this.problems.hidden = summary.problems.length === 0;
@@ -154,6 +156,7 @@ export class RunPage {
     say(this.note, clean(text));
     this.note.hidden = text === "";
     if (problem && !this.run) {
+      delete this.verdict.dataset.told;
       say(this.verdict, problem.status === 404 ? "This run is not there" : "This run cannot be shown");
       this.nav.hidden = true;
     } else this.nav.hidden = false;
@@ -181,7 +184,7 @@ function factsOf({ summary, steps, live }) {
     facts.push(["Loss scale", Number.isInteger(exponent) ? power(exponent) : number(summary.scale)]);
   }
   if (summary.created) facts.push(["Begun", moment(summary.created)]);
-  facts.push(["Record", summary.closed ? "closed" : live === false ? "not closed" : "open"]);
+  facts.push(["Record", summary.closed ? "closed" : live ? "being written" : "not closed"]);
   return facts;
 }
 

@@ -18,7 +18,8 @@ export class TensorPart {
     this.list = el("ul", { class: "names" });
     this.tally = el("p", { class: "soft", role: "status" });
     this.boxes = el("div", { class: "boxes" });
-    this.formats = el("fieldset", { class: "formats" }, el("legend", {}, "Load lines"), this.boxes);
+    this.formats = el("fieldset", { class: "formats" }, el("legend", {}, "Load lines of"), this.boxes,
+      el("p", { class: "soft" }, "With none chosen: of the format that it was recorded in."));
     this.picture = new Picture({
       address: () => (this.name === null ? null : address(["runs", page.id, "figure", "spectrogram"],
         { collection: this.collectionName, name: this.name, formats: this.#chosen().join(",") })),
@@ -56,7 +57,7 @@ export class TensorPart {
     say(this.note, known ? "" : first === null ? "No tensor was recorded. New ones appear by themselves." : "This tensor is not in the record. Choose one from the list.");
     if (!known) this.name = null;
     const asked = route.values.get("formats");
-    for (const box of this.formats.querySelectorAll("input")) box.checked = asked === null ? box.value === "fp16" : asked.split(",").includes(box.value);
+    for (const box of this.formats.querySelectorAll("input")) box.checked = asked !== null && asked.split(",").includes(box.value);
     this.picture.refresh();
     this.#list();
     this.#links();
@@ -80,7 +81,7 @@ export class TensorPart {
   }
 
   #lines() {
-    replace(to.tensor(this.page.id, this.collectionName, this.name, { formats: this.#chosen().join(",") || "none" }));
+    replace(to.tensor(this.page.id, this.collectionName, this.name, { formats: this.#chosen().join(",") }));
     this.picture.refresh();
   }
 

@@ -5,7 +5,7 @@ import { clean, drawn, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
-import { between, estimate, power, powerValue, title, whole } from "./words.js";
+import { between, estimate, power, powerValue, prose, title, whole } from "./words.js";
 
 const WAIT = 60; // milliseconds that the slider must rest before the server is asked
 const LOWEST = -24, HIGHEST = 40; // of the slider, unless a shift lies beyond
@@ -152,7 +152,7 @@ export class WhatIfPart {
     this.result.hidden = false;
     this.result.dataset.shift = answer.shift;
     if (this.shift === null || this.shift === answer.shift) this.#slide(answer.shift);
-    say(this.sentence, clean(answer.sentence));
+    prose(this.sentence, answer.sentence);
     const best = answer.shift === answer.best_shift;
     this.best.disabled = best && this.shift === null;
     this.best.replaceChildren("Best scale ", power(answer.best_shift));
@@ -225,7 +225,7 @@ export class WhatIfPart {
     const { step, lost, overflow } = this.answer.over_time;
     const line = (name, values, dash) => ({ type: "scatter", mode: "lines", name, x: step, y: values.map((value) => 100 * value), line: { dash, width: 2 },
       hovertemplate: `step %{x}<br>${name} %{y:.3~g} %<extra></extra>` });
-    const layout = { title: { text: "Lost and overflowing values, all layers together" }, height: 280, xaxis: { title: { text: "Step" } },
+    const layout = { title: { text: "Lost and overflowing values, all layers together" }, height: 280, xaxis: { title: { text: "step" }, showgrid: false },
       yaxis: { title: { text: "per cent of values" }, rangemode: "tozero" }, showlegend: true };
     this.time.show({ data: [line("lost", lost, "solid"), line("overflow", overflow, "dot")], layout }, `${this.format.value} ${this.collection.value}`);
   }

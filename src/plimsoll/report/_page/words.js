@@ -1,6 +1,6 @@
 // Numbers, times and states in words.
 
-import { el } from "./dom.js";
+import { clean, el } from "./dom.js";
 
 const GROUPED = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
 const MINUS = "\u2212";
@@ -65,6 +65,14 @@ export function between({ low, high }) {
 /** 2 to a power, as one reads it. */
 export function power(exponent) {
   return el("span", { class: "power" }, "2", el("sup", {}, String(exponent).replace("-", MINUS)));
+}
+
+/** Prose with its powers of two, which come as 2^-14, as one reads them. Written anew only where it differs. */
+export function prose(element, text) {
+  const told = clean(text);
+  if (element.dataset.told === told) return;
+  element.dataset.told = told;
+  element.replaceChildren(...told.split(/(2\^-?\d+(?:\.\d+)?)/).map((part) => (part.startsWith("2^") ? power(part.slice(2)) : part)));
 }
 
 /** The value of 2 to a power, in few digits. */
