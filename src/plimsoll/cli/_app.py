@@ -15,6 +15,7 @@ from plimsoll._version import __version__
 from plimsoll.cli._check import check
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
+from plimsoll.cli._report import report
 from plimsoll.cli._run import run
 from plimsoll.cli._script import Handover
 from plimsoll.cli._serve import serve
@@ -62,6 +63,7 @@ app.command()(formats)
 app.command()(doctor)
 app.command()(check)
 app.command()(whatif)
+app.command()(report)
 app.command()(serve)
 # What follows SCRIPT is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -8,6 +8,7 @@ from typing import cast
 
 from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
 from plimsoll.diagnosis._finding import plain
+from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._verdict import State, state_of, verdict
 from plimsoll.runs import Run
 
@@ -79,39 +80,42 @@ class Summary:
         }
 
 
-def summary(view: View | Run, findings: Sequence[Finding] | None = None) -> Summary:
-    """What is to be told of a run.
+def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: int | None = None) -> Summary:
+    """What is to be told of a run, its folder, or a `View` of it.
 
-    `findings` are those of `diagnose(view)` unless given: others may be, found with other rules or thresholds.
+    - `findings`: those of `diagnose`, unless others are given, found with other rules or thresholds.
+    - `until`: tells of the run as it was at this step; not with a `View`, which has its own.
+
+    Raises `RunError` for a folder that holds no run.
     """
-    view = view if isinstance(view, View) else View(view)
+    view = view_of(run, until, "summary")
     found = tuple(diagnose(view) if findings is None else findings)
-    run, begun = view.run, _time(view.run.manifest.get("created"))
-    steps = [step for step in run.steps if view.until is None or step <= view.until]
+    recorded, begun = view.run, _time(view.run.manifest.get("created"))
+    steps = [step for step in recorded.steps if view.until is None or step <= view.until]
     return Summary(
         verdict=verdict(view, found),
         state=state_of(view, found),
         counts={severity: sum(f.severity == severity for f in found) for severity in reversed(SEVERITIES)},
         findings=found,
-        name=run.path.name,
-        path=str(run.path),
+        name=recorded.path.name,
+        path=str(recorded.path),
         first_step=_first_step(view, steps),
         last_step=view.last_step,
         samples=len(steps),
-        tensors={collection: len(names) for collection, names in run.tensors.items()},
-        formats={collection: _formats(run, collection) for collection in run.tensors},
-        scalars=tuple(run.scalar_names),
-        ranks=len(run.ranks),
-        world_size=run.world_size,
-        closed=run.closed,
+        tensors={collection: len(names) for collection, names in recorded.tensors.items()},
+        formats={collection: _formats(recorded, collection) for collection in recorded.tensors},
+        scalars=tuple(recorded.scalar_names),
+        ranks=len(recorded.ranks),
+        world_size=recorded.world_size,
+        closed=recorded.closed,
         created=begun,
-        seconds=_seconds(run, begun),
+        seconds=_seconds(recorded, begun),
         loss=_last(view, "loss"),
         scale=_last(view, "scale"),
-        versions={str(k): str(v) for k, v in _mapping(run.manifest.get("versions")).items()},
-        settings=run.settings,
-        problems=tuple(run.problems),
-        dropped=run.dropped,
+        versions={str(k): str(v) for k, v in _mapping(recorded.manifest.get("versions")).items()},
+        settings=recorded.settings,
+        problems=tuple(recorded.problems),
+        dropped=recorded.dropped,
     )
 
 

@@ -1,0 +1,76 @@
+"""``plimsoll report``: a run as one HTML file, or as Markdown or JSON for other programs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from plimsoll.errors import ArgumentError, RunError
+
+_BY_SUFFIX = {".md": "markdown", ".markdown": "markdown", ".json": "json"}
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; - is standard output.")
+    ] = None,
+    form: Annotated[
+        Literal["html", "markdown", "json"] | None,
+        typer.Option("--format", help="As it comes, what the file's name ends in says; html where it says nothing."),
+    ] = None,
+    title: Annotated[
+        str | None, typer.Option("--title", help="The page's title; the folder's name as it comes.")
+    ] = None,
+    until: Annotated[int | None, typer.Option("--until", help="Tell of the run as it was at this step.")] = None,
+) -> None:
+    """What is wrong in a run and what to do, with its figures, in one file that needs no network."""
+    chosen = form or _BY_SUFFIX.get(output.suffix.lower() if output else "", "html")
+    if title is not None and chosen != "html":
+        raise ArgumentError(f"report: expected no --title with --format {chosen}, which has none; got {title!r}.")
+    if chosen == "html":
+        _html(run, output or Path("report.html"), title, until)
+        return
+    text = _text(run, chosen, until)
+    if output is None or str(output) == "-":
+        typer.echo(text.encode("utf-8", "replace").decode("utf-8"), nl=not text.endswith("\n"))
+    else:
+        _write(output, text)
+
+
+def _html(run: Path, output: Path, title: str | None, until: int | None) -> None:
+    if str(output) == "-":
+        raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
+    from plimsoll.report import html
+    from plimsoll.report._figure_parts import view_of
+    from plimsoll.report._summary import summary
+
+    view = view_of(run, until, "report")
+    told = summary(view)
+    written = html(view, output, title=title, findings=told.findings)
+    typer.echo(told.verdict)
+    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
+
+
+def _text(run: Path, form: str, until: int | None) -> str:
+    from plimsoll.report import markdown, summary
+
+    if form == "markdown":
+        return markdown(run, until=until)
+    return json.dumps(summary(run, until=until).to_dict(), indent=2, allow_nan=False)
+
+
+def _write(output: Path, text: str) -> None:
+    from plimsoll.runs._files import replacing
+
+    if output.is_dir():
+        raise ArgumentError(f"report: expected the path of a file; got {output}, a folder. Name a file in it.")
+    try:
+        with replacing(output) as file:
+            file.write(text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(
+            f"report: expected a file that can be written; got {output} ({error}). Choose another."
+        ) from error
+    typer.echo(str(output))

@@ -1,0 +1,261 @@
+"""`html`: a run as one file that needs nothing else: no network, no server, no Plimsoll to read it.
+
+A content security policy in the file itself forbids every request, and every script but the file's own four, which are
+known by their hashes. The file is written under a hidden name and renamed: it is there whole, or not at all.
+"""
+
+import base64
+import hashlib
+import importlib.resources
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plimsoll._version import __version__
+from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.errors import ArgumentError, MissingExtraError, RunError
+from plimsoll.report import _html_figures as figures, _summary_words as words
+from plimsoll.report._figure_parts import Source, view_of
+from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
+from plimsoll.report._summary import Summary, summary
+from plimsoll.report._theme import FONT, TEMPLATES
+from plimsoll.report._verdict_said import percent
+from plimsoll.runs._files import replacing
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_SPOTS = 60  # layers of a finding that are listed
+_ROWS = 15  # of the what-if table, before a script shows others
+# Of each theme, beside the figures' own colours: what states, links and controls are written in.
+_INKS = {
+    "light": {"alarm": "#b3261e", "warning": "#8a5200", "healthy": "#12704f", "accent": "#1f66a8"},
+    "dark": {"alarm": "#ff8a7a", "warning": "#f0b35a", "healthy": "#5fd0a5", "accent": "#7cbdf5"},
+}
+
+
+def html(
+    run: Source,
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    findings: Sequence[Finding] | None = None,
+    until: int | None = None,
+) -> Path:
+    """Writes the report of a run as one HTML file, and returns its path.
+
+    - `title`: as it comes, the name of the run's folder. `findings`: those of `diagnose`, unless others are given.
+    - `until`: tells of the run as it was at this step; not with a `View`, which has its own.
+
+    Raises `ArgumentError` for a path that is a folder or in one that does not exist, `RunError` for a folder that holds
+    no run, and for a file that cannot be written, and `MissingExtraError` without plotly and jinja2.
+    """
+    target = _target(Path(path))
+    template = _template()
+    page = template.render(_content(view_of(run, until, "report"), title, findings))
+    try:
+        with replacing(target) as file:
+            file.write(page.encode("utf-8", "replace"))  # lone surrogates, which no file can hold
+    except OSError as error:
+        raise RunError(
+            f"report: expected a file that can be written; got {target} ({error}). Choose another."
+        ) from error
+    return target
+
+
+def _target(path: Path) -> Path:
+    if path.is_dir():
+        raise ArgumentError(f"report: expected the path of a file; got {path}, a folder. Name a file in it.")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"report: expected a path in a folder that exists; got {path}. Make its folder first.")
+    return path
+
+
+def _template() -> "Template":
+    try:
+        import plotly  # noqa: F401  # pyright: ignore[reportMissingTypeStubs, reportUnusedImport]
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise MissingExtraError(
+            f"report: expected the packages plotly and jinja2; got no {error.name}. "
+            "Install them: pip install 'plimsoll[report]'."
+        ) from error
+    loader = PackageLoader("plimsoll.report", "_templates")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["powers"] = _powers
+    return environment.get_template("report.html.jinja")
+
+
+def _content(view: View, title: str | None, findings: Sequence[Finding] | None) -> dict[str, Any]:
+    """All that the template asks for."""
+    told, plots = summary(view, findings), figures.Plots()
+    found = told.findings
+    keys = figures.of_findings(plots, view, found)
+    scale = figures.of_scale(plots, view, found)
+    layers = figures.of_layers(plots, view)
+    collection = collection_of(view)
+    answers = offline(view, collection) if collection else []
+    hardest = [(collection, name) for name in answers[0].names] if collection and answers else []
+    tensors = figures.of_tensors(plots, view, found, hardest)
+    events, events_words = words.events(view.events)
+    return {
+        "title": words.cut(told.name if title is None else title, 120) or "Run",
+        "summary": told,
+        "state_word": words.STATES[told.state],
+        "counts": words.counted(told),
+        "facts": list(words.facts(told)),
+        "findings": _findings(found, keys),
+        "scale": scale,
+        "layers": layers,
+        "spectrograms": tensors,
+        "spectrogram_words": _of_all(len(tensors), sum(told.tensors.values())),
+        "whatif": _whatif(collection or "", answers),
+        "events": events,
+        "events_words": events_words,
+        "problems": [words.cut(problem) for problem in told.problems[:100]],
+        "record": list(words.record(told))[:100],
+        "settings": words.settings(told)[:100],
+        "figures": {key: {**asdict(p), "json": _marked(p.json)} for key, p in plots.found.items()},
+        "sections": _sections(told, bool(scale or layers or tensors), bool(answers), bool(events)),
+        "path": words.cut(told.path),
+        "made": words.moment(time.time()),
+        "version": __version__,
+        **_assets(),
+    }
+
+
+def _findings(found: Sequence[Finding], keys: Sequence[str | None]) -> list[dict[str, Any]]:
+    """The findings as the template shows them; a figure that an earlier one has is referred to."""
+    first: dict[str, int] = {}
+    shown_as: list[dict[str, Any]] = []
+    for number, (finding, key) in enumerate(zip(found, keys, strict=True), 1):
+        earlier = first.setdefault(key, number) if key else number
+        spots = [
+            (words.cut(s.name, 160), f"{s.since_step:,}", words.spot_value(finding, s.value))
+            for s in finding.spots[:_SPOTS]
+        ]
+        shown_as.append(
+            {
+                "rule": words.cut(finding.rule, 60),
+                "severity": finding.severity,
+                "severity_word": words.STATES[finding.severity],
+                "title": words.heading(finding),
+                "when": words.when(finding),
+                "where": words.where(finding),
+                "meaning": finding.meaning,
+                "advice": finding.advice,
+                "evidence": words.evidence(finding),
+                "figure": key if earlier == number else None,
+                "as_above": earlier if earlier != number else None,
+                "spots": spots if len(finding.where) > 1 else [],
+                "spots_head": words.spot_heading(finding),
+                "spots_words": _of_all(len(spots), len(finding.spots), "layer"),
+            }
+        )
+    return shown_as
+
+
+def _of_all(kept: int, whole: int, noun: str = "tensor") -> str:
+    plural = f"{noun}{'s' if whole != 1 else ''}"
+    return f"{whole:,} {plural}" if kept >= whole else f"{kept:,} of {whole:,} {plural}, those that matter most."
+
+
+def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | None:
+    if not answers:
+        return None
+    lead, formats = answers[0], [each.to_dict() for each in answers]
+    rows = [(shown(name), percent(lost), percent(over), _window(w)) for name, lost, over, w in lead.rows(_ROWS)]
+    return {
+        "collection": collection.replace("_", " "),
+        "note": lead.censored,
+        "low": SHIFTS[0],
+        "high": SHIFTS[-1],
+        "formats": [{**each, "lost_best": percent(a.at_best("lost")), "overflow_best": percent(a.at_best("overflow"))}
+                    for each, a in zip(formats, answers, strict=True)],
+        "rows": rows,
+        "json": _marked(figures.in_page({"low": SHIFTS[0], "high": SHIFTS[-1], "formats": formats})),
+    }  # fmt: skip
+
+
+def _window(window: tuple[int, int] | None) -> str:
+    return "none" if window is None else f"2^{window[0]} to 2^{window[1]}"
+
+
+def _sections(told: Summary, explore: bool, whatif: bool, events: bool) -> list[tuple[str, str]]:
+    wanted = [
+        ("findings", "Findings", True), ("explore", "Explore", explore), ("whatif", "What if", whatif),
+        ("events", "Events", events), ("record", "Record", True),
+    ]  # fmt: skip
+    return [(anchor, name) for anchor, name, there in wanted if there and told.last_step >= -1]
+
+
+# -- what is the page's own, and not from a run: trusted, so not escaped
+
+
+def _assets() -> dict[str, Any]:
+    """Scripts, style and the policy that allows them and nothing else."""
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    folder = importlib.resources.files("plimsoll.report") / "_templates"
+    first, script, style = ((folder / name).read_text("utf-8") for name in ("first.js", "report.js", "report.css"))
+    plotly = str(get_plotlyjs()).replace("\r\n", "\n").replace("\r", "\n")  # as a parser of HTML reads lines
+    scripts = {"first": first, "plotly": plotly, "script": script}
+    return {
+        **{name: _marked(text) for name, text in scripts.items()},
+        "style": _marked(style),
+        "colours": _marked(_colours()),
+        "templates": _marked(figures.in_page({name: dict(each) for name, each in TEMPLATES.items()})),
+        "policy": _policy(scripts.values()),
+    }
+
+
+def _policy(scripts: Any) -> str:
+    """Nothing from anywhere; scripts by hash; styles inline, since Plotly writes its own; pictures made in the page."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _colours() -> str:
+    """The figures' papers and inks as the page's."""
+
+    def variables(theme: Any) -> str:
+        layout = TEMPLATES[theme]["layout"]
+        found = {
+            "paper": layout["paper_bgcolor"], "ink": layout["font"]["color"],
+            "soft": layout["title"]["subtitle"]["font"]["color"], "grid": layout["xaxis"]["gridcolor"], **_INKS[theme],
+        }  # fmt: skip
+        return "".join(f"--{name}:{value};" for name, value in found.items())
+
+    light, dark = variables("light"), variables("dark")
+    return (
+        f":root{{--font:{FONT};{light}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+        f"@media screen{{:root[data-theme=light]{{{light}}}:root[data-theme=dark]{{{dark}}}}}\n"
+    )
+
+
+def _powers(text: str) -> Any:
+    """Text, escaped, with powers of two written as such."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\b2\^(-?\d+)", _raised, str(escape(text))))
+
+
+def _raised(power: "re.Match[str]") -> str:
+    exponent = power[1].replace("-", "\N{MINUS SIGN}")
+    return f"2<sup>{exponent}</sup>"
+
+
+def _marked(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)  # text of this package's own, or JSON that `in_page` made safe

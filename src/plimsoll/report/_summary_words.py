@@ -1,0 +1,185 @@
+"""What a summary's numbers are called and how they are written, for the HTML report and Markdown alike."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from plimsoll.diagnosis import RULES, Finding, grouped, shown
+from plimsoll.report._summary import Summary, jsonable
+from plimsoll.report._verdict_said import percent, power
+from plimsoll.runs import Event
+
+STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
+_SAYS = {rule.id: rule.says for rule in RULES}
+
+# Numbers of the evidence that are shares, and those that are loss scales; the others are as they are.
+_SHARES = frozenset({"worst_lost", "lost", "unmoved", "share", "confidence", "zeros", "in_top_binade", "below_epsilon"})
+_SHARES_OF = {"underflow-rising": frozenset({"from", "to", "per_1000_steps"})}
+_SCALES = frozenset({"scale"})
+_SCALES_OF = {"scale-collapse": frozenset({"from", "to"}), "scale-oscillation": frozenset({"lowest", "highest"})}
+_JUDGED_BY = {
+    "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
+    "updates-swallowed": "Unmoved", "saturated-fp8": "In the top binade", "epsilon-dominates": "Below epsilon",
+    "structural-zeros": "Zeros", "no-single-scale": "Scale",
+    "activation-growth": "Binades grown", "distribution-drift": "Binades", "spike-forerunner": "Times the usual",
+}  # fmt: skip
+_JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros"})
+_LONGEST = 300  # characters of a setting or a message
+
+
+def heading(finding: Finding) -> str:
+    """What a finding's rule says, as a heading."""
+    return sentence_case(_SAYS.get(finding.rule, finding.rule))
+
+
+def when(finding: Finding) -> str:
+    """Since when, and until when."""
+    if finding.since_step == finding.until_step:
+        return f"At step {finding.since_step:,}"
+    return f"Steps {finding.since_step:,} to {finding.until_step:,}"
+
+
+def where(finding: Finding) -> str:
+    """The layers, grouped, with what of them is meant."""
+    if not finding.where:
+        return ""
+    kind = f"{finding.collection.replace('_', ' ')} of " if finding.collection else ""
+    return kind + grouped(finding.where)
+
+
+def evidence(finding: Finding) -> list[tuple[str, str]]:
+    """The numbers behind a finding, named and written in words."""
+    return [(sentence_case(name.replace("_", " ")), _evident(finding.rule, name, v)) for name, v in
+            finding.evidence.items()]  # fmt: skip
+
+
+def spot_heading(finding: Finding) -> str:
+    """What the number is that a rule judged layers by."""
+    return _JUDGED_BY.get(finding.rule, "Value")
+
+
+def spot_value(finding: Finding, value: float) -> str:
+    """The number that a rule judged a layer by; nothing where it has none."""
+    if math.isnan(value):
+        return ""
+    if finding.rule == "no-single-scale":
+        return power(2.0**value) if abs(value) < 1000 else ""
+    return percent(value) if spot_heading(finding) in _JUDGED_BY_SHARE and 0 <= value <= 1 else _number(value)
+
+
+def _evident(rule: str, name: str, value: float | int | str) -> str:
+    if isinstance(value, str):
+        return value.upper() if name == "format" else cut(value)
+    if name in _SHARES or name in _SHARES_OF.get(rule, ()):
+        return percent(value) if value >= 0 else "0 %"
+    if name in _SCALES or name in _SCALES_OF.get(rule, ()):
+        return power(value)
+    return _number(value)
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def counted(summary: Summary) -> str:
+    """How many findings of each severity: "2 alarms, 1 warning"."""
+    told = ((summary.counts[s], s) for s in ("alarm", "warning") if summary.counts[s])
+    return ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in told)
+
+
+def facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    """The few facts that stand under a verdict."""
+    if summary.last_step >= 0:
+        yield "Steps", f"{summary.first_step:,} to {summary.last_step:,}"
+    yield "Tensors", f"{sum(summary.tensors.values()):,}"
+    if summary.samples:
+        yield "Samples of each", f"{summary.samples:,}"
+    if summary.world_size > 1 or summary.ranks != 1:
+        yield "Ranks", f"{summary.ranks} of {summary.world_size}"
+    for collection in ("weights", "gradients", "activations"):
+        if summary.formats.get(collection):
+            yield f"{sentence_case(collection)} in", ", ".join(f.upper() for f in summary.formats[collection][:3])
+    if summary.scale is not None:
+        yield "Loss scale at the end", power(summary.scale)
+    if summary.loss is not None:
+        yield "Loss at the end", f"{summary.loss:.4g}"
+    if summary.seconds is not None and summary.seconds >= 1:
+        yield "Duration", duration(summary.seconds)
+    yield "Recording", "closed" if summary.closed else "not closed: it goes on, or was killed"
+    if "torch" in summary.versions:
+        yield "torch", cut(summary.versions["torch"])
+
+
+def record(summary: Summary) -> Iterator[tuple[str, str]]:
+    """What was recorded, and by what."""
+    for collection, number in summary.tensors.items():
+        formats = ", ".join(f.upper() for f in summary.formats.get(collection, ()))
+        yield (
+            sentence_case(cut(collection).replace("_", " ")),
+            f"{number:,} series{f' in {formats}' if formats else ''}",
+        )
+    if summary.scalars:
+        yield "Scalars", cut(", ".join(shown(name) for name in summary.scalars))
+    if summary.created is not None:
+        yield "Begun", moment(summary.created)
+    for package, version in summary.versions.items():
+        yield cut(package), cut(version)
+    for reason, number in summary.dropped.items():
+        yield f"Dropped: {cut(reason)}", f"{number:,} records"
+
+
+def settings(summary: Summary) -> list[tuple[str, str]]:
+    """The writer's settings, each as one line."""
+    written = ((cut(str(name)), jsonable(value)) for name, value in summary.settings.items())
+    return [(name, cut(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))) for name, v in written]
+
+
+def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str]], str]:
+    """Step, kind, message and details of events, and what is said where there are more than are shown."""
+    kept = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
+    told = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
+    rows = [(f"{e.step:,}", cut(e.kind), cut(e.message), cut(_details(e)) if e.details else "") for e in kept]
+    return rows, told
+
+
+def _details(event: Event) -> str:
+    pairs = ((str(k), jsonable(v)) for k, v in event.details.items())
+    return ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in pairs)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units.
+
+    >>> [duration(s) for s in (5, 61, 3600, 100000)]
+    ['5 s', '1 min 1 s', '1 h', '1 d 3 h']
+    """
+    left, told = int(seconds), list[str]()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, left = divmod(left, size)
+        if number:
+            told.append(f"{number} {unit}")
+    return " ".join(told[:2]) or "0 s"
+
+
+def moment(unix_seconds: float) -> str:
+    """A time as date and time of day, in UTC."""
+    try:
+        return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "unknown"
+
+
+def sentence_case(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def cut(text: str, most: int = _LONGEST) -> str:
+    """Text as a line can show it: printable, and not endless."""
+    clean = "".join(c if c.isprintable() else "?" for c in text[: 2 * most])
+    return clean if len(clean) <= most and len(text) <= 2 * most else f"{clean[:most]}..."
