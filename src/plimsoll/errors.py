@@ -8,7 +8,8 @@
     ├── BackendError            (RuntimeError)    a kernel backend that was asked for and is not there
     ├── StateError              (RuntimeError)    an object that is not in the state that the operation needs
     ├── RunError                (OSError)         a folder that is no run, or that cannot be written or read
-    └── MissingExtraError       (ImportError)     an optional dependency that is not installed
+    ├── MissingExtraError       (ImportError)     an optional dependency that is not installed
+    └── GuardStop               (RuntimeError)    no mistake: a guard has stopped the training, as it was allowed to
 
 Each also derives from the built-in exception beside it, so that code which does not know Plimsoll still catches it.
 Messages have one shape: ``<operation>: expected <what must hold>; got <what came>. <What to do>.``
@@ -49,3 +50,7 @@ class RunError(PlimsollError, OSError):
 
 class MissingExtraError(PlimsollError, ImportError):
     """An optional dependency that is not installed; the message names the install line."""
+
+
+class GuardStop(PlimsollError, RuntimeError):  # noqa: N818  (as StopIteration: nothing is wrong with the program)
+    """A `plimsoll.Guard` has stopped the training; the message names the finding, and the report if there is one."""

@@ -22,6 +22,8 @@ from plimsoll.diagnosis._finding import (
 )
 from plimsoll.diagnosis._plan import plan as plan
 from plimsoll.diagnosis._plan_check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
+from plimsoll.diagnosis._guard import Guard as Guard
+from plimsoll.diagnosis._guard_records import Act as Act, Limits as Limits, Look as Look
 from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
 from plimsoll.diagnosis._view import View as View
 from plimsoll.diagnosis._whatif import whatif as whatif

@@ -45,7 +45,7 @@ def diagnose(
 
     Raises `ArgumentError` for a rule or threshold that does not exist, and `RunError` for a folder that holds no run.
     """
-    chosen = with_thresholds(_chosen(rules), thresholds or {})
+    chosen = with_thresholds(rules_named(rules), thresholds or {})
     if isinstance(run, View):
         if until is not None:
             raise ArgumentError(
@@ -77,7 +77,8 @@ def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> l
     return list(result.values())
 
 
-def _chosen(rules: Sequence[str | Rule] | None) -> list[Rule]:
+def rules_named(rules: Sequence[str | Rule] | None) -> list[Rule]:
+    """The rules that ids, globs over ids, or rules themselves name; None for all."""
     if rules is None:
         return list(RULES)
     found: dict[str, Rule] = {}

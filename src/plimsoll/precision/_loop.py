@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.emulate._modules import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision import _checkpoint as checkpoint
 from plimsoll.precision._applied import Applied, check_stage
 from plimsoll.precision._computing import device_of
 from plimsoll.precision._distributed import any_rank, gradients_stay, level_on, process_group
+from plimsoll.precision._interventions import Interventions
 from plimsoll.precision._levels import level_named
-from plimsoll.precision._placement import cast_floating
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._replay import Batch
 from plimsoll.precision._schedule import Schedule, Stage
@@ -34,7 +35,7 @@ Optimizer = torch.optim.Optimizer
 PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # roots that a loop has
 
 
-class Loop:
+class Loop(Interventions):
     """The training step in one object; `plimsoll.prepare` makes it.
 
     ``with loop.forward():`` is around the model's call and the loss, ``loop.step(loss)`` is backward, unscaling,
@@ -239,6 +240,8 @@ class Loop:
             (loss if scaler is None else scaler.scale(loss)).backward()
 
     def _finish_or_repeat(self) -> tuple[Stepped, int]:
+        if self._skips is not None:
+            return self._finish_skipping(), 0
         stepped, retries = self._finish(), 0
         while retries < self._max_retries and self._worth_repeating(stepped.outcome):
             self._drop_gradients()
@@ -280,6 +283,8 @@ class Loop:
         self.zero_grad()
         self._step_index += 1
         self._follow(self._schedule.at(self._step_index))
+        for call in self._after_steps:
+            call()
         return outcome
 
     def _drop_gradients(self) -> None:

@@ -39,6 +39,7 @@ def clamp_residuals(
     *,
     gradient: Gradient = "zero",
     check_every: int = 100,
+    first: bool = False,
 ) -> "ResidualClamp":
     """Clamps what the named modules return to a format's largest value, from now on until `remove`.
 
@@ -56,6 +57,7 @@ def clamp_residuals(
         gradient: of a clamped value. "zero" is the clamp's own; nothing pulls the value back then. "pass" gives the
             gradient on as if nothing had been clamped, so that training can bring the value down.
         check_every: calls of a module between looks at its counts; not used on a CPU.
+        first: before the modules' other forward hooks, so that these (a watch's, say) are given the clamped values.
 
     >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity())
     >>> with torch.no_grad():
@@ -77,13 +79,21 @@ def clamp_residuals(
     if check_every < 1:
         raise ArgumentError(f"clamp_residuals: expected check_every of at least 1; got check_every={check_every}.")
     chosen = _matching(model, [modules] if isinstance(modules, str) else list(modules))
-    return ResidualClamp(chosen, found.max, gradient, check_every)
+    return ResidualClamp(chosen, found.max, gradient, check_every, first=first)
 
 
 class ResidualClamp:
     """The handle on clamped modules: `counts` says what was clamped, `remove` (or the end of a ``with``) stops it."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], largest: float, gradient: Gradient, check_every: int) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        largest: float,
+        gradient: Gradient,
+        check_every: int,
+        *,
+        first: bool = False,
+    ) -> None:
         self._limit, self._gradient, self._check_every = largest, gradient, check_every
         self._largest = {dtype: _largest_within(largest, dtype) for dtype in _CARRIERS}
         # Values, those clamped, those infinite: tensors, since numbers that change would compile a graph anew.
@@ -91,7 +101,7 @@ class ResidualClamp:
         self._calls = dict.fromkeys(modules, 0)
         self._told: set[str] = set()
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._hook(name)) for name, module in modules.items()
+            module.register_forward_hook(self._hook(name), prepend=first) for name, module in modules.items()
         ]
 
     def counts(self) -> dict[str, Clamped]:

@@ -5,12 +5,12 @@ Exponents here are whole ones, the loss scale's included: when that changes, the
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from plimsoll.errors import StateError
+from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import Format
 from plimsoll.scaling import _layer_rule as rules
 from plimsoll.scaling._layer_meter import Place
@@ -49,6 +49,18 @@ class Choice:
         """Notes that these units' gradients have reached the format's end, as one sample that will be forgotten too."""
         for unit in units:
             self.tops[unit].append(self.fmt.max_exponent + 1 - self.whole[unit])
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops what is remembered of these units; raises `ArgumentError` for a name that none has."""
+        wanted = list(names)
+        strange = sorted(set(wanted) - set(self.layers.names))
+        if strange:
+            raise ArgumentError(
+                f"look_again: expected modules that have a scale; got {', '.join(strange[:4])}. "
+                f"There are {', '.join(self.layers.names[:6])}."
+            )
+        for name in wanted:
+            self.tops[self.layers.names.index(name)].clear()
 
     def choose(self, start: int) -> bool:
         """Sets the exponents anew, from the loss scale's; whether one has changed so much that more may be seen now."""

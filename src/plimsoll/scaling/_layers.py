@@ -1,4 +1,7 @@
-"""`LayerScaler`: a power-of-two scale for each layer's backward, beside the loss scale."""
+"""`LayerScaler`: a power-of-two scale for each layer's backward, beside the loss scale.
+
+One class, whose every method is the interface's or a hook of it, so more than 300 lines.
+"""
 
 import contextlib
 import math
@@ -152,6 +155,16 @@ class LayerScaler(LossScaler):
         alias = cast("Tensor", Leave.apply(x, Edge(0, next(iter(found), 0), OUTSIDE)))
         mark(alias, 0)
         return alias
+
+    def look_again(self, names: Iterable[str] | None = None) -> None:
+        """Forgets what the gradients of these modules were (None: of all), and measures in the next step.
+
+        Their scales follow then from what they are now, and not from the largest of the last samples: for a layer whose
+        gradients have shrunk at once. Call it between two steps.
+        """
+        self._choice.forget(self._layers.names if names is None else names)
+        self._layers.meter.drop()
+        self._layers.meter.measuring = self._enabled
 
     @contextlib.contextmanager
     def suspended(self) -> Generator[None]:

@@ -59,6 +59,7 @@ class Core:
         self._held: dict[str, bool] = {}  # what was due when muted
         self.live = False  # inside a training forward of the root
         self.shadow: Shadow | None = None
+        self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
         self.collections: list[str] = []  # by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._said: set[str] = set()

@@ -247,6 +247,11 @@ class Steps:
 
     # -- the boundary --------------------------------------------------------------------------------------------------
 
+    @property
+    def next_step(self) -> int:
+        """The number of the first step that has not ended."""
+        return self.core.step + (self._ended and not self._inside)
+
     def _candidate(self) -> None:
         """The step may have ended here."""
         self._ended = True

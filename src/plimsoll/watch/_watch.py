@@ -14,6 +14,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.watch import _seams, _shadow
+from plimsoll.watch._beside import Beside
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
@@ -144,6 +145,11 @@ class Watch:
         """How much memory the flight recorder's samples hold at present."""
         return self._recorder.size_bytes()
 
+    @property
+    def beside(self) -> Beside:
+        """What a guard, or anything else that goes along with the watch, may use of it."""
+        return Beside(self._core, self._steps)
+
     def log(self, **scalars: Any) -> None:
         """Records numbers of the present step: Python numbers, or tensors of one value on any device."""
         values = {name: _loggable(name, value) for name, value in scalars.items()}
@@ -227,6 +233,8 @@ inlined_only(_RootBegins.__call__, _RootEnds.__call__)
 
 
 def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
+    while core.at_close:
+        core.at_close.pop()()
     _seams.forget(steps)
     steps.settle_if_ended()
     steps.recorder.send_facts()

@@ -1,0 +1,83 @@
+"""Where one step has ended and the next not begun, on the thread that trains: there, and only there, a guard acts.
+
+With a `Loop` that is the end of ``loop.step``. In a loop of one's own it is the end of ``scaler.update()``, or, where
+no loss is scaled, of the last optimizer's step: once each of the watch's optimizers has stepped.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from plimsoll.watch import _seams
+from plimsoll.watch._beside import Beside
+from plimsoll.watch._parameters import innermost
+
+
+class Boundary(Protocol):
+    """What calls a function between steps, until it is removed."""
+
+    def remove(self) -> None: ...
+
+
+class OfLoop:
+    """The boundary of a loop's steps."""
+
+    def __init__(self, loop: Any, between: Callable[[], None]) -> None:
+        self.remove = loop.after_each_step(between)
+
+
+class OfSeams:
+    """The boundary of a hand-written loop, heard where a watch hears of it: a `_seams.Listener`.
+
+    What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.
+    """
+
+    def __init__(self, beside: Beside, between: Callable[[], None]) -> None:
+        self._beside, self._between = beside, between
+        self._scaler: weakref.ref[Any] | None = None  # what has stepped one of our optimizers
+        self._scaled = False  # a loss was scaled in this step: its end is the scaler's update
+        self._stepped: set[int] = set()
+        _seams.listen(self)
+
+    def remove(self) -> None:
+        """Hears no more."""
+        _seams.forget(self)
+
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
+        """A scaler has scaled a loss."""
+        self._scaled = True
+
+    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler's step has returned."""
+        if innermost(optimizer) in self._beside.optimizers:
+            self._scaler = weakref.ref(scaler)
+
+    def scaler_update_ends(self, scaler: Any) -> None:
+        """A scaler has changed its scale."""
+        if self._scaler is not None and self._scaler() is scaler:
+            self._end()
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step has returned."""
+        ours = self._beside.optimizers
+        if self._scaled or optimizer not in ours:
+            return
+        self._stepped.add(id(optimizer))
+        if self._stepped >= {id(each) for each in ours}:
+            self._end()
+
+    def _end(self) -> None:
+        self._scaled = False
+        self._stepped.clear()
+        self._between()
+
+    # -- what says nothing of a step's end
+
+    def optimizer_begins(self, optimizer: Any) -> None: ...
+    def backward_begins(self, tensors: Any) -> None: ...
+    def graph_replays(self) -> None: ...
+    def backward_ends(self) -> None: ...
+    def scaler_update_begins(self, scaler: Any) -> None: ...
+    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
+    def trial(self, stage: Any, begins: bool) -> None: ...
+    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...

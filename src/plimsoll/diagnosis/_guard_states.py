@@ -1,0 +1,170 @@
+"""`Keeper`: checkpoints that a guard may roll back to, and what of the training is in them.
+
+Without being told otherwise that is the loop, or in a loop of one's own the model, the watch's optimizers and the
+scaler; always the random generators of Python, NumPy, the CPU and the model's device. Where the data loader stands is
+not in it: training goes on with the next batch. Copies lie in the host's memory.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.watch._beside import Beside
+
+
+class Stateful(Protocol):
+    """What can be saved and put back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+Restore = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """One checkpoint: what all steps before `step` have made."""
+
+    step: int
+    states: Mapping[str, Any] | Restore
+    random: Mapping[str, Any]
+
+
+class Keeper:
+    """The last checkpoints of one guard."""
+
+    def __init__(
+        self,
+        beside: Beside,
+        loop: Callable[[], Any],
+        scaler: Callable[[], Any],
+        given: Mapping[str, Stateful] | None,
+        kept: int,
+    ) -> None:
+        self._beside, self._loop, self._scaler = beside, loop, scaler
+        self._given = None if given is None else dict(given)
+        self._saved: deque[Saved] = deque(maxlen=kept)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of."""
+        return [saved.step for saved in self._saved]
+
+    def parts(self) -> dict[str, Stateful]:
+        """What is saved, by name."""
+        if self._given is not None:
+            return self._given
+        loop = self._loop()
+        if loop is not None:
+            return {"loop": loop}
+        model, scaler = self._beside.model, self._scaler()
+        found: dict[str, Any] = {} if model is None else {"model": model}
+        found |= {f"optimizer {i}": optimizer for i, optimizer in enumerate(self._beside.optimizers)}
+        return found | ({} if scaler is None else {"scaler": scaler})
+
+    def refusal(self) -> str | None:
+        """Why what would be saved by itself is not all that there is; None if it is."""
+        model = self._beside.model
+        if self._given is not None or self._loop() is not None or model is None:
+            return None
+        if not self._beside.optimizers:
+            return "the watch was given no optimizer; name it in pl.watch, or what to save with checkpoint={...}"
+        own = {id(p) for p in model.parameters()}
+        for optimizer in self._beside.optimizers:
+            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+                return (
+                    f"{type(optimizer).__name__} steps tensors other than the model's parameters (master weights?); "
+                    "say what to save with checkpoint={...}"
+                )
+        return None
+
+    def save(self, state: Mapping[str, Any] | Restore | None) -> str | None:
+        """Keeps a checkpoint of now; returns why not, if the weights are not fit to go back to."""
+        broken = self._broken()
+        if broken is None:
+            states = state if callable(state) else copied(self._states(state))
+            random = copied(_random().random_state(self._beside.model))
+            self._saved.append(Saved(step=self._beside.next_step, states=states, random=random))
+        return broken
+
+    def good(self, since: int) -> Saved | None:
+        """The last one that was saved before step `since`; not that of its beginning, which its fault may have made."""
+        return max((s for s in self._saved if s.step < since), key=lambda saved: saved.step, default=None)
+
+    def restore(self, step: int) -> None:
+        """Puts back the checkpoint of that step; later ones are forgotten, since training takes another way now."""
+        saved = next(s for s in self._saved if s.step == step)
+        while self._saved and self._saved[-1].step > step:
+            self._saved.pop()
+        if callable(saved.states):
+            saved.states()
+        else:
+            parts = self.parts()
+            for name, state in saved.states.items():
+                parts[name].load_state_dict(copied(state))  # an optimizer goes on writing into what it was given
+        for optimizer in self._beside.optimizers:
+            optimizer.zero_grad()
+        _random().restore_random(saved.random, self._beside.model)
+
+    def _states(self, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        parts = self.parts()
+        if given is None:
+            return {name: part.state_dict() for name, part in parts.items()}
+        if list(parts) == ["loop"]:
+            given = {"loop": given}
+        if set(given) != set(parts):
+            raise ArgumentError(
+                f"Guard.checkpoint: expected the states of {', '.join(parts)}, by these names; got "
+                f"{', '.join(map(str, given)) or 'none'}. Leave it out to have the guard save them itself."
+            )
+        return given
+
+    def _broken(self) -> str | None:
+        """What is not finite in the weights; waits for the device."""
+        model: Any = self._beside.model
+        for name, parameter in () if model is None else model.named_parameters():
+            known = parameter.is_floating_point() and parameter.element_size() > 1  # torch cannot ask this of 8 bits
+            if known and not bool(parameter.detach().isfinite().all()):
+                return f"{name} holds values that are not finite"
+        return None
+
+
+def copied(value: Any) -> Any:
+    """A state with tensors of its own, on the host; containers and plain values as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        mapping: Any = cast("Mapping[Any, Any]", value)
+        found: Any = OrderedDict((key, copied(item)) for key, item in mapping.items())
+        if hasattr(mapping, "_metadata"):  # a module's state: the versions of its parts
+            found._metadata = mapping._metadata  # noqa: SLF001  (torch's own place for them)
+        return found
+    if isinstance(value, (list, tuple)):
+        sequence = cast("list[Any]", value)
+        return type(sequence)(copied(item) for item in sequence) if type(sequence) in (list, tuple) else sequence
+    return value
+
+
+def _random() -> Any:
+    """The room of precision's reading of generators, loaded when it is first needed."""
+    from plimsoll.precision import _checkpoint
+
+    return _checkpoint
+
+
+def check_parts(given: object) -> None:
+    """Raises for something that is not a mapping of names to what can be saved."""
+    if given is None:
+        return
+    parts = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {"it": given}
+    for name, part in parts.items():
+        if not isinstance(given, Mapping) or not all(hasattr(part, m) for m in ("state_dict", "load_state_dict")):
+            raise ArgumentError(
+                f"Guard: expected checkpoint as a mapping of names to what has state_dict and load_state_dict; got "
+                f"{type(part).__name__} for {name}. Write checkpoint={{'model': model, 'optimizer': optimizer}}."
+            )

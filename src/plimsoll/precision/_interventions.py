@@ -1,0 +1,133 @@
+"""What may be done to a loop from outside, between two of its steps: to hear of each, to skip one, to change the level.
+
+`Loop` derives from `Interventions`; a guard is what uses it most.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError, StateError
+from plimsoll.precision._applied import Applied
+from plimsoll.precision._computing import device_of
+from plimsoll.precision._policy import Policy
+from plimsoll.precision._schedule import Precision, Schedule, schedule_of
+from plimsoll.precision._stepping import Stepped
+from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling._outcome import StepOutcome
+
+Optimizer = torch.optim.Optimizer
+
+
+class DropsGradients:
+    """As a hook of optimizers: their steps find no gradients, and change neither weights nor state."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._handles = [optimizer.register_step_pre_hook(self._drop) for optimizer in optimizers]
+
+    def remove(self) -> None:
+        """Steps are what they were."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @staticmethod
+    def _drop(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = None
+
+
+class Interventions:
+    """A loop, as far as others may change it."""
+
+    _model: nn.Module
+    _root: nn.Module
+    _given: tuple[Optimizer, ...]
+    _schedule: Schedule
+    _policy: Policy
+    _applied: Applied
+    _made_scaler: Any
+    _given_scaler: Any
+    _step_index: int
+    _micro: int
+    _inside: str | None
+
+    _after_steps: tuple[Callable[[], None], ...] = ()
+    _skips: str | None = None
+
+    def after_each_step(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Has a function called at the end of each step, when nothing is open; what it returns takes that back.
+
+        What the function raises leaves `step`, whose work is done by then.
+        """
+        self._after_steps = (*self._after_steps, call)
+
+        def take_back() -> None:
+            self._after_steps = tuple(other for other in self._after_steps if other is not call)
+
+        return take_back
+
+    def skip_next(self, reason: str) -> None:
+        """Has the next step change nothing: its gradients are dropped, and schedulers do not advance.
+
+        Its outcome says that it did not step, and the reason. The loss scale goes on as after any step.
+        """
+        self._check_between("skip_next")
+        self._skips = reason
+
+    def change(self, precision: Precision | None = None, *, policy: Policy | None = None) -> None:
+        """Goes over to another precision or policy, from the next step on and for the rest, whatever was scheduled.
+
+        What both levels keep in FP32 passes exactly. It is not part of `state_dict`: to resume, prepare with the
+        new precision. Raises `ArgumentError` for what could not be carried out, and leaves all as it was.
+        """
+        self._check_between("change")
+        before = self._schedule, self._policy
+        self._schedule = self._schedule if precision is None else schedule_of(precision)
+        self._policy = self._policy if policy is None else policy
+        try:
+            self._check_stages()
+        except ArgumentError:
+            self._schedule, self._policy = before
+            raise
+        scaled = any(stage.level.scaled for stage in self._schedule.stages)
+        if scaled and self._given_scaler is None and self._made_scaler is None:
+            self._made_scaler = DynamicScaler(device_of(self._root).type)
+        self._apply_again(*before)
+
+    def _apply_again(self, schedule: Schedule, policy: Policy) -> None:
+        """Carries out what holds now in place of what is in force; puts that back where it fails."""
+        self._applied.take_back()
+        try:
+            self._applied = Applied(self._model, self._given, self._schedule.at(self._step_index), self._policy)
+        except Exception:
+            self._schedule, self._policy = schedule, policy
+            self._applied = Applied(self._model, self._given, schedule.at(self._step_index), policy)
+            raise
+
+    def _check_stages(self) -> None:
+        raise NotImplementedError
+
+    def _check_open(self, operation: str) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> Stepped:
+        raise NotImplementedError
+
+    def _finish_skipping(self) -> Stepped:
+        """A step as any, but that the optimizers find no gradients."""
+        reason, self._skips = self._skips, None
+        drops = DropsGradients(self._given)
+        try:
+            stepped = self._finish()
+        finally:
+            drops.remove()
+        scale: float | Tensor = stepped.outcome.scale
+        return Stepped(StepOutcome(stepped=False, scale=scale, reason=reason), stepped.norm)
+
+    def _check_between(self, operation: str) -> None:
+        self._check_open(operation)
+        if self._inside is not None or self._micro:
+            where = f"inside {self._inside}" if self._inside is not None else f"after {self._micro} micro-batches"
+            raise StateError(f"{operation}: expected a call between two steps; got one {where}. Call it after step.")
