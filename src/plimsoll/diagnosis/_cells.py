@@ -6,7 +6,7 @@ as, in one array with its running sum, so that "how many values of each row lie 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,27 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self.layer)
+
+    def only(self, name: str) -> "Cells":
+        """The cells of one layer."""
+        rows = np.flatnonzero(self.layer == self.names.index(name))
+        start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.length[rows])])
+        moved: Ints = self.start[:-1][rows] - start[:-1]
+        places: Ints = np.repeat(moved, self.length[rows]) + np.arange(int(start[-1]), dtype=np.int64)
+        steps, at = np.unique(self.steps[self.at[rows]], return_inverse=True)
+        return replace(
+            self,
+            names=(name,),
+            steps=steps,
+            layer=np.zeros(len(rows), dtype=np.int64),
+            at=at.astype(np.int64),
+            format=self.format[rows],
+            scale=self.scale[rows],
+            columns={each: column[rows] for each, column in self.columns.items()},
+            lowest=self.lowest[rows],
+            start=start,
+            flat=self.flat[places],
+        )
 
     @cached_property
     def running(self) -> Ints:
@@ -145,11 +166,11 @@ class Cells:
             return self.total_of("zeros") / self.total_of("count")
 
 
-def read(run: Run, collection: str, until: int | None = None) -> Cells | None:
-    """A collection of a run, up to and with step `until`; None where nothing of it was recorded by then."""
+def read(run: Run, collection: str, until: int | None = None, name: str | None = None) -> Cells | None:
+    """A collection of a run, or one layer of it, up to and with step `until`; None where there is nothing by then."""
     if collection not in run.tensors:
         return None
-    table = run.table(collection, steps=None if until is None else slice(None, until + 1))
+    table = run.table(collection, name, steps=None if until is None else slice(None, until + 1))
     return from_table(collection, table, run.tensors[collection]) if len(table) else None
 
 

@@ -34,6 +34,20 @@ class View:
             self._cells[collection] = read(self.run, collection, self.until)
         return self._cells[collection]
 
+    def only(self, collection: str, name: str) -> "View":
+        """The view of one layer of a collection, which reads no other: only what this view has not read already."""
+        result = View(self.run, self.until)
+        result._scalars = self._scalars
+        # What held a gradient is judged by its weight too.
+        for each in (collection, "weights") if collection == "gradients" else (collection,):
+            if name not in self.run.tensors.get(each, ()):
+                result._cells[each] = None
+            elif (whole := self._cells.get(each)) is not None:
+                result._cells[each] = whole.only(name) if name in whole.names else None
+            else:
+                result._cells[each] = read(self.run, each, self.until, name)
+        return result
+
     def scalar(self, name: str) -> tuple[Ints, Floats]:
         """The steps and values of a scalar; none where it was not recorded."""
         if name not in self._scalars:

@@ -1,0 +1,106 @@
+"""Words on figures: names that cannot be markup, powers of two, percentages, what a collection is called.
+
+Plotly renders a little HTML in every text (and TeX, where a page has loaded MathJax). Names come from whoever wrote the
+run, so they are shortened, freed of control characters and escaped before they become part of any text. Nothing from a
+run stands in a `hovertemplate`, which has a language of its own: it is given as data.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from plimsoll.diagnosis import shown
+
+_SIGNS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;"})
+MINUS = "\N{MINUS SIGN}"
+_COLLECTIONS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "activations": "activations",
+    "activation_gradients": "gradients of activations",
+    "updates": "updates",
+    "optimizer": "optimizer state",
+}
+
+
+def safe(text: str, most: int = 60) -> str:
+    """Any text from a run, as a figure may show it: at most 60 printable characters, none of them markup.
+
+    >>> safe("<b>w</b>"), safe("model.layers.11.attention.query.weight", most=24)
+    ('&lt;b&gt;w&lt;/b&gt;', 'model.lay…n.query.weight')
+    """
+    clean = shown(text)
+    if len(clean) > most:
+        head = most * 2 // 5
+        clean = f"{clean[:head]}…{clean[head + 1 - most :]}"
+    return clean.translate(_SIGNS)
+
+
+def labels(texts: Iterable[str], most: int = 40) -> list[str]:
+    """The texts made safe, each different from the others: names that look alike once shortened get a number."""
+    seen: dict[str, int] = {}
+    found: list[str] = []
+    for text in texts:
+        label = safe(text, most)
+        seen[label] = seen.get(label, 0) + 1
+        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return found
+
+
+def of(collection: str) -> str:
+    """What a collection is called within a sentence."""
+    return _COLLECTIONS.get(collection, safe(collection))
+
+
+def capital(text: str) -> str:
+    """The text with a capital letter first."""
+    return text[:1].upper() + text[1:]
+
+
+def power(exponent: float) -> str:
+    """A power of two.
+
+    >>> power(9.5)
+    '2<sup>9.5</sup>'
+    """
+    digits = f"{exponent:.0f}" if float(exponent).is_integer() else f"{exponent:.1f}"
+    return f"2<sup>{digits.replace('-', MINUS)}</sup>"
+
+
+def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[str]]:
+    """Ticks at powers of two between two exponents: their places and texts, at most about so many."""
+    steps = (1, 2, 4, 8, 16, 32, 64)
+    span = max(high - low, 1.0)
+    step = next((s for s in steps if span / s <= most), 128)
+    places = [float(e) for e in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
+    return places, [power(e) for e in places]
+
+
+def percent(share: float) -> str:
+    """A share in per cent.
+
+    >>> percent(0.123), percent(0.00021), percent(0.0)
+    ('12 %', '0.021 %', '0 %')
+    """
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.2g} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(2000, "step")
+    ('1 step', '2,000 steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Half-sentences as a subtitle."""
+    return " · ".join(part for part in parts if part)
+
+
+def wrapped(text: str, width: int = 72, most: int = 400) -> str:
+    """A sentence from a run or a rule, safe, over several lines."""
+    clean = "".join(c if c.isprintable() else " " for c in text[:most])
+    return "<br>".join(line.translate(_SIGNS) for line in textwrap.wrap(clean, width))
