@@ -1,0 +1,223 @@
+"""The verdict in one sentence, over the faults that rules are tested with; and the record that all pages tell from."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from plimsoll.diagnosis import SEVERITIES, Finding, View, diagnose
+from plimsoll.errors import ArgumentError, RunError
+from plimsoll.report import markdown, summary
+from plimsoll.report._summary import Summary
+from plimsoll.report._verdict import LONGEST, leading, verdict
+from plimsoll.report._verdict_said import _PHRASES, short
+from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.diagnosis.faults import A, B, FAULTS, Fault
+from tests.diagnosis.stories import SOUND, constant, told
+
+# What a verdict says of each rule's finding, whatever else it says.
+WORDS: Mapping[str, str] = {
+    "underflow-high": r"FP16 has flushed up to \d+ % of the (gradients|activations) of .* to zero",
+    "underflow-rising": r"lost gradients of .* have been rising",
+    "scale-low": r"the loss scale \(2\^-?\d+\) has been too low .* are lost",
+    "scale-collapse": r"the loss scale collapsed .* from 2\^\d+ to 2\^-?\d+",
+    "scale-oscillation": r"the loss scale has swung .* [\d.]+ % of steps",
+    "no-single-scale": r"no single loss scale has served all layers .* needs 2\^19, .* bears 2\^10",
+    "overflow-ahead": r"came within .* of the format's largest value",
+    "activation-growth": r"activations of .* have grown steadily",
+    "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",
+    "updates-swallowed": r"\d+ % of the weights of .* have not moved",
+    "second-moment-lost": r"FP16 has lost up to \d+ % of Adam's second moments",
+    "epsilon-dominates": r"Adam has divided by its epsilon",
+    "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",
+    "loss-spike": r"the loss (spiked|rose)",
+    "spike-forerunner": r"an update of .* was \d+ times its usual size",
+    "dead-layer": r"all (outputs|gradients) of .* have been zero",
+    "distribution-drift": r"have (grown|shrunk) by \d+ binades",
+}
+BEGINS = {"alarm": "Stop: ", "warning": "Watch it: ", "info": "Healthy up to step 199, but note: "}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_verdict_names_what_and_since_when(fault: Fault, tmp_path: Path) -> None:
+    view = View(Run(fault.story.write(tmp_path / "run")))
+    found = diagnose(view)
+    gravest = max((f.severity for f in found), key=SEVERITIES.index)
+    sentence = verdict(view, found)
+    assert sentence.startswith(BEGINS[gravest]) and sentence.endswith(".") and len(sentence) <= LONGEST
+    lead = leading([f for f in found if f.severity == gravest], 199) if gravest != "info" else found[0]
+    assert re.search(WORDS[lead.rule], sentence), sentence
+    steps = [int(step) for step in re.findall(r"step (\d+)", sentence)]
+    assert lead.since_step in steps and lead.severity == gravest
+    assert lead.since_step <= max(fault.first, fault.last)
+    if fault.layer is not None and lead.rule == fault.rule and len(lead.where) == 1:
+        assert fault.layer.removesuffix(":output") in sentence
+    assert verdict(view, list(found)) == sentence
+
+
+def test_sentences_as_they_are(tmp_path: Path) -> None:
+    by_name = {fault.name: fault.story for fault in FAULTS}
+
+    def said(name: str) -> str:
+        return summary(by_name[name].write(tmp_path / name)).verdict
+
+    assert said("scale frozen low after hard batches") == (
+        "Stop: the loss scale collapsed at step 60, from 2^10 to 2^-4, and 18 % of gradients have been lost since; "
+        "repeat with a SpectralScaler or in BF16."
+    )
+    assert said("one layer x 1e-4") == (
+        f"Stop: FP16 has flushed up to 44 % of the gradients of {A} to zero since step 0; raise the loss scale."
+    )
+    assert said("layers part at 100") == (
+        f"Stop: no single loss scale has served all layers since step 100, {A}.weight needs 2^19, {B}.weight bears "
+        "2^10; use a LayerScaler or BF16."
+    )
+    assert said("attention explodes") == (
+        f"Stop: activations of {A} came within a factor of two of the format's largest value at step 170, and NaN or "
+        "Inf came at step 180; run the layer in BF16 or clamp it."
+    )
+
+
+def test_every_rule_has_its_phrase() -> None:
+    from plimsoll.diagnosis import RULES
+
+    assert set(_PHRASES) == {rule.id for rule in RULES}
+    assert set(WORDS) | {"structural-zeros", "records-lost"} == set(_PHRASES)
+
+
+# -- which finding leads
+
+
+def finding(rule: str, severity: str = "alarm", since: int = 0, **more: object) -> Finding:
+    fields = {"advice": "a", "meaning": "m", "figure": "record", "until_step": 199, **more}
+    return Finding(rule=rule, severity=severity, since_step=since, **fields)  # type: ignore[arg-type]
+
+
+def test_what_ends_a_training_leads_over_what_came_first(tmp_path: Path) -> None:
+    layer = finding("underflow-high", since=0, where=("a",), collection="gradients")
+    collapse = finding("scale-collapse", since=100, evidence={"from": 1024.0, "to": 1.0})
+    nan = finding("nonfinite", since=120, evidence={"steps_with_loss": 79})
+    assert leading([layer, nan, collapse], 199) is collapse
+    passing = finding("nonfinite", since=5, evidence={"steps_with_loss": 1}, until_step=5)
+    assert leading([layer, passing], 199) is layer
+    view = View(Run(SOUND.write(tmp_path / "run", until=5)))
+    assert "and NaN or Inf came at step 120" in verdict(view, [collapse, nan])
+
+
+def test_warnings_that_say_less_lead_only_alone() -> None:
+    drift, dead = finding("distribution-drift", "warning", 5), finding("dead-layer", "warning", 90)
+    assert leading([drift, dead], 199) is dead
+    assert leading([drift], 199) is drift
+
+
+def test_a_rule_of_ones_own_is_named(tmp_path: Path) -> None:
+    view = View(Run(SOUND.write(tmp_path / "run", until=5)))
+    own = finding("too-blue", "warning", 3, where=("sky",))
+    assert verdict(view, [own]) == "Watch it: too-blue holds in sky since step 3."
+
+
+@pytest.mark.parametrize("rule", WORDS)
+def test_no_verdict_is_longer_however_long_the_names(rule: str, tmp_path: Path) -> None:
+    names = tuple("x" * 10_000 + str(i) for i in range(3))
+    evidence = {"worst": names[0], "smallest_layer": names[0], "largest_layer": names[1], "format": "fp16", "lost": 0.9}
+    view = View(Run(SOUND.write(tmp_path / "run", until=5)))
+    for where in (names, names[:1]):
+        one = finding(rule, where=where, collection="activations", evidence=evidence)
+        assert len(verdict(view, [one, finding("nonfinite", since=3, where=names)])) <= LONGEST
+    assert len(short(names[0])) <= 48
+
+
+# -- sound and empty runs
+
+
+def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
+    small = told(scale=lambda step: 1.0, gradient_std=constant(2.0**-17)).write(tmp_path / "small")
+    found = re.fullmatch(r"Healthy up to step 199: at most ([\d.]+) % of any layer's gradients are lost\.",
+                         summary(small).verdict)  # fmt: skip
+    assert found and 0.1 < float(found[1]) < 1
+    assert summary(SOUND.write(tmp_path / "sound")).verdict == (
+        "Healthy up to step 199: none of any layer's gradients are lost."
+    )
+
+
+def test_weights_at_rest_are_noted(tmp_path: Path) -> None:
+    still = told(unmoved=constant(1.0)).write(tmp_path / "run")
+    assert summary(still).verdict == (
+        "Healthy up to step 199, but note: 100 % of the weights of 12 layers have not moved since step 0."
+    )
+
+
+def test_without_gradients_health_says_so(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    found = summary(tmp_path / "run")
+    assert found.verdict == "Healthy up to step 0: no rule found anything, but gradients were not recorded."
+    assert (found.state, found.first_step, found.last_step, found.samples, found.scale) == ("healthy", 0, 0, 0, None)
+
+
+def test_an_empty_run_is_empty(tmp_path: Path) -> None:
+    RunWriter(tmp_path / "run").close()
+    found = summary(tmp_path / "run")
+    assert (found.verdict, found.state, found.first_step, found.last_step) == ("Nothing was recorded.", "empty", -1, -1)
+
+
+# -- the record
+
+
+def whole(path: Path) -> Summary:
+    with RunWriter(path, settings={"lr": float("nan"), "deep": {"x": [1, float("inf")]}}) as writer:
+        for step in (3, 4, 5):
+            writer.write(Scalars(step=step, values={"loss": 0.5, "scale": 2.0**step}))
+        writer.write(Event(step=5, kind="note", message="said"))
+    return summary(path)
+
+
+def test_the_facts_are_those_of_the_run(tmp_path: Path) -> None:
+    found = whole(tmp_path / "run")
+    assert (found.name, found.first_step, found.last_step, found.loss, found.scale) == ("run", 3, 5, 0.5, 32.0)
+    assert found.closed and found.created is not None and found.seconds is not None and found.versions["torch"]
+    assert (found.ranks, found.world_size, found.problems, dict(found.dropped)) == (1, 1, (), {})
+    assert summary(tmp_path / "run", until=4).scale == 16.0
+    sound = summary(SOUND.write(tmp_path / "sound"))
+    assert sound.tensors["optimizer"] == 24 and sound.samples == 40
+    assert sound.formats["gradients"] == ("fp16",) and sound.formats["weights"] == ("fp32",)
+
+
+def test_all_of_it_is_json(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(whole(tmp_path / "run").to_dict(), allow_nan=False))
+    assert data["settings"] == {"lr": "nan", "deep": {"x": [1, "inf"]}}
+    fields = set(Summary.__dataclass_fields__)
+    assert set(data) == fields
+    fault = next(f for f in FAULTS if f.name == "loss is NaN").story.write(tmp_path / "nan")
+    told_of = summary(fault)
+    data = json.loads(json.dumps(told_of.to_dict(), allow_nan=False))
+    assert data["loss"] == "nan" and data["counts"]["alarm"] == 1 and len(data["findings"]) == len(told_of.findings)
+
+
+def test_findings_that_are_given_count(tmp_path: Path) -> None:
+    path = SOUND.write(tmp_path / "run", until=20)
+    given = [finding("scale-collapse", since=7, evidence={"from": 2.0, "to": 1.0})]
+    found = summary(path, given)
+    assert found.state == "alarm" and found.counts == {"alarm": 1, "warning": 0, "info": 0}
+    assert "collapsed at step 7" in found.verdict and summary(path, []).state == "healthy"
+
+
+def test_damage_is_told_of(tmp_path: Path) -> None:
+    path = SOUND.write(tmp_path / "run")
+    part = next((path / "spectra").glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        found = summary(path)
+    assert found.state == "warning" and part.name in found.problems[0]
+    assert found.verdict.startswith("Watch it: parts of the run are missing or were not measured since step 0, so this")
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+        summary(tmp_path / "none")
+    view = View(Run(SOUND.write(tmp_path / "run", until=5)))
+    for ask in (summary, markdown):
+        with pytest.raises(ArgumentError, match="summary: expected until=None with a View"):
+            ask(view, until=3)
