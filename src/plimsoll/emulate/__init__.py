@@ -11,7 +11,8 @@ from typing import Any
 
 from plimsoll.emulate._autocast import Autocast as Autocast
 from plimsoll.emulate._counts import Operations as Operations
-from plimsoll.emulate._emulate import Emulation as Emulation, emulate as emulate
+from plimsoll.emulate._emulate import emulate as emulate
+from plimsoll.emulate._emulation import Emulation as Emulation
 from plimsoll.emulate._lists import CUDA as CUDA, OperationLists as OperationLists
 
 

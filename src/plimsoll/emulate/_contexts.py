@@ -63,7 +63,8 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(*args: Any, **kwargs: Any) -> Any:
         if local.frame is frame and frame.task == graph_task():
             return function(*args, **kwargs)
-        with entered(replace(frame, cache=None if frame.cache is None else CastCache())):
+        again = contextlib.nullcontext() if frame.again is None else frame.again
+        with entered(replace(frame, cache=None if frame.cache is None else CastCache())), again:
             return function(*args, **kwargs)
 
     return remembered

@@ -9,6 +9,7 @@ torch computes them; with an accumulator of a format each is a matrix product ov
 - weigh sums over the batch, then the positions.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         # The channels that the sum runs over: of w, those of its first axis if transposed, else those of its second.
         held_x = _by_group(recipe.operand, x, geometry.groups)
-        held_w = _by_group(recipe.operand, w, geometry.groups, axis=0) if transposed else recipe.operand(w, 1)
+        weight = functools.partial(recipe.operand, role="weights")
+        held_w = _by_group(weight, w, geometry.groups, axis=0) if transposed else weight(w, 1)
         ctx.save_for_backward(*((x, w) if recipe.in_blocks else (held_x, held_w)))
         ctx.geometry, ctx.transposed, ctx.extra, ctx.recipe = geometry, transposed, extra, recipe
         if recipe.accumulate is None:
@@ -122,7 +124,8 @@ def _grad_x(ctx: Any, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
     geometry, recipe = ctx.geometry, ctx.recipe
     g = _by_group(recipe.gradient, g, geometry.groups)
     if recipe.in_blocks:
-        w = recipe.operand(w, 1) if ctx.transposed else _by_group(recipe.operand, w, geometry.groups, axis=0)
+        weight = functools.partial(recipe.operand, role="weights")
+        w = weight(w, 1) if ctx.transposed else _by_group(weight, w, geometry.groups, axis=0)
     if recipe.accumulate is None:
         return _native_backward(ctx, g, x, w, 0)
     if ctx.transposed:

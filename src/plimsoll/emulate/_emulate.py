@@ -1,42 +1,27 @@
 """`emulate`: training as on hardware that this machine is not."""
 
-import contextlib
-import sys
-import threading
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import replace
-from types import TracebackType
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from plimsoll.emulate import _contexts, _frames, _wide
-from plimsoll.emulate._attention import Attention
-from plimsoll.emulate._autocast import casting, mha_in_python
-from plimsoll.emulate._convolutions import Convolutions
-from plimsoll.emulate._counts import Counts, Operations
-from plimsoll.emulate._frames import Frame, Rule
+from plimsoll.emulate._emulation import Emulation
 from plimsoll.emulate._lists import CUDA, OperationLists, operation_name
-from plimsoll.emulate._products import Products
+from plimsoll.emulate._planned import PlannedEmulation, check_alone, plan_of
 from plimsoll.emulate._recipe import Recipe, recipe
-from plimsoll.emulate._recurrent import lstm
-from plimsoll.emulate._rounded import Everywhere, Rounded, within
+from plimsoll.emulate._regions import is_native
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import get
+from plimsoll.formats import ModulePlan, Plan, get
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Operations that are made of products, and never round by themselves.
-_MADE_OF_PRODUCTS = (
-    "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum",
-    "gru", "gru_cell", "inner", "linalg_multi_dot", "linalg_vecdot", "lstm_cell", "rnn_relu", "rnn_relu_cell",
-    "rnn_tanh", "rnn_tanh_cell", "tensordot",
-)  # fmt: skip
-
 
 def emulate(
-    precision: str | torch.dtype | None = None,
+    precision: str | torch.dtype | Plan | os.PathLike[str] | None = None,
     *,
+    model: nn.Module | None = None,
     forward: object | None = None,
     backward: object | None = None,
     operations: str | Iterable[object] = "matmul",
@@ -56,11 +41,15 @@ def emulate(
     lacks, weights and activations to `forward`, gradients to `backward`; the tensors stay in their dtype. With a
     precision too, everything else is as there: ``emulate("bf16", forward="e4m3", backward="e5m2")``.
 
+    ``emulate("plan.toml", model=model)``: each module that the plan names computes in its formats, at its scales; all
+    else is as it is outside. A plan's loss scale is not applied: it belongs to the training loop (`Plan.scale`).
+
     A backward of what was recorded inside computes likewise, also after the context has ended. It holds for the thread
     that opened it. Nothing is left behind. Code of torch.compile runs eagerly inside.
 
     Args:
-        precision: "fp16", "bf16" or "fp32".
+        precision: "fp16", "bf16" or "fp32"; or a `Plan`, or its file.
+        model: the model of a plan.
         forward: any format, block formats too; None leaves the direction as it is. Blocks run along the axis that a
             product sums over.
         backward: likewise, for gradients.
@@ -71,7 +60,8 @@ def emulate(
         chunk: with such an accumulator, so many neighbouring products are added exactly before they are added to it
             and the sum is rounded; in order, from the first to the last.
         lists: what a 16-bit precision casts, and to what; None: nothing.
-        cast_arguments: rounding, saturate, scale, scale_rule and generator of `plimsoll.cast`.
+        cast_arguments: rounding, saturate, scale, scale_rule and generator of `plimsoll.cast`. `scale` may be a mapping
+            too, by "weights", "activations" and "gradients"; a parameter among the operands is a weight.
 
     Raises `ArgumentError`, and `FormatError` for a format that does not exist.
 
@@ -85,6 +75,15 @@ def emulate(
     ...     (x @ x.T).item()
     32.0
     """
+    if isinstance(precision, Plan | os.PathLike) or (isinstance(precision, str) and precision.endswith(".toml")):
+        given = {"forward": forward, "backward": backward, "operations": operations, "accumulate": accumulate,
+                 "chunk": chunk, "lists": lists, **cast_arguments}  # fmt: skip
+        return _of_plan(plan_of("emulate", precision), model, given)
+    if model is not None:
+        raise ArgumentError(
+            f"emulate: expected a model with a plan only; got {type(model).__name__} with precision={precision!r}. "
+            "Leave it out: the context holds for whatever runs inside."
+        )
     low = _dtype(precision)
     found = recipe(forward, backward, accumulate, chunk, cast_arguments)
     if low is None and found is None:
@@ -98,96 +97,12 @@ def emulate(
             f"precision={precision!r}. Name one, or leave lists out."
         )
     names = _selection(operations, found)
+    if found is not None and found.scales and names != "matmul":
+        raise ArgumentError(
+            f"emulate: expected scales by role where only products are rounded; got operations={operations!r}. Give "
+            "one scale, or leave operations out."
+        )
     return Emulation(low=low, recipe=found, operations=names, lists=lists)
-
-
-class Emulation(contextlib.ContextDecorator):
-    """What `emulate` gives: a context, re-entrant, and a decorator. `operations` says what ran in all its uses."""
-
-    def __init__(
-        self,
-        *,
-        low: torch.dtype | None,
-        recipe: Recipe | None,
-        operations: "str | frozenset[str]",
-        lists: OperationLists | None,
-    ) -> None:
-        self._low, self._recipe, self._selected, self._lists = low, recipe, operations, lists
-        self._rules = _rules(low, recipe, operations)
-        self._counts = Counts()
-        self._open = threading.local()
-
-    @property
-    def operations(self) -> Operations:
-        """How often each operation ran inside: which were emulated, and which ran on torch's own 16-bit kernels."""
-        return self._counts.total()
-
-    def __enter__(self) -> "Emulation":
-        stack: list[contextlib.AbstractContextManager[object]] = self._open.__dict__.setdefault("stack", [])
-        context = self._context()
-        context.__enter__()
-        stack.append(context)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.stack.pop().__exit__(kind, error, trace)
-
-    @contextlib.contextmanager
-    def _context(self) -> Generator[None]:
-        around = _frames.current() or Frame()
-        rules = {} if self._low is torch.float32 and self._recipe is None else {**around.rules, **self._rules}
-        with contextlib.ExitStack() as stack:
-            eager = stack.enter_context(_eagerly())
-            frame = replace(around, rules=rules, witness=self._witness(), eager=eager)
-            stack.enter_context(mha_in_python())
-            stack.enter_context(_contexts.entered(frame))
-            if self._low is not None:
-                lists = None if self._low is torch.float32 else self._lists
-                stack.enter_context(casting(lists, self._low))
-            yield
-
-    def _witness(self) -> _frames.Witness:
-        if self._recipe is not None and self._selected == "all":
-            return Everywhere(self._counts, Rounded(self._recipe))
-        return self._counts
-
-
-def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:
-    found: dict[str, Rule] = {} if low in (None, torch.float32) else _wide.rules()
-    if recipe is None:
-        return found
-    products = _product_rules(recipe)
-    rounded = Rounded(recipe)
-    if selected == "all":
-        return found | {name: rounded.after(rule) for name, rule in products.items()}
-    if isinstance(selected, str):
-        return _without_wholes(found) | products
-    for name in selected:
-        found |= _selected_rules(name, products, rounded)
-    return found
-
-
-def _without_wholes(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules, but for operations that are made of products which rules apply to."""
-    return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS}
-
-
-def _product_rules(recipe: Recipe) -> dict[str, Rule]:
-    products = Products(recipe)
-    found = products.rules() | Convolutions(recipe).rules()
-    found |= {"scaled_dot_product_attention": Attention(products), "lstm": lstm}
-    return {name: _frames.in_forward(rule) for name, rule in found.items()}
-
-
-def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -> dict[str, Rule]:
-    if name in _MADE_OF_PRODUCTS or name == "lstm":
-        return {name: within(products)}
-    if name in products:
-        return {name: products[name]}
-    rule = _frames.in_forward(rounded.alone)
-    return {name: rule} | ({f"{name}_": rule} if hasattr(torch.ops.aten, f"{name}_") else {})
 
 
 def _selection(operations: str | Iterable[object], recipe: Recipe | None) -> "str | frozenset[str]":
@@ -204,7 +119,7 @@ def _selection(operations: str | Iterable[object], recipe: Recipe | None) -> "st
     return selected
 
 
-def _dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype(precision: object) -> torch.dtype | None:
     if precision is None:
         return None
     name = get(precision).name
@@ -216,14 +131,21 @@ def _dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-@contextlib.contextmanager
-def _eagerly() -> Generator[bool]:
-    """Compiled code runs eagerly: its kernels were generated without the emulation. Gives whether that was arranged.
+_ALONE: dict[str, object] = {"operations": "matmul", "accumulate": "fp32", "chunk": 1, "lists": CUDA}
 
-    Where the compiler is not loaded there is no such code yet, and loading it takes seconds: then frames refuse.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield False
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield True
+
+def _of_plan(plan: Plan, model: object, given: dict[str, object]) -> Emulation:
+    check_alone(given, _ALONE)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"emulate: expected the model that the plan speaks of; got {type(model).__name__}. Write emulate(plan, "
+            "model=model)."
+        )
+    return PlannedEmulation(plan, model, of_module)
+
+
+def of_module(said: ModulePlan) -> Emulation:
+    """The context of one module of a plan: torch's own formats as such, others at the operands of products."""
+    if is_native(said):
+        return emulate(said.forward)
+    return emulate("fp32", forward=said.forward, backward=said.backward, scale=said.scales or None)

@@ -8,6 +8,7 @@ recomputation does. Rules hold in both.
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -49,6 +50,7 @@ class Frame:
     nesting: int = 0  # of torch's autocast contexts, when it was entered
     categories: Mapping[str, Category] = field(default_factory=dict[str, "Category"])
     without_lists: "Frame | None" = None
+    again: AbstractContextManager[Any] | None = None  # entered too, where a checkpoint runs what it has seen once more
 
     def casts_now(self) -> bool:
         """Whether the lists hold for the call at hand."""

@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 from plimsoll.emulate import _frames
 from plimsoll.emulate._recipe import Recipe
 from plimsoll.emulate._wide import narrow, widen
+from plimsoll.formats import Role
 
+_OF_LAYER: tuple[Role, Role] = ("activations", "weights")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,9 +28,9 @@ class _Product(torch.autograd.Function):
     """a (batch x) M x K times b (batch x) K x N."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
-        held_a, held_b = recipe.operand(a, -1), recipe.operand(b, -2)
-        ctx.recipe = recipe
+    def forward(ctx: Any, a: Tensor, b: Tensor, recipe: Recipe, roles: tuple[Role, Role]) -> Tensor:
+        held_a, held_b = recipe.operand(a, -1, roles[0]), recipe.operand(b, -2, roles[1])
+        ctx.recipe, ctx.roles = recipe, roles
         ctx.save_for_backward(*((a, b) if recipe.in_blocks else (held_a, held_b)))
         return recipe.multiply(held_a, held_b)
 
@@ -39,12 +41,12 @@ class _Product(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            held = recipe.operand(b, -1) if recipe.in_blocks else b
+            held = recipe.operand(b, -1, ctx.roles[1]) if recipe.in_blocks else b
             grad_a = recipe.multiply(recipe.gradient(g, -1), held.mT)
         if ctx.needs_input_grad[1]:
-            held = recipe.operand(a, -2) if recipe.in_blocks else a
+            held = recipe.operand(a, -2, ctx.roles[0]) if recipe.in_blocks else a
             grad_b = recipe.multiply(held.mT, recipe.gradient(g, -2))
-        return grad_a, grad_b, None
+        return grad_a, grad_b, None, None
 
 
 class Products:
@@ -62,31 +64,32 @@ class Products:
         }  # fmt: skip
         return {name: _rule(form) for name, form in forms.items()}
 
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """``torch.matmul`` of wide operands."""
+    def matmul(self, a: Tensor, b: Tensor, roles: tuple[Role, Role] | None = None) -> Tensor:
+        """``torch.matmul`` of wide operands; without `roles` a parameter, or a view of one, is a weight."""
+        roles = (_role(a), _role(b)) if roles is None else roles
         a_row, b_column = a.dim() == 1, b.dim() == 1
         a, b = (a[None] if a_row else a), (b[:, None] if b_column else b)
-        y: Tensor = self._batched(a, b)
+        y: Tensor = self._batched(a, b, roles)
         y = y.squeeze(-2) if a_row else y
         return y.squeeze(-1) if b_column else y
 
-    def _batched(self, a: Tensor, b: Tensor) -> Any:
+    def _batched(self, a: Tensor, b: Tensor, roles: tuple[Role, Role]) -> Any:
         if b.dim() == 2:
-            y: Any = self._product(a.reshape(-1, a.shape[-1]), b)
+            y: Any = self._product(a.reshape(-1, a.shape[-1]), b, roles)
             return y.reshape(*a.shape[:-1], b.shape[-1])
         batch = typed("tuple[int, ...]", torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         flat_a = a.expand(*batch, *a.shape[-2:]).reshape(math.prod(batch), *a.shape[-2:])
         flat_b = b.expand(*batch, *b.shape[-2:]).reshape(math.prod(batch), *b.shape[-2:])
-        return self._product(flat_a, flat_b).reshape(*batch, a.shape[-2], b.shape[-1])
+        return self._product(flat_a, flat_b, roles).reshape(*batch, a.shape[-2], b.shape[-1])
 
-    def _product(self, a: Tensor, b: Tensor) -> Any:
-        return typed("Any", _Product).apply(a, b, self._recipe)
+    def _product(self, a: Tensor, b: Tensor, roles: tuple[Role, Role]) -> Any:
+        return typed("Any", _Product).apply(a, b, self._recipe, roles)
 
     def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
         return self.matmul(a, b)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self.matmul(x, weight.mT if weight.dim() > 1 else weight)
+        y = self.matmul(x, weight.mT if weight.dim() > 1 else weight, _OF_LAYER)
         return y if bias is None else y + bias
 
     def _add(self, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -101,9 +104,15 @@ class Products:
 
     def _bilinear(self, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         outputs, a_size, b_size = weight.shape
-        half = typed("Any", self.matmul(a, weight.transpose(0, 1).reshape(a_size, -1))).unflatten(-1, (outputs, b_size))
+        wide = self.matmul(a, weight.transpose(0, 1).reshape(a_size, -1), _OF_LAYER)
+        half = typed("Any", wide).unflatten(-1, (outputs, b_size))
         y = self.matmul(half, b.unsqueeze(-1)).squeeze(-1)
         return y if bias is None else y + bias
+
+
+def _role(x: Tensor) -> Role:
+    base = x._base  # noqa: SLF001  (torch tells it nowhere else)
+    return "weights" if isinstance(x if base is None else base, torch.nn.Parameter) else "activations"
 
 
 def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:

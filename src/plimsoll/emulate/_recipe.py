@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast as cast_type
 
 import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
 from plimsoll.rounding._arguments import plan
 
@@ -25,14 +25,15 @@ class Recipe:
     accumulate: Format | None  # None: the FP32 (or FP64) sums of the machine's own matrix product
     chunk: int
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role, where they are not one for all
 
-    def operand(self, x: Tensor, axis: int) -> Tensor:
+    def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
         """A matmul's operand of the forward, in the forward format; blocks run along `axis`, which is summed over."""
-        return self._cast(x, self.forward, axis)
+        return self._cast(x, self.forward, axis, role)
 
     def gradient(self, g: Tensor, axis: int) -> Tensor:
         """A matmul's operand of the backward that is a gradient, in the backward format."""
-        return self._cast(g, self.backward, axis)
+        return self._cast(g, self.backward, axis, "gradients")
 
     @property
     def in_blocks(self) -> bool:
@@ -48,10 +49,12 @@ class Recipe:
     def _any_blocks(self) -> bool:
         return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
 
-    def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int) -> Tensor:
+    def _cast(self, x: Tensor, fmt: AnyFormat | None, axis: int, role: Role) -> Tensor:
         if fmt is None:
             return x
         given = dict(self.arguments)
+        if role in self.scales:
+            given["scale"] = self.scales[role]
         if isinstance(fmt, BlockFormat):
             return cast(x, fmt, axis=axis, **given)
         given.pop("scale_rule", None)
@@ -78,6 +81,7 @@ def recipe(
 ) -> Recipe | None:
     """The recipe, with every argument checked; None where nothing is asked for."""
     _check_arguments(forward, backward, arguments)
+    by_role = isinstance(arguments.get("scale"), Mapping)
     accumulator = get(accumulate)
     if isinstance(accumulator, BlockFormat):
         raise ArgumentError(
@@ -99,7 +103,8 @@ def recipe(
         backward=None if backward is None else get(backward),
         accumulate=None if plain else accumulator,
         chunk=chunk,
-        arguments=_seeded(arguments),
+        arguments=_seeded({name: value for name, value in arguments.items() if name != "scale" or not by_role}),
+        scales=arguments["scale"] if by_role else {},
     )
 
 
@@ -124,13 +129,27 @@ def _check_arguments(forward: object, backward: object, arguments: Mapping[str, 
         rule = arguments.get("scale_rule", "floor") if isinstance(fmt, BlockFormat) else "floor"
         rounding, saturate = arguments.get("rounding", "nearest_even"), arguments.get("saturate")
         plan("emulate", fmt, rounding=rounding, saturate=saturate, scale_rule=rule, axis=-1)
-        cast(torch.zeros(1), fmt, **{name: value for name, value in arguments.items() if name in ("scale", "rounding")})
+        for scale in _scales(arguments.get("scale")):
+            cast(torch.zeros(1), fmt, rounding=rounding, scale=scale)
     generator = arguments.get("generator")
     if generator is not None and arguments.get("rounding") != "stochastic":
         raise ArgumentError(
             f"emulate: expected a generator with rounding='stochastic' only; got generator={generator!r}. Leave it "
             "out, or round stochastically."
         )
+
+
+def _scales(given: object) -> list[Any]:
+    """The scales that are given: one for all casts, or one by each role."""
+    if not isinstance(given, Mapping):
+        return [given]
+    by_role = cast_type("Mapping[Any, Any]", given)
+    strange = [role for role in by_role if role not in ROLES]
+    if strange:
+        raise ArgumentError(
+            f"emulate: expected scale as a number, or a mapping by {', '.join(ROLES)}; got {strange[0]!r}. Name these."
+        )
+    return list(by_role.values())
 
 
 def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.emulate._planned import rules_of
 from plimsoll.errors import ArgumentError
+from plimsoll.formats import ModulePlan
 from plimsoll.precision._computing import Computing, check_policy
 from plimsoll.precision._distributed import is_fully_sharded, level_on
 from plimsoll.precision._levels import DTYPES, Level
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import CastOutputs, Placement, module_formats
-from plimsoll.precision._policy import Policy, formats_of_plan
+from plimsoll.precision._policy import Policy
 from plimsoll.precision._schedule import Stage
 from plimsoll.precision._updates import put_state_in_the_weights_dtype, wrapped
 from plimsoll.watch._names import unwrapped
@@ -57,10 +59,10 @@ class Applied:
             handle.remove()
 
     def _cast(
-        self, root: nn.Module, optimizers: Sequence[Optimizer], rules: Mapping[str, str]
+        self, root: nn.Module, optimizers: Sequence[Optimizer], rules: Mapping[str, ModulePlan]
     ) -> tuple[Optimizer, ...]:
         level = self.level
-        own: Mapping[str, str] = rules if level.casts else {}
+        own = {name: said.forward for name, said in rules.items() if level.casts}
         originals: dict[Tensor, Tensor] = {p: p.data for p in root.parameters() if level.casts}
         try:
             self.placement = Placement(root, module_formats(root, level.weights, level.norms, own))
@@ -87,10 +89,10 @@ def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage,
     _check_epsilon(level, optimizers)
 
 
-def _rules(root: nn.Module, stage: Stage, policy: Policy) -> dict[str, str]:
-    """The formats that are said of modules: the plan's, and over them the policy's."""
-    planned = {} if stage.plan is None else formats_of_plan(stage.plan, root)
-    return planned | policy.formats_of(root)
+def _rules(root: nn.Module, stage: Stage, policy: Policy) -> dict[str, ModulePlan]:
+    """What is said of modules: by the plan, and over it by the policy."""
+    planned = {} if stage.plan is None else rules_of(stage.plan, root, "prepare")
+    return planned | {name: ModulePlan.of(fmt) for name, fmt in policy.formats_of(root).items()}
 
 
 def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:

@@ -14,30 +14,28 @@ import torch
 from torch import nn
 
 from plimsoll.emulate._autocast import Autocast
-from plimsoll.emulate._emulate import emulate
+from plimsoll.emulate._emulate import emulate, of_module
 from plimsoll.emulate._lists import OperationLists
+from plimsoll.emulate._regions import Regions, is_native
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import BlockFormat, get
+from plimsoll.formats import BlockFormat, ModulePlan, get
 from plimsoll.precision._levels import DTYPES, Level
 from plimsoll.precision._policy import Policy
-from plimsoll.precision._regions import Regions
 from plimsoll.precision._tf32 import has_tf32, tf32
 
 Context = contextlib.AbstractContextManager[Any]
-
-# The format of gradients beside a forward format that keeps more digits than range; others serve both ways.
-_BACKWARD = {"e4m3": "e5m2", "e4m3fnuz": "e5m2fnuz"}
 
 
 class Computing:
     """The contexts of one level on one model."""
 
-    def __init__(self, root: nn.Module, level: Level, policy: Policy, rules: Mapping[str, str]) -> None:
+    def __init__(self, root: nn.Module, level: Level, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
         self._level, self._lists = level, policy.operations
         self._device = device_of(root)
-        emulated = {fmt for fmt in rules.values() if fmt not in DTYPES}
-        self._native = self._device.type == "cuda" and not policy.own_lists and not emulated
-        self._regions = Regions(root, {} if level.casts else rules, level.operations or "fp32", self._entering())
+        native = all(is_native(said) for said in rules.values())
+        self._native = self._device.type == "cuda" and not policy.own_lists and native
+        outside = ModulePlan.of(level.operations or "fp32")
+        self._regions = Regions(root, {} if level.casts else rules, outside, self._entering()).attach()
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
@@ -49,9 +47,18 @@ class Computing:
             finally:
                 self._regions.switch.on = False
 
-    def backward(self) -> Context:
-        """Around the backward and the step, where what the forward recorded decides everything but TF32."""
-        return self._precision(forward=False)
+    @contextlib.contextmanager
+    def backward(self) -> Generator[None]:
+        """Around the backward and the step, where what the forward recorded decides everything but TF32.
+
+        A module that is called in it is recomputed by a checkpoint, in its own format again.
+        """
+        with self._precision(forward=False):
+            self._regions.switch.on = True
+            try:
+                yield
+            finally:
+                self._regions.switch.on = False
 
     def remove(self) -> None:
         """Takes the regions' hooks away."""
@@ -66,22 +73,23 @@ class Computing:
 
     def _operations(self) -> Context:
         if self._level.operations is not None:
-            return self._entering()(self._level.operations)
+            return self._entering()(ModulePlan.of(self._level.operations))
         if not self._level.casts:
             return contextlib.nullcontext()
         bans = OperationLists(banned=self._lists.banned)
         return _in_16_bits(self._device, bans, self._level.dtype)
 
-    def _entering(self) -> Callable[[str], Context]:
+    def _entering(self) -> Callable[[ModulePlan], Context]:
         """What enters a format, as a function that keeps nothing of this object alive."""
         native, kind, lists, device = self._native, self._device.type, self._lists, self._device
 
-        def enter(fmt: str) -> Context:
-            if fmt == "fp32":
+        def enter(said: ModulePlan) -> Context:
+            if not is_native(said):
+                return of_module(said)
+            if said.forward == "fp32":
                 return torch.autocast(kind, enabled=False) if native else _without(device)
-            if fmt in DTYPES:
-                return torch.autocast(kind, DTYPES[fmt]) if native else _in_16_bits(device, lists, DTYPES[fmt])
-            return emulate("fp32", forward=fmt, backward=_BACKWARD.get(fmt, fmt))
+            dtype = DTYPES[said.forward]
+            return torch.autocast(kind, dtype) if native else _in_16_bits(device, lists, dtype)
 
         return enter
 
@@ -101,20 +109,20 @@ def _without(device: torch.device) -> Context:
     return emulate("fp32") if device.type == "cpu" else Autocast(enabled=False)
 
 
-def check_policy(level: Level, policy: Policy, rules: Mapping[str, str]) -> None:
+def check_policy(level: Level, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
     """Raises for what a policy or plan asks of a level that it cannot do."""
     if policy.own_lists and level.operations is None:
         raise ArgumentError(
             f"prepare: expected a policy of modules only at {level.name}, which casts no operations; got operation "
             "lists of your own. Use amp-fp16 or amp-bf16, or take with_operation(...) out."
         )
-    strange = sorted({fmt for fmt in rules.values() if fmt not in DTYPES})
+    strange = sorted({said.forward for said in rules.values() if not is_native(said)})
     if level.casts and strange:
         raise ArgumentError(
             f"prepare: expected modules in {', '.join(DTYPES)} at {level.name}, which keeps weights in them; got "
             f"{', '.join(strange)}. Use an amp level, which emulates other formats in the operations."
         )
-    for fmt in strange:
+    for fmt in sorted({fmt for said in rules.values() if not is_native(said) for fmt in (said.forward, said.backward)}):
         found = get(fmt)
         element = found.element if isinstance(found, BlockFormat) else found
         if not element.signed or element.bits > 32:

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from plimsoll.emulate._modules import callers, cast_floating, has_forward, named_modules
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._levels import DTYPES
 from plimsoll.watch._compiled import inlined_only
@@ -36,11 +36,6 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) or (named_so and next(iter(module.children()), None) is None)
 
 
-def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
-    """Every module with its qualified name, the root's empty; one with several names each time, or once."""
-    return cast("list[tuple[str, nn.Module]]", [*root.named_modules(remove_duplicate=not twice)])
-
-
 def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str, str]) -> dict[str, str]:
     """The format of every module by its qualified name (the root's is empty).
 
@@ -51,30 +46,6 @@ def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str
         around = found[name.rpartition(".")[0]] if name else weights
         found[name] = rules.get(name) or (norms if is_norm(module) else around)
     return found
-
-
-def callers(root: nn.Module) -> dict[str, str]:
-    """For every module but the root the name of the nearest one around it that has a forward."""
-    has_forward = {name: _has_forward(module) for name, module in named_modules(root)}
-    found: dict[str, str] = {}
-    for name in has_forward:
-        if name:
-            around = name.rpartition(".")[0]
-            found[name] = around if not around or has_forward[around] else found[around]
-    return found
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure with its floating tensors in that dtype."""
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
-
-    return pytree.tree_map_only(Tensor, cast, value)
 
 
 class CastInputs:
@@ -157,7 +128,7 @@ class Placement:
         for name, module in named_modules(root, twice=False):
             inside = self.formats[name]
             outside = self.formats[caller[name]] if name else None
-            if inside != outside and _has_forward(module):
+            if inside != outside and has_forward(module):
                 # First in, last out: what other hooks see is what the module itself computes with.
                 yield module.register_forward_pre_hook(CastInputs(DTYPES[inside]), prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))

@@ -1,6 +1,5 @@
 """Which operations and which modules run in which precision: data that a user can read and change."""
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,9 @@ from torch import nn
 
 from plimsoll import formats
 from plimsoll.emulate._lists import CUDA, Category, OperationLists
+from plimsoll.emulate._modules import named_modules
+from plimsoll.emulate._planned import ROOT, check_matches
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import Plan
-from plimsoll.precision._placement import named_modules
-
-ROOT = "model"  # what the root module is called, as in a watch
 
 _MEANING = {
     "low": "inputs are cast to the level's 16-bit format",
@@ -98,7 +95,7 @@ class Policy:
         """The format that a rule gives to each module, by the module's name; those without a rule are not in it."""
         names = [name for name, _ in named_modules(root)]
         for glob, _ in self.modules:
-            check_matches("policy", glob, names)
+            check_matches("prepare", "policy", glob, [name or ROOT for name in names])
         found = {name: format_by_rules(name or ROOT, self.modules) for name in names}
         return {name: fmt for name, fmt in found.items() if fmt is not None}
 
@@ -109,27 +106,6 @@ def format_by_rules(name: str, rules: Iterable[tuple[str, str]]) -> str | None:
     own = [fmt for glob, fmt in backwards if glob == name]
     by_glob = [fmt for glob, fmt in backwards if fnmatch.fnmatchcase(name, glob)]
     return next(iter(own + by_glob), None)
-
-
-def formats_of_plan(plan: Plan, root: nn.Module) -> dict[str, str]:
-    """The format that a plan gives to each module of the model; raises `ArgumentError` for names that match none."""
-    names = [name for name, _ in named_modules(root)]
-    for glob in plan.formats:
-        check_matches("plan", glob, names)
-    found = {name: plan.format_for(name or ROOT) for name in names}
-    return {name: fmt.name for name, fmt in found.items() if fmt is not None}
-
-
-def check_matches(what: str, glob: str, names: Iterable[str]) -> None:
-    """Raises `ArgumentError` for a glob that no module's name matches, with the nearest names."""
-    shown = [name or ROOT for name in names]
-    if glob in shown or any(fnmatch.fnmatchcase(name, glob) for name in shown):
-        return
-    near = difflib.get_close_matches(glob, shown, n=3, cutoff=0.4) or shown[:5]
-    raise ArgumentError(
-        f"prepare: expected each module of the {what} to be in the model; got {glob!r}, which matches none. "
-        f"Names are like {', '.join(near)}."
-    )
 
 
 def _format_name(glob: object, fmt: object) -> str:

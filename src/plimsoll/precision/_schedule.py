@@ -9,9 +9,9 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
+from plimsoll.emulate._planned import plan_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.precision._levels import Level, level_named, level_of_plan
@@ -69,21 +69,11 @@ def _is_pair(value: Any) -> bool:
 
 
 def _stage(precision: object) -> Stage:
-    if isinstance(precision, Plan):
-        return _planned(precision)
-    if isinstance(precision, os.PathLike) or (isinstance(precision, str) and precision.endswith(".toml")):
-        path = Path(cast("str", precision))
-        if not path.is_file():
-            raise ArgumentError(
-                f"prepare: expected a plan file; got {os.fspath(path)!r}, which is not there. Save one."
-            )
-        return _planned(Plan.load(path))
+    if isinstance(precision, Plan | os.PathLike) or (isinstance(precision, str) and precision.endswith(".toml")):
+        plan = plan_of("prepare", cast("Plan | str", precision))
+        return Stage(level=level_of_plan(plan), plan=plan)
     if isinstance(precision, str):
         return Stage(level=level_named(precision))
     raise ArgumentError(
         f"prepare: expected a level or a plan file at each step; got {precision!r}. Name one, such as amp-bf16."
     )
-
-
-def _planned(plan: Plan) -> Stage:
-    return Stage(level=level_of_plan(plan), plan=plan)

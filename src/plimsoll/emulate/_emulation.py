@@ -1,0 +1,131 @@
+"""`Emulation`: the context in which operations compute as other hardware would."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from plimsoll.emulate import _contexts, _frames, _wide
+from plimsoll.emulate._attention import Attention
+from plimsoll.emulate._autocast import casting, mha_in_python
+from plimsoll.emulate._convolutions import Convolutions
+from plimsoll.emulate._counts import Counts, Operations
+from plimsoll.emulate._frames import Frame, Rule
+from plimsoll.emulate._lists import OperationLists
+from plimsoll.emulate._products import Products
+from plimsoll.emulate._recipe import Recipe
+from plimsoll.emulate._recurrent import lstm
+from plimsoll.emulate._rounded import Everywhere, Rounded, within
+
+# Operations that are made of products, and never round by themselves.
+_MADE_OF_PRODUCTS = (
+    "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum",
+    "gru", "gru_cell", "inner", "linalg_multi_dot", "linalg_vecdot", "lstm_cell", "rnn_relu", "rnn_relu_cell",
+    "rnn_tanh", "rnn_tanh_cell", "tensordot",
+)  # fmt: skip
+
+
+class Emulation(contextlib.ContextDecorator):
+    """What `emulate` gives: a context, re-entrant, and a decorator. `operations` says what ran in all its uses."""
+
+    def __init__(
+        self,
+        *,
+        low: torch.dtype | None,
+        recipe: Recipe | None,
+        operations: "str | frozenset[str]",
+        lists: OperationLists | None,
+    ) -> None:
+        self._low, self._recipe, self._selected, self._lists = low, recipe, operations, lists
+        self._rules = _rules(low, recipe, operations)
+        self._counts = Counts()
+        self._open = threading.local()
+
+    @property
+    def operations(self) -> Operations:
+        """How often each operation ran inside: which were emulated, and which ran on torch's own 16-bit kernels."""
+        return self._counts.total()
+
+    def __enter__(self) -> "Emulation":
+        stack: list[contextlib.AbstractContextManager[object]] = self._open.__dict__.setdefault("stack", [])
+        context = self._context()
+        context.__enter__()
+        stack.append(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.stack.pop().__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def _context(self) -> Generator[None]:
+        around = _frames.current() or Frame()
+        rules = {} if self._low is torch.float32 and self._recipe is None else {**around.rules, **self._rules}
+        with contextlib.ExitStack() as stack:
+            eager = stack.enter_context(eagerly())
+            frame = replace(around, rules=rules, witness=self._witness(), eager=eager)
+            stack.enter_context(mha_in_python())
+            stack.enter_context(_contexts.entered(frame))
+            if self._low is not None:
+                lists = None if self._low is torch.float32 else self._lists
+                stack.enter_context(casting(lists, self._low))
+            yield
+
+    def _witness(self) -> _frames.Witness:
+        if self._recipe is not None and self._selected == "all":
+            return Everywhere(self._counts, Rounded(self._recipe))
+        return self._counts
+
+
+def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:
+    found: dict[str, Rule] = {} if low in (None, torch.float32) else _wide.rules()
+    if recipe is None:
+        return found
+    products = _product_rules(recipe)
+    rounded = Rounded(recipe)
+    if selected == "all":
+        return found | {name: rounded.after(rule) for name, rule in products.items()}
+    if isinstance(selected, str):
+        return _without_wholes(found) | products
+    for name in selected:
+        found |= _selected_rules(name, products, rounded)
+    return found
+
+
+def _without_wholes(rules: dict[str, Rule]) -> dict[str, Rule]:
+    """The rules, but for operations that are made of products which rules apply to."""
+    return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS}
+
+
+def _product_rules(recipe: Recipe) -> dict[str, Rule]:
+    products = Products(recipe)
+    found = products.rules() | Convolutions(recipe).rules()
+    found |= {"scaled_dot_product_attention": Attention(products), "lstm": lstm}
+    return {name: _frames.in_forward(rule) for name, rule in found.items()}
+
+
+def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -> dict[str, Rule]:
+    if name in _MADE_OF_PRODUCTS or name == "lstm":
+        return {name: within(products)}
+    if name in products:
+        return {name: products[name]}
+    rule = _frames.in_forward(rounded.alone)
+    return {name: rule} | ({f"{name}_": rule} if hasattr(torch.ops.aten, f"{name}_") else {})
+
+
+@contextlib.contextmanager
+def eagerly() -> Generator[bool]:
+    """Compiled code runs eagerly: its kernels were generated without the emulation. Gives whether that was arranged.
+
+    Where the compiler is not loaded there is no such code yet, and loading it takes seconds: then frames refuse.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield False
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield True

@@ -1,0 +1,186 @@
+"""`emulate` of a plan: while the context is open, the modules that the plan names compute in their formats."""
+
+import contextlib
+import difflib
+import fnmatch
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from plimsoll.emulate import _contexts, _frames
+from plimsoll.emulate._counts import Operations
+from plimsoll.emulate._emulation import Emulation, eagerly
+from plimsoll.emulate._frames import Frame
+from plimsoll.emulate._modules import named_modules
+from plimsoll.emulate._regions import NATIVE, Regions, is_native
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import ROLES, ModulePlan, Plan
+from plimsoll.watch._names import clean, unwrapped
+
+ROOT = "model"  # what the root module is called, as in a watch
+
+# Where torch keeps its modules that multiply nothing, and whose operations no list casts down.
+_MULTIPLY_NOTHING = frozenset((
+    "activation", "batchnorm", "channelshuffle", "distance", "dropout", "flatten", "fold", "instancenorm", "loss",
+    "normalization", "padding", "pixelshuffle", "pooling", "sparse", "upsampling",
+))  # fmt: skip
+
+
+class PlannedEmulation(Emulation):
+    """What `emulate` gives for a plan: a context, re-entrant, and a decorator, on one model."""
+
+    def __init__(self, plan: Plan, model: nn.Module, enter: Callable[[ModulePlan], Emulation]) -> None:
+        root = unwrapped(model)
+        rules = rules_of(plan, root, "emulate")
+        layered = next((name for name, said in rules.items() if is_native(said) and said.gradients is not None), None)
+        if layered is not None:
+            raise ArgumentError(
+                f"emulate: expected a plan without loss scales per layer; got one for {layered or ROOT}, whose "
+                "gradients a LayerScaler carries. Give the plan to plimsoll.prepare, which makes one."
+            )
+        self._made: dict[ModulePlan, Emulation] = {}
+        self._enter = enter
+        self._local, self._lock, self._entered = _Local(), threading.Lock(), 0
+        self._regions = Regions(root, rules, ModulePlan.of("fp32"), self._emulation, self._local)
+
+    @property
+    def operations(self) -> Operations:
+        """How often each operation ran in the modules of the plan."""
+        emulated, native = Counter[str](), Counter[str]()
+        for emulation in self._made.values():
+            emulated.update(emulation.operations.emulated)
+            native.update(emulation.operations.native)
+        return Operations(emulated=dict(emulated), native=dict(native))
+
+    def __enter__(self) -> "PlannedEmulation":
+        with self._lock:
+            if not self._entered:
+                self._regions.attach()
+            self._entered += 1
+        stack = contextlib.ExitStack()
+        eager = stack.enter_context(eagerly())
+        stack.enter_context(_contexts.entered(replace(_frames.current() or Frame(), again=self, eager=eager)))
+        self._local.open = (*self._local.open, stack)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        *rest, stack = self._local.open
+        self._local.open = tuple(rest)
+        stack.close()
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                self._regions.remove()
+
+    def _emulation(self, said: ModulePlan) -> Emulation:
+        if said not in self._made:
+            self._made[said] = self._enter(said)
+        return self._made[said]
+
+
+class _Local(threading.local):
+    """A thread's switch: on while it has the context open."""
+
+    open: tuple[contextlib.ExitStack, ...] = ()
+
+    @property
+    def on(self) -> bool:
+        """Whether the regions act."""
+        return bool(self.open)
+
+
+def plan_of(operation: str, given: "Plan | str | os.PathLike[str]") -> Plan:
+    """The plan, or the one in that file."""
+    if isinstance(given, Plan):
+        return given
+    path = Path(given)
+    if not path.is_file():
+        raise ArgumentError(
+            f"{operation}: expected a plan file; got {os.fspath(path)!r}, which is not there. Save one."
+        )
+    return Plan.load(path)
+
+
+def rules_of(plan: Plan, root: nn.Module, operation: str) -> dict[str, ModulePlan]:
+    """What a plan says of each module of the model, by its (first) name; the root's is empty.
+
+    Raises `ArgumentError` for names that match none, and for what no module could do.
+    """
+    named = named_modules(root)
+    shown = {name: clean(name) or ROOT for name, _ in named}
+    for glob in plan.formats:
+        check_matches(operation, "plan", glob, shown.values())
+    first: dict[int, str] = {}
+    found: dict[str, ModulePlan] = {}
+    by: dict[str, str | None] = {}
+    for name, module in named:
+        mine = first.setdefault(id(module), name)
+        said, rule = plan.module(shown[name]), plan.rule_for(shown[name])
+        if rule is not None and rule == shown[name]:
+            _check_multiplies(operation, module, rule, plan.formats[rule])
+        if said is None or (mine in found and (rule is None or said == found[mine])):
+            continue
+        if by.get(mine) is not None:
+            raise ArgumentError(
+                f"{operation}: expected one format for a module that has two names; got {by[mine]!r} and {rule!r}, "
+                f"which say different things of {shown[mine]}. Name it once."
+            )
+        _check_scales(operation, shown[name], said)
+        found[mine], by[mine] = said, rule
+    return found
+
+
+def check_matches(operation: str, what: str, glob: str, names: Iterable[str]) -> None:
+    """Raises `ArgumentError` for a glob that no module's name matches, with the nearest names."""
+    shown = list(names)
+    if glob in shown or any(fnmatch.fnmatchcase(name, glob) for name in shown):
+        return
+    near = difflib.get_close_matches(glob, shown, n=3, cutoff=0.4) or shown[:5]
+    raise ArgumentError(
+        f"{operation}: expected each module of the {what} to be in the model; got {glob!r}, which matches none. "
+        f"Names are like {', '.join(near)}."
+    )
+
+
+def check_alone(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raises for other arguments beside a plan."""
+    strange = [name for name, value in given.items() if value is not usual.get(name)]
+    if strange:
+        raise ArgumentError(
+            f"emulate: expected a plan with its model alone; got {', '.join(strange)} too. The plan says which formats "
+            "hold where: write them there."
+        )
+
+
+def _check_multiplies(operation: str, module: nn.Module, name: str, fmt: str) -> None:
+    """Raises for a module that is named by itself, and that no format would change."""
+    place, kind = type(module).__module__.rpartition("."), type(module).__name__
+    nothing = place[0] == "torch.nn.modules" and place[2] in _MULTIPLY_NOTHING and kind != "MultiheadAttention"
+    if fmt.lower() != "fp32" and nothing:
+        raise ArgumentError(
+            f"{operation}: expected formats for modules that multiply matrices; got {name!r} = {fmt!r}, a {kind}, "
+            "which multiplies nothing. Take it out of the plan."
+        )
+    if kind == "NonDynamicallyQuantizableLinear":
+        raise ArgumentError(
+            f"{operation}: expected modules that are called; got {name!r}, whose weight the attention around it "
+            f"multiplies by. Name {name.rpartition('.')[0]!r}."
+        )
+
+
+def _check_scales(operation: str, name: str, said: ModulePlan) -> None:
+    strange = [role for role in ROLES[:2] if role in said.scales]
+    if strange and is_native(said):
+        raise ArgumentError(
+            f"{operation}: expected scales of {' and '.join(strange)} with formats that values are cast to; got "
+            f"{name} in {said.forward}, which it computes in. Only gradients can be scaled there ({', '.join(NATIVE)})."
+        )
