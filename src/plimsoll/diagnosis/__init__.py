@@ -11,6 +11,7 @@ from plimsoll.diagnosis._diagnose import (
 )
 from plimsoll.diagnosis._diff import diff as diff
 from plimsoll.diagnosis._divergence import Divergence as Divergence, Parting as Parting
+from plimsoll.diagnosis._fault import Fault as Fault, Operand as Operand, Source as Source
 from plimsoll.diagnosis._finding import (
     SEVERITIES as SEVERITIES,
     Action as Action,
@@ -24,6 +25,7 @@ from plimsoll.diagnosis._plan import plan as plan
 from plimsoll.diagnosis._plan_check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
 from plimsoll.diagnosis._guard import Guard as Guard
 from plimsoll.diagnosis._guard_records import Act as Act, Limits as Limits, Look as Look
+from plimsoll.diagnosis._locate import locate as locate
 from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
 from plimsoll.diagnosis._view import View as View
 from plimsoll.diagnosis._whatif import whatif as whatif

@@ -14,6 +14,7 @@ Installed when the first watch opens and removed when the last one closes:
   there before.
 """
 
+import contextlib
 import functools
 import importlib
 import os
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -87,6 +88,21 @@ def forget(listener: Listener) -> None:
         _listeners[:] = [ref for ref in _listeners if ref() is not None and ref() is not listener]
         if not _listeners:
             _uninstall()
+
+
+@contextlib.contextmanager
+def alone(listener: Listener) -> Generator[None]:
+    """Inside, the listener hears of everything, and nobody else does: training is tried out."""
+    listen(listener)
+    with _lock:
+        others = [ref for ref in _listeners if ref() is not listener]
+        _listeners[:] = [ref for ref in _listeners if ref() is listener]
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners[:0] = others
+        forget(listener)
 
 
 def _gone(_: object) -> None:

@@ -1,0 +1,118 @@
+"""A fault in words: the block of text that `str` gives, 80 columns wide."""
+
+import math
+import textwrap
+
+from plimsoll.diagnosis._fault import Fault, Operand
+from plimsoll.diagnosis._finding import shown
+from plimsoll.spectrum import Spectrum
+
+_WIDTH = 80
+_INDENT = " " * 11
+_MOST = 6  # operands of one kind that are told
+_PLACES = {
+    "before": "before any operation",
+    "recomputation": "recomputation of a checkpoint",
+    "optimizer": "after the backward",
+}
+
+
+def block(fault: Fault) -> str:
+    """The fault as lines of at most 80 columns."""
+    lines = textwrap.wrap(_clean(fault.sentence), _WIDTH, break_long_words=True)
+    lines += _entry("operation", _operation(fault))
+    if fault.module is not None:
+        lines += _entry("module", shown(fault.module))
+    if fault.source is not None:
+        lines += _entry("source", f"{_tail(fault.source.file)}:{fault.source.line}, in {shown(fault.source.function)}")
+        lines += [_INDENT + "  " + _cut(_clean(fault.source.text), _WIDTH - len(_INDENT) - 2)]
+    lines += _operands("input", fault.inputs) + _operands("output", fault.outputs)
+    if fault.scalars:
+        lines += _entry("arguments", ", ".join(f"{name}={value}" for name, value in fault.scalars.items()))
+    if fault.count:
+        lines += _entry("values", _values(fault))
+    if fault.scale is not None:
+        lines += _entry("loss scale", f"{fault.scale:,g}")
+    if fault.reached is not None:
+        lines += _entry("reached", _clean(fault.reached))
+    if fault.error is not None:
+        lines += _entry("raised", _clean(fault.error))
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """A value in few digits: 65,504, 1.3e-05, NaN."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    if value == 0:
+        return "-0" if math.copysign(1, value) < 0 else "0"
+    size = abs(value)
+    if 1 <= size < 1e7:
+        rounded = f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
+        return rounded.removesuffix(".0")
+    return f"{value:.3g}"
+
+
+def _operation(fault: Fault) -> str:
+    of = f" of {fault.forward}" if fault.forward is not None else ""
+    return f"{fault.operation}, {_PLACES.get(fault.phase, fault.phase)}{of}"
+
+
+def _values(fault: Fault) -> str:
+    what = {"nan": "not finite", "inf": "not finite", "flush": "flushed to zero"}[fault.kind]
+    index = ", ".join(str(i) for i in fault.first_index)
+    text = f"{fault.count:,} of {fault.total:,} {what}, the first at ({index})"
+    if fault.at:
+        text += " from " + ", ".join(f"{name}={number(value)}" for name, value in fault.at.items())
+    if fault.expected is not None:
+        text += f"; a wider format gives {number(fault.expected)}"
+    return text
+
+
+def _operands(kind: str, operands: tuple[Operand, ...]) -> list[str]:
+    lines: list[str] = []
+    for operand in operands[:_MOST]:
+        shape = "x".join(str(n) for n in operand.shape) or "scalar"
+        called = f" ({shown(operand.called)})" if operand.called is not None else ""
+        held = "" if operand.spectrum is None else f": {held_by(operand.spectrum)}"
+        lines += _entry(kind, f"{operand.name}{called} {operand.dtype} {shape}{held}")
+    if len(operands) > _MOST:
+        lines += _entry(kind, f"and {len(operands) - _MOST} more")
+    return lines
+
+
+def held_by(s: Spectrum) -> str:
+    """What a tensor holds, in few words."""
+    parts: list[str] = []
+    if s.absmax > 0:
+        low, high = math.log2(s.absmin), math.log2(s.absmax)
+        parts.append(f"|x| 2^{low:.1f} to 2^{high:.1f}" if low != high else f"|x| 2^{low:.1f}")
+    parts += [
+        f"{count:,} {what}"
+        for count, what in ((s.zeros, "zero"), (s.nans, "NaN"), (s.pos_infs, "Inf"), (s.neg_infs, "-Inf"))
+        if count
+    ]
+    return ", ".join(parts) or "no values"
+
+
+def _entry(name: str, text: str) -> list[str]:
+    head = f"{name:<{len(_INDENT)}}"
+    return textwrap.wrap(
+        _clean(text), _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_long_words=True
+    ) or [head.rstrip()]
+
+
+def _tail(path: str) -> str:
+    """The path's end, if it is long."""
+    clean = _clean(path)
+    return clean if len(clean) <= _WIDTH - 30 else "..." + clean[-(_WIDTH - 33) :]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
