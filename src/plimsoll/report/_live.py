@@ -9,12 +9,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from plimsoll.diagnosis import View
 from plimsoll.errors import NotRecordedError, RunError, StateError
 from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import Listed, RunsList, refuse_links_out
 from plimsoll.runs import Run
+
+_T = TypeVar("_T")
 
 _PATIENCE_SECONDS = 60.0  # for another question to the same run
 _ANSWERS = 256  # answers kept of one run
@@ -54,6 +57,17 @@ class LiveRun:
         finally:
             self._lock.release()
 
+    def judged(self, listed: Listed, make: Callable[[LiveView], _T]) -> _T:
+        """What `make` makes of a copy of the view, without keeping others waiting; what it has read is kept."""
+        with self._lock:
+            copy = self._followed(listed).copied()
+        result = make(copy)
+        with self._lock:
+            if self._view is not None and self._token == listed.token:
+                self._view.adopt(copy)
+                self.size_bytes = self._view.size_bytes
+        return result
+
     def _followed(self, listed: Listed) -> LiveView:
         if self._view is not None and self._token == listed.token:
             return self._view
@@ -89,8 +103,8 @@ class Live:
             )
         return found
 
-    def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[str, Any]:
-        """The run's token, and what `make` makes of its view, remembered under `question`."""
+    def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[Listed, Any]:
+        """The run as it was listed, and what `make` makes of its view, remembered under `question`."""
         found = self.listed(run_id)
         if not found.opens:
             raise RunError(f"serve: expected a run that can be read; got one that cannot: {found.problem}")
@@ -108,7 +122,20 @@ class Live:
                 "serve: expected a run that stays as it is while it is read; got one whose files changed. Ask again."
             ) from error
         self._trim()
-        return found.token, result
+        return found, result
+
+    def judged(self, listed: Listed, make: Callable[[View], _T]) -> _T:
+        """What `make` makes of a run for the list; a run that nobody has open is not kept open for it."""
+        with self._lock:
+            run = self._open.get((listed.id, listed.path))
+        if run is not None:
+            return run.judged(listed, make)
+        refuse_links_out(listed.path, self.list.folder)
+        return make(View(Run(listed.path, warn=False)))
+
+    def open(self, listed: Listed) -> None:
+        """From now on the run is kept open, while it fits."""
+        self._opened(listed)
 
     def answer_of_two(
         self, first: str, second: str, question: object, make: Callable[[LiveView, LiveView], bytes]

@@ -9,8 +9,9 @@ again.
 from collections.abc import Mapping
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import from_table
+from plimsoll.diagnosis._cells import Cells, from_table
 from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
+from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.runs import Run
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
@@ -36,6 +37,23 @@ class LiveView(View):
         narrow = [vars(each).values() for each in self._narrow.values()]
         beside = sum(getattr(value, "nbytes", 0) for values in narrow for value in values)
         return beside + sum(size_bytes(cells) for cells in self._cells.values() if cells is not None)
+
+    def copied(self) -> "LiveView":
+        """Another view of the run as it is on disk now, which shares what this one has read."""
+        copy = LiveView(Run(self.run.path, warn=False))
+        copy._cells = {name: cells for name, cells in self._cells.items() if cells is not None}
+        copy._narrow = dict(self._narrow)
+        return copy
+
+    def adopt(self, other: "LiveView") -> None:
+        """Takes over what another view of the same state has read."""
+        cells, narrow = other._read  # noqa: SLF001  (its own class)
+        self._cells |= {name: each for name, each in cells.items() if name not in self._cells}
+        self._narrow |= {name: each for name, each in narrow.items() if name not in self._narrow}
+
+    @property
+    def _read(self) -> tuple[dict[str, Cells | None], dict[str, Narrow]]:
+        return self._cells, self._narrow
 
     def follow(self) -> None:
         """Looks for what was added, and brings what was read before up to date."""

@@ -2,20 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from plimsoll.diagnosis import View, whatif
+from plimsoll.diagnosis import Finding, View, whatif
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
 from plimsoll.formats._catalogue import ELEMENTS
 from plimsoll.report._live import Live
-from plimsoll.report._live_verdicts import Verdicts
+from plimsoll.report._live_verdicts import Verdict, Verdicts
 from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import Listed, within
-from plimsoll.report._server_figures import drawn, drawn_of_two, whole
+from plimsoll.report._server_figures import drawn, drawn_of_two, needs_findings, whole
 from plimsoll.report._summary import Summary, jsonable, summary
-from plimsoll.runs import Run
+from plimsoll.runs import Event
 
 _ROWS = 50  # layers of a what-if
 _EVENTS = 200
@@ -50,38 +50,41 @@ class Answers:
 
     def run(self, run_id: str) -> bytes:
         """A run's page."""
+        listed = self._listed_open(run_id)
+        verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
-            events = [
-                {"step": e.step, "kind": e.kind, "message": e.message, "details": e.details, "time": e.time}
-                for e in view.events[-_EVENTS:]
-            ]
             steps = view.run.steps
             return encoded({
-                "summary": self._told(self._summary(listed, view)),
-                "collections": view.run.tensors,
+                "summary": self._told(_renewed(_summary_of(verdict), view)),
+                "collections": dict(view.run.tensors),
                 "scalars": view.run.scalar_names,
                 "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
                 "formats": OFFERED,
                 "settings": view.run.settings,
-                "events": events,
+                "events": [_event(event) for event in view.events[-_EVENTS:]],
             })  # fmt: skip
 
-        listed = self.live.listed(run_id)
-        token, body = self.live.answer(run_id, "run", make)
-        return _with(
-            {"id": listed.id, "name": listed.name, "live": listed.is_live(self._clock()), "token": token}, body
-        )
+        _, body = self.live.answer(run_id, ("run", verdict.serial), make)
+        live = listed.is_live(self._clock())
+        return _with({"id": listed.id, "name": listed.name, "live": live, "token": _token(listed, verdict)}, body)
 
     def figure(self, run_id: str, name: str, query: Mapping[str, str]) -> bytes:
         """A figure of a run."""
-        listed = self.live.listed(run_id)
+        listed = self._listed_open(run_id)
+        findings: Sequence[Finding] = ()
+        if needs_findings(name, query):  # asked for before the run's lock is taken, under which the verdict is made
+            verdict = self.verdicts.for_page(listed)
+            findings = _summary_of(verdict).findings
+        else:
+            verdict = self.verdicts.of(listed)
 
         def make(view: LiveView) -> bytes:
-            return drawn(view, name, query, lambda: self._summary(listed, view).findings).encode()
+            return drawn(view, name, query, findings).encode()
 
-        token, body = self.live.answer(run_id, ("figure", name, *sorted(query.items())), make)
-        return _with({"token": token}, body)
+        question = ("figure", name, *sorted(query.items()), None if verdict is None else verdict.serial)
+        _, body = self.live.answer(run_id, question, make)
+        return _with({"token": _token(listed, verdict)}, body)
 
     def whatif(self, run_id: str, query: Mapping[str, str]) -> bytes:
         """What a format would make of a run."""
@@ -97,19 +100,20 @@ class Answers:
         def make(view: LiveView) -> bytes:
             return encoded(_whatif(view, fmt, shift, collection))
 
-        token, body = self.live.answer(run_id, ("whatif", fmt, shift, collection), make)
-        return _with({"token": token}, body)
+        listed, body = self.live.answer(run_id, ("whatif", fmt, shift, collection), make)
+        return _with({"token": _token(listed, self.verdicts.of(listed))}, body)
 
     def compare(self, first: str, second: str) -> bytes:
         """Two runs side by side, and where they part."""
-        listed = [self.live.listed(each) for each in (first, second)]
+        verdicts = [self.verdicts.for_page(self._listed_open(each)) for each in (first, second)]
+        told = [self._told(_summary_of(verdict)) for verdict in verdicts]
 
         def make(a: LiveView, b: LiveView) -> bytes:
-            told = [self._told(self._summary(each, view)) for each, view in zip(listed, (a, b), strict=True)]
             divergence, sentence = _diff(a, b, self.root)
             return encoded({"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence})
 
-        return self.live.answer_of_two(first, second, "compare", make)
+        question = ("compare", *(verdict.serial for verdict in verdicts))
+        return self.live.answer_of_two(first, second, question, make)
 
     def compare_figure(self, first: str, second: str, name: str, query: Mapping[str, str]) -> bytes:
         """A figure of two runs."""
@@ -125,7 +129,8 @@ class Answers:
         found = self.live.list.run(run_id)
         if found is None:
             return {"id": run_id, "token": "", "last_step": -1}
-        return {"id": found.id, "token": found.token, "last_step": found.last_step}
+        self.verdicts.looked_at(run_id)
+        return {"id": found.id, "token": _token(found, self.verdicts.of(found)), "last_step": found.last_step}
 
     def close(self) -> None:
         """Ends the work in the background."""
@@ -149,28 +154,64 @@ class Answers:
             "problem": run.problem,
         }
 
-    def _summary(self, listed: Listed, view: View) -> Summary:
-        """The summary of an open run, made once for each of its states; the list gets its verdict, too."""
-        kept: dict[str, Any] = view.__dict__.setdefault("_told", {})
-        if kept.get("token") != listed.token:
-            begun = time.perf_counter()
-            kept.update(token=listed.token, summary=summary(view))
-            told: Summary = kept["summary"]
-            self.verdicts.say(listed, told.state, told.verdict, time.perf_counter() - begun)
-        return kept["summary"]
+    def _listed_open(self, run_id: str) -> Listed:
+        """The list's row of a run whose page is open."""
+        found = self.live.listed(run_id)
+        if found.opens:
+            self.live.open(found)
+        return found
 
     def _told(self, found: Summary) -> dict[str, object]:
         problems = [within(problem, self.root) for problem in found.problems]
         return {**found.to_dict(), "path": within(found.path, self.root), "problems": problems}
 
-    def _judged(self, run: Listed) -> tuple[str, str | None]:
-        """The verdict on a run that need not be open, for the list."""
+    def _judged(self, run: Listed) -> Summary | str:
+        """What is said of a run, or why nothing can be."""
         try:
-            found = summary(View(Run(run.path, warn=False)))
-        except Exception as error:  # noqa: BLE001  (a damaged run must not end the thread; its row says what it met)
+            return self.live.judged(run, summary)
+        except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
             why = within(str(error), self.root) if isinstance(error, PlimsollError) else type(error).__name__
-            return "unreadable", f"Cannot be judged: {why}"
-        return found.state, found.verdict
+            return f"Cannot be judged: {why}"
+
+
+def _summary_of(verdict: Verdict) -> Summary:
+    if verdict.summary is None:
+        raise RunError(f"serve: expected a run that can be judged; got one that cannot. {verdict.sentence}")
+    return verdict.summary
+
+
+def _renewed(found: Summary, view: View) -> Summary:
+    """A summary with the facts of now, where its verdict is a few steps old."""
+    run = view.run
+    last = {name: view.scalar(name)[1] for name in ("loss", "scale")}
+    return replace(
+        found,
+        last_step=view.last_step,
+        samples=len(run.steps),
+        tensors={collection: len(names) for collection, names in run.tensors.items()},
+        scalars=tuple(run.scalar_names),
+        ranks=len(run.ranks),
+        closed=run.closed,
+        loss=float(last["loss"][-1]) if len(last["loss"]) else None,
+        scale=float(last["scale"][-1]) if len(last["scale"]) else None,
+        problems=tuple(run.problems),
+        dropped=run.dropped,
+    )
+
+
+def _token(listed: Listed, verdict: Verdict | None) -> str:
+    """What changes when a run has something new to show: data, or a verdict on it."""
+    return listed.token if verdict is None else f"{listed.token}-{verdict.serial}"
+
+
+def _event(event: Event) -> dict[str, object]:
+    return {
+        "step": event.step,
+        "kind": event.kind,
+        "message": event.message,
+        "details": event.details,
+        "time": event.time,
+    }
 
 
 def encoded(data: Mapping[str, object]) -> bytes:

@@ -17,19 +17,24 @@ _WORDS = ("collection", "name", "statistic", "format", "formats", "shift")
 _ARGUMENT_OF = {"format": "fmt"}
 
 
-def drawn(view: View, name: str, query: Mapping[str, str], findings: Callable[[], Sequence[Finding]]) -> str:
+def needs_findings(name: str, query: Mapping[str, str]) -> bool:
+    """Whether a figure is made of the findings."""
+    return "finding" in query or "findings" in inspect.signature(_known(name)).parameters
+
+
+def drawn(view: View, name: str, query: Mapping[str, str], findings: Sequence[Finding]) -> str:
     """A figure of one run as JSON. With `finding` in the query, that finding's own figure.
 
     Raises `NotRecordedError` for a figure or finding that there is not, and `ArgumentError` for words that mean nothing
     to the figure.
     """
     if "finding" in query:
-        return json_of(report.figure_for(view, _finding(name, query, findings())))
-    function = getattr(report, name) if name in OF_ONE else _among(report.FIGURES, name)
+        return json_of(report.figure_for(view, _finding(name, query, findings)))
+    function = _known(name)
     parameters = inspect.signature(function).parameters
     arguments = _arguments(name, query, parameters)
     if "findings" in parameters:
-        arguments["findings"] = tuple(findings())
+        arguments["findings"] = tuple(findings)
     return json_of(function(view, **arguments))
 
 
@@ -55,10 +60,11 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"a figure's JSON holds {constant}")
 
 
-def _among(known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
+def _known(name: str) -> Callable[..., Any]:
+    known = {**report.FIGURES, **{each: getattr(report, each) for each in OF_ONE}}
     if name not in known:
         raise NotRecordedError(
-            f"serve: expected a figure among {', '.join(sorted({*known, *OF_ONE}))}; got {name[:60]!r}. Choose one."
+            f"serve: expected a figure among {', '.join(sorted(known))}; got {name[:60]!r}. Choose one."
         )
     return known[name]
 
