@@ -169,6 +169,11 @@ def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[lis
          "line": {"color": colour, "width": 1.2, "dash": "dash"}}
         for at, colour in _LEVELS
     ]  # fmt: skip
+    words: list[Layout] = [
+        {"text": f"{said} above {percent(at)}", "xref": "x2 domain", "x": 1, "xanchor": "right", "yref": "y2", "y": at,
+         "yanchor": "bottom", "font": {"color": colour}}
+        for (at, colour), said in zip(_LEVELS, ("warning", "alarm"), strict=True)
+    ]  # fmt: skip
     axis: Layout = {
         "title": {"text": "in the top power of two"},
         "tickformat": "~%",
@@ -179,7 +184,7 @@ def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[lis
         "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"},
         "yaxis2": axis,
         "shapes": [*levels, *marks],
-        "annotations": notes,
+        "annotations": [*notes, *words],
         "height": 400,
         "bargap": 0.12,
     }

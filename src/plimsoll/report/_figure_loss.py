@@ -9,7 +9,18 @@ from plimsoll.diagnosis import Finding, View, diagnose, grouped
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_lanes import Lane, lanes
-from plimsoll.report._figure_parts import STEP_AXIS, Layout, Source, Trace, band, line, made, nothing, view_of
+from plimsoll.report._figure_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    band,
+    line,
+    made,
+    nothing,
+    since_mark,
+    view_of,
+)
 from plimsoll.report._figure_words import joined, powers, safe
 from plimsoll.report._theme import BLUE, GREEN, ORANGE, PURPLE, RED, SEVERITY
 
@@ -51,7 +62,8 @@ def loss_and_scale(
         }
     if not parts and not strips:
         return nothing("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
-    return _arranged(title, _said(told, parts), parts, strips, meta)
+    shapes, notes = since_mark(told[0].since_step if len(told) == 1 else None)
+    return _arranged(title, _said(told, parts), parts, strips, {"shapes": shapes, "annotations": notes}, meta)
 
 
 def _curves(view: View, dash: str, run: str) -> dict[str, list[Trace]]:
@@ -154,13 +166,15 @@ def _acts(view: View) -> list[Lane]:
     return [Lane(label=f"guard: {len(acts):,} acts", colour=PURPLE, spans=spans, words=words)]
 
 
-def _arranged(title: str, subtitle: str, parts: dict[str, list[Trace]], strips: list[Lane], meta: Layout) -> "Figure":
+def _arranged(
+    title: str, subtitle: str, parts: dict[str, list[Trace]], strips: list[Lane], marks: Layout, meta: Layout
+) -> "Figure":
     """The panels one above the other, over one time axis."""
     panels = {name: _PANELS[name] for name in _PANELS if name in parts}
     strip_height = _LANE * len(strips)
     heights = [*panels.values(), *([strip_height] if strips else [])]
     inside = sum(heights) + _GAP * (len(heights) - 1)
-    layout: Layout = {"height": inside + _AROUND, "hovermode": "closest"}
+    layout: Layout = {"height": inside + _AROUND, **marks}
     traces: list[Trace] = []
     top = float(inside)
     for i, height in enumerate(heights):
@@ -191,7 +205,7 @@ def _scale_axis(traces: list[Trace]) -> Layout:
     values = np.concatenate([np.asarray(t["y"], dtype=np.float64) for t in traces])
     known = values[np.isfinite(values)]
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
-    places, texts = powers(low - 1, high + 1, 6)
+    places, texts = powers(low - 0.9, high + 0.9, 6)
     return {"title": {"text": "loss scale"}, "tickvals": places, "ticktext": texts, "range": [low - 1, high + 1]}
 
 

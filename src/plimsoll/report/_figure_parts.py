@@ -25,6 +25,7 @@ Source = Run | View | str | os.PathLike[str]
 Trace = dict[str, Any]
 Layout = dict[str, Any]
 
+_LEGEND_LINE, _LEGEND_ENTRIES, _BELOW = 20, 4, 48  # pixels a line, entries in it; pixels for the axis
 STEP_AXIS: Mapping[str, Any] = {"title": {"text": "step"}, "showgrid": False, "zeroline": False, "tickformat": ",d"}
 
 
@@ -50,8 +51,19 @@ def made(
             f"{operation}: expected the package plotly; got none. Install it: pip install 'plimsoll[report]'."
         ) from error
     head = {"text": title, "subtitle": {"text": subtitle}}
-    whole = {"template": TEMPLATES["light"], "title": head, "meta": dict(meta), **layout}
+    whole = {"template": TEMPLATES["light"], "title": head, "meta": dict(meta), **_with_legend(traces, layout)}
     return Figure({"data": list(traces), "layout": whole})
+
+
+def _with_legend(traces: Sequence[Trace], layout: Layout) -> Layout:
+    """The layout with room for the legend under the step axis."""
+    entries = sum(bool(t.get("name")) and t.get("showlegend", t["type"] == "scatter") for t in traces)
+    if entries < 2:
+        return {**layout, "showlegend": False}
+    room = 10 + _LEGEND_LINE * -(-entries // _LEGEND_ENTRIES)
+    margin = layout.get("margin", {})
+    below = {**margin, "b": margin.get("b", _BELOW) + room}
+    return {**layout, "margin": below, "height": layout["height"] + room, "showlegend": True}
 
 
 def nothing(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> "Figure":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 _RAREST = -6.0  # power of ten of the share below which colours no longer differ
-_WIDE_BITS = 100  # binades: formats that reach farther are never a tensor's trouble
+_WIDE = 100  # binades: formats that reach farther are never a tensor's trouble
 _HEIGHT = 460
 _Specials = tuple[tuple[str, Floats], ...]
 
@@ -64,7 +64,7 @@ def spectrogram(
     series_checked(view, "spectrogram", collection, name)
     _check_shift(shift)
     chosen = None if formats is None else [element(fmt, "spectrogram") for fmt in formats]
-    title = f"{capital(of(collection))} of {safe(name)}: where their values lie"
+    title = f"{capital(of(collection))} of {safe(name)}: where the values lie"
     meta = {"figure": "spectrogram", "collection": collection}
     mine = view.only(collection, name)
     cells = mine.cells(collection)
@@ -73,6 +73,7 @@ def spectrogram(
     picture = _Picture.of(cells)
     lines, said = _lines(mine, cells, picture, chosen, shift)
     near, far = in_reach(lines, *picture.span)
+    far = far if chosen is not None or _narrow(cells) else []  # FP16's lines are then but a help
     near += [] if mark is None else [level(mark, picture.columns)]
     subtitle = joined([said, *far[:2], picture.columns.said("sum")])
     return _painted(title, subtitle, picture, near, since_step, meta)
@@ -127,9 +128,8 @@ def _lines(
     view: View, cells: Cells, picture: _Picture, chosen: list[Format] | None, shift: int | None
 ) -> tuple[list[LoadLine], str]:
     """The load lines, and in words whose they are and how they lie."""
-    held = sorted({get_element(n, "spectrogram") for n in cells.formats}, key=lambda fmt: (fmt.bits, fmt.name))
-    own = held[0]
-    wanted = chosen if chosen is not None else [own if own.binades < _WIDE_BITS else FP16]
+    held = sorted({get_element(n, "spectrogram") for n in cells.formats}, key=lambda fmt: (fmt.binades, fmt.name))
+    wanted = chosen if chosen is not None else [held[0] if _narrow(cells) else FP16]
     if shift is not None:
         moved = [np.full(len(picture.columns.at), float(shift))] * len(wanted)
         how = f"lines as for values times {_times(shift)}"
@@ -138,6 +138,11 @@ def _lines(
         how = "lines moved by the loss scale" if any(m.any() for m in moved) else ""
     recorded = f"recorded in {', '.join(fmt.name for fmt in held)}"
     return load_lines(list(zip(wanted, moved, strict=True))), joined([recorded, how])
+
+
+def _narrow(cells: Cells) -> bool:
+    """Whether the narrowest format of a tensor is one whose range can be too small."""
+    return min(get_element(name, "spectrogram").binades for name in cells.formats) < _WIDE
 
 
 def _moved(view: View, cells: Cells, columns: Columns, held: bool) -> Floats:

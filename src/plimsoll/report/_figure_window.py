@@ -23,7 +23,7 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_scale import element
-from plimsoll.report._figure_words import counted, joined, powers, safe
+from plimsoll.report._figure_words import counted, joined, power, powers, safe
 from plimsoll.report._theme import BLUE, GREEN, ORANGE, PURPLE, RED
 
 if TYPE_CHECKING:
@@ -75,7 +75,13 @@ def scale_window(
         "annotations": notes,
         "height": 420,
     }  # fmt: skip
-    subtitle = joined([_said(need, room, used), columns.said("min").replace("the lowest", "the worst")])
+    subtitle = joined(
+        [
+            _said(need, room, used, "sample" if columns.each == 1 else "column"),
+            _extremes(scales),
+            columns.said("min").replace("the lowest", "the worst"),
+        ]
+    )
     return made("scale_window", title, subtitle, traces, layout, meta)
 
 
@@ -112,6 +118,15 @@ def _own(scales: Scales, columns: Columns, focus: Sequence[str]) -> list[Trace]:
     return traces
 
 
+def _extremes(scales: Scales) -> str:
+    """Which layers set the bounds, at the last step that has gradients."""
+    there = np.flatnonzero(~np.isnan(scales.need))
+    last = int(there[-1])
+    needs, bears = int(np.nanargmax(scales.low[:, last])), int(np.nanargmin(scales.high[:, last]))
+    low, high = power(int(scales.low[needs, last])), power(int(scales.high[bears, last]))
+    return f"{safe(scales.names[needs], 32)} needs {low}, {safe(scales.names[bears], 32)} bears {high}"
+
+
 def _used(view: View, columns: Columns) -> Floats | None:
     if not len(view.scalar("scale")[0]):
         return None
@@ -137,11 +152,11 @@ def _none_serves(columns: Columns, need: Floats, room: Floats) -> list[Layout]:
     ]  # fmt: skip
 
 
-def _said(need: Floats, room: Floats, used: Floats | None) -> str:
+def _said(need: Floats, room: Floats, used: Floats | None, noun: str) -> str:
     known = ~np.isnan(need)
     none = int((need > room)[known].sum())
     columns = int(known.sum())
-    often = f"none serves at {none:,} of {counted(columns, 'column')}, shaded red"
+    often = f"none serves at {none:,} of {counted(columns, noun)}, shaded red"
     told = [often if none else "one serves at every step"]
     if used is None:
         return joined([*told, "no loss scale was recorded"])

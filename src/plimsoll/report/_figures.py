@@ -77,7 +77,7 @@ def _over_time(view: "View", finding: Finding) -> "Figure":
 
 
 def _window(view: "View", finding: Finding) -> "Figure":
-    return scale_window(view, focus=finding.where[:2], since_step=finding.since_step)
+    return scale_window(view, since_step=finding.since_step)
 
 
 def _loss(view: "View", finding: Finding) -> "Figure":
