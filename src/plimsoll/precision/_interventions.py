@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision._applied import Applied
-from plimsoll.precision._computing import device_of
+from plimsoll.precision._plan_scaler import begin_at, scaler_of
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._schedule import Precision, Schedule, schedule_of
 from plimsoll.precision._stepping import Stepped
-from plimsoll.scaling._dynamic import DynamicScaler
 from plimsoll.scaling._outcome import StepOutcome
 
 Optimizer = torch.optim.Optimizer
@@ -91,10 +90,11 @@ class Interventions:
         except ArgumentError:
             self._schedule, self._policy = before
             raise
-        scaled = any(stage.level.scaled for stage in self._schedule.stages)
-        if scaled and self._given_scaler is None and self._made_scaler is None:
-            self._made_scaler = DynamicScaler(device_of(self._root).type)
+        if self._given_scaler is None and self._made_scaler is None:
+            self._made_scaler = scaler_of(self._model, self._schedule)
         self._apply_again(*before)
+        if precision is not None:
+            begin_at(self._made_scaler, self._root, self._applied.stage)
 
     def _apply_again(self, schedule: Schedule, policy: Policy) -> None:
         """Carries out what holds now in place of what is in force; puts that back where it fails."""

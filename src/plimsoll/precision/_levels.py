@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from rich.table import Table
 
+from plimsoll.emulate._regions import is_native
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import FP32, BlockFormat, Plan, get
+from plimsoll.formats import FP32, Format, ModulePlan, Plan, get
 
 Update = Literal["plain", "masters", "stochastic", "kahan"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -121,14 +122,41 @@ def level_named(name: str) -> Level:
 
 
 def level_of_plan(plan: Plan) -> Level:
-    """The level that a plan is carried out at: FP32 weights, each module's operations in the plan's format.
+    """The level that a plan is carried out at: FP32 weights, each module's operations in the plan's formats.
 
-    The loss is scaled if any of the formats has a narrower range than FP32's.
+    The loss is scaled if the plan says at which scale, or if gradients go through a format of narrower range than
+    FP32's without a scale of their own. Raises `ArgumentError` for a plan that asks for both.
     """
-    used = [get(name) for name in (*plan.formats.values(), *([plan.default] if plan.default else []))]
-    elements = [fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in used]
-    narrow = any(fmt.exponent_bits < FP32.exponent_bits for fmt in elements)
-    return Level(name=f"plan ({plan.target})", scaled=narrow, summary="FP32 weights; operations as the plan says")
+    said = {
+        rule: ModulePlan.of(fmt, plan.backward.get(rule), **plan.scales.get(rule, {}))
+        for rule, fmt in plan.formats.items()
+    }
+    if plan.default is not None:
+        said["default"] = ModulePlan.of(plan.default)
+    cast_alone = next((rule for rule, one in said.items() if one.gradients is not None and not is_native(one)), None)
+    needs = next((rule for rule, one in said.items() if _needs_loss_scale(one)), None)
+    layered = next((rule for rule, one in said.items() if one.gradients is not None and is_native(one)), None)
+    scaled = plan.scale is not None or needs is not None or layered is not None
+    if scaled and cast_alone is not None:
+        why = (
+            f"{needs!r} needs a loss scale"
+            if needs
+            else f"{layered!r} has one per layer"
+            if layered
+            else "a loss scale"
+        )
+        raise ArgumentError(
+            f"prepare: expected a plan whose gradients are scaled in one way; got a scale of the cast for "
+            f"{cast_alone!r}, which is of true gradients, and {why}. Give the others a format with FP32's "
+            "range, such as bf16."
+        )
+    return Level(name=f"plan ({plan.target})", scaled=scaled, summary="FP32 weights; operations as the plan says")
+
+
+def _needs_loss_scale(said: ModulePlan) -> bool:
+    """Whether gradients go through a narrow range as they are; blocks have scales that reach as far as FP32."""
+    fmt = get(said.backward)
+    return isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits and said.gradients is None
 
 
 def levels_table() -> Table:

@@ -22,11 +22,12 @@ from plimsoll.precision._computing import device_of
 from plimsoll.precision._distributed import any_rank, gradients_stay, level_on, process_group
 from plimsoll.precision._interventions import Interventions
 from plimsoll.precision._levels import level_named
+from plimsoll.precision._plan_scaler import begin_at, check_scaling, scaler_of
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._replay import Batch
 from plimsoll.precision._schedule import Schedule, Stage
 from plimsoll.precision._stepping import Stepped, lowered, step_plainly, step_scaled
-from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling._layers import LayerScaler
 from plimsoll.scaling._outcome import StepOutcome
 from plimsoll.watch import Watch
 from plimsoll.watch._names import unwrapped
@@ -75,8 +76,12 @@ class Loop(Interventions):
             optimizer.zero_grad()
         self._applied = Applied(model, self._given, schedule.at(0), policy)
         self._batch = Batch(self._root)
-        if scaler is None and any(stage.level.scaled for stage in schedule.stages):
-            self._made_scaler = DynamicScaler(device_of(self._root).type)
+        if scaler is None:
+            try:
+                self._made_scaler = scaler_of(model, schedule)  # after the level: its hooks come outside of the level's
+            except Exception:
+                self._applied.take_back()
+                raise
         PREPARED.add(self._root)
 
     # -- what it has ---------------------------------------------------------------------------------------------------
@@ -336,6 +341,7 @@ class Loop(Interventions):
     def _check_stages(self) -> None:
         """Refuses now what could not be carried out at some later step."""
         stages = self._schedule.stages
+        check_scaling(self._root, self._schedule, self._given_scaler, self._made_scaler)
         for stage in stages:
             check_stage(self._model, self._given, stage, self._policy)
         found = [level_on(self._model, stage.level) for stage in stages]
@@ -351,12 +357,14 @@ class Loop(Interventions):
                 f"max_retries={self._max_retries} at {found[0].name}, where no scale can be lowered. Leave it out."
             )
 
-    def _follow(self, stage: Stage) -> None:
-        """Goes over to another level, if it is another."""
+    def _follow(self, stage: Stage, *, fresh: bool = True) -> None:
+        """Goes over to another level, if it is another; a `fresh` one begins at the scale that its plan says."""
         if stage == self._applied.stage:
             return
         self._applied.take_back()
         self._applied = Applied(self._model, self._given, stage, self._policy)
+        if fresh:
+            begin_at(self._made_scaler, self._root, stage)
 
     def _scale(self) -> float | Tensor:
         scale = getattr(self.scaler, "_scale", None)
@@ -395,7 +403,7 @@ class Loop(Interventions):
         """
         checkpoint.checked(state, optimizers=len(self._given), schedulers=len(self._schedulers))
         self.zero_grad()
-        self._follow(self._stage_named(state["precision"]))
+        self._follow(self._stage_named(state["precision"]), fresh=False)
         self._root.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -404,7 +412,7 @@ class Loop(Interventions):
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._step_index = state["step"]
-        self._follow(self._schedule.at(self._step_index))
+        self._follow(self._schedule.at(self._step_index), fresh=False)
         if state["random"] is not None:
             checkpoint.restore_random(state["random"], self._root)
 
@@ -437,6 +445,8 @@ class Loop(Interventions):
         self.zero_grad()
         if self._owns_watch and self._watch is not None:
             self._watch.close()
+        if isinstance(self._made_scaler, LayerScaler):
+            self._made_scaler.close()
         self._applied.take_back()
         PREPARED.discard(self._root)
 

@@ -5,7 +5,7 @@ One class, whose every method is the interface's or a hook of it, so more than 3
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, mark
 from plimsoll.scaling._layer_graph import behind
 from plimsoll.scaling._layer_hooks import After, Before
 from plimsoll.scaling._layer_mode import tensors_in
+from plimsoll.scaling._layer_rule import clamped
 from plimsoll.scaling._layer_units import (
     WIDENS,
     Layers,
@@ -165,6 +166,21 @@ class LayerScaler(LossScaler):
         self._choice.forget(self._layers.names if names is None else names)
         self._layers.meter.drop()
         self._layers.meter.measuring = self._enabled
+
+    def begin_with(self, scales: Mapping[str, float]) -> None:
+        """Gives modules scales to begin with, powers of two, the loss scale included: what a recorded run has shown.
+
+        They follow the gradients from the first step on. Raises `ArgumentError` for a module that has no scale here.
+        """
+        strange = sorted(set(scales) - set(self._layers.names))
+        if strange:
+            raise ArgumentError(
+                f"LayerScaler.begin_with: expected modules that have a scale; got {', '.join(strange[:4])}. There are "
+                f"{', '.join(self._layers.names[:6])}."
+            )
+        for name, scale in scales.items():
+            self._choice.whole[self._layers.names.index(name)] = clamped(math.frexp(scale)[1] - 1)
+        self._end(due=True)
 
     @contextlib.contextmanager
     def suspended(self) -> Generator[None]:

@@ -1,0 +1,86 @@
+"""The scaler of a loop whose precision is a plan: the loss scale to begin with, or a scale for each layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.emulate._planned import ROOT, rules_of
+from plimsoll.emulate._regions import is_native
+from plimsoll.errors import ArgumentError
+from plimsoll.precision._computing import device_of
+from plimsoll.precision._schedule import Schedule, Stage
+from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling._layers import LayerScaler
+from plimsoll.watch._names import clean, unwrapped
+
+_USUAL = 2.0**16
+
+
+def layer_scales(root: nn.Module, stage: Stage) -> Mapping[str, float]:
+    """The scales that a plan gives to layers' gradients, by the modules' names."""
+    if stage.plan is None:
+        return {}
+    rules = rules_of(stage.plan, root, "prepare")
+    names = {name: clean(name) or ROOT for name in rules}
+    return {names[n]: s.gradients for n, s in rules.items() if is_native(s) and s.gradients is not None}
+
+
+def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = None) -> None:
+    """Raises for scales of a plan that this schedule, or the scaler (given, or made before), could not carry out."""
+    layered = [stage for stage in schedule.stages if layer_scales(root, stage)]
+    if layered and made is not None and not isinstance(made, LayerScaler):
+        raise ArgumentError(
+            f"prepare: expected a plan that has a scale for each layer from the start; got one for a loop that has a "
+            f"{type(made).__name__}. Prepare anew with it, or make the plan with layer_scales=False."
+        )
+    if layered and scaler is not None:
+        raise ArgumentError(
+            f"prepare: expected no scaler with a plan that has a scale for each layer; got a {type(scaler).__name__}, "
+            "which would not know them. Leave scaler out: a LayerScaler is made."
+        )
+    if layered and len(schedule.stages) > 1:
+        raise ArgumentError(
+            "prepare: expected a plan that has a scale for each layer to hold for the whole training; got a schedule "
+            f"of {', '.join(stage.level.name for stage in schedule.stages)}. Make the plan with layer_scales=False."
+        )
+    own = [stage for stage in schedule.stages if stage.plan is not None and _casts_scaled(root, stage)]
+    if own and scaler is not None:
+        raise ArgumentError(
+            f"prepare: expected no scaler with a plan whose scales are of true gradients; got a "
+            f"{type(scaler).__name__}, which multiplies them once more. Leave scaler out."
+        )
+
+
+def scaler_of(model: nn.Module, schedule: Schedule) -> Any:
+    """The scaler that the stages need, beginning at the scale that the first plan says; None where none is needed."""
+    scaled = [stage for stage in schedule.stages if stage.level.scaled]
+    if not scaled:
+        return None
+    root = unwrapped(model)
+    begins = next((s.plan.scale for s in scaled if s.plan is not None and s.plan.scale is not None), None)
+    layers = layer_scales(root, scaled[0])
+    if not layers:
+        return DynamicScaler(device_of(root).type, begins or _USUAL)
+    scaler = LayerScaler(model, init_scale=begins or _USUAL, device=device_of(root).type)
+    scaler.begin_with(layers)
+    return scaler
+
+
+def begin_at(scaler: Any, root: nn.Module, stage: Stage) -> None:
+    """Sets the scales that the plan of a stage begins with, where it says some, on a scaler that the loop has made."""
+    if scaler is None or stage.plan is None:
+        return
+    if stage.plan.scale is not None:
+        scaler.scale(torch.zeros((), device=device_of(root)))  # of its first use, if it had none yet
+        scaler.update(stage.plan.scale)
+    if isinstance(scaler, LayerScaler):
+        scaler.begin_with(layer_scales(root, stage))
+
+
+def _casts_scaled(root: nn.Module, stage: Stage) -> bool:
+    plan = stage.plan
+    return plan is not None and any(
+        said.gradients is not None and not is_native(said) for said in rules_of(plan, root, "prepare").values()
+    )
