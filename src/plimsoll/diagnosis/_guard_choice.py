@@ -120,7 +120,9 @@ def chain(finding: Finding) -> tuple[Action, ...]:
     """
     places = [ESCALATION.index(action) for action in finding.actions if action in ESCALATION]
     further: tuple[Action, ...] = ESCALATION[max(places) + 1 :] if places else ("stop",)
-    more = [a for a in further if a not in finding.actions and (a != "stop" or finding.severity == "alarm")]
+    more: list[Action] = [
+        a for a in further if a not in finding.actions and (a != "stop" or finding.severity == "alarm")
+    ]
     return finding.actions + tuple(more)
 
 

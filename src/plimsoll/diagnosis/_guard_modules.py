@@ -1,6 +1,5 @@
 """The actions on modules: BF16 instead of what they run in, and clamping of what they return."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ import torch
 from plimsoll.diagnosis._finding import Finding
 from plimsoll.diagnosis._guard_records import Look, Order
 from plimsoll.diagnosis._guard_remedy import Remedy
-from plimsoll.errors import StateError
 
 # The level that the whole run goes over to, from the level that it is at; from any other to amp-bf16.
 _IN_BF16 = {"fp16-master": "bf16-master", "fp16-pure": "bf16-master"}
@@ -82,17 +80,11 @@ class ToBF16(Remedy):
             self._regions.pop().remove()
 
     def _enter_by_hooks(self, order: Order) -> None:
-        from plimsoll.precision._computing import device_of
-        from plimsoll.precision._regions import Regions
+        from plimsoll.diagnosis._guard_region import InBF16
 
-        model = self.training.beside.model
-        if model is None:
-            raise StateError("to_bf16: expected the model to be there; got none. Close the guard with the model.")
-        kind = device_of(model).type
-        rules = {self.training.in_model(name): "bf16" for name in order.where}
-        regions = Regions(model, rules, "what is around", lambda _: _entering(kind))
-        regions.switch.on = True
-        self._regions.append(regions)
+        modules = [self.training.module(name) for name in order.where]
+        first = next((p for module in modules for p in module.parameters()), None)
+        self._regions.append(InBF16(modules, "cpu" if first is None else first.device.type))
 
     def _present(self) -> str:
         loop = self.training.loop
@@ -101,17 +93,6 @@ class ToBF16(Remedy):
     def _is_done(self, name: str) -> bool:
         parts = name.split(".")
         return any(".".join(parts[:n]) in self._done for n in range(1, len(parts) + 1))
-
-
-def _entering(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """BF16 in the way of what is in force around: an emulation, the lists of `Autocast`, or torch's autocast."""
-    from plimsoll.emulate import CUDA, Autocast, _frames, emulate
-
-    around = _frames.current()
-    if around is None:
-        # Without the cache, which is by weight alone: one that is used in FP16 too would be found in that.
-        return torch.autocast(kind, torch.bfloat16, cache_enabled=False)
-    return emulate("bf16") if kind == "cpu" else Autocast(CUDA, torch.bfloat16)
 
 
 class Clamp(Remedy):

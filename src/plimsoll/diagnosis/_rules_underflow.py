@@ -108,7 +108,9 @@ class UnderflowRising(Rule):
         fractions = modules.underflow(narrow)
         names = modules.main_layers(cells)
         rising = [
-            (i, *self._rise(cells, fractions[i])) for i in range(len(names)) if np.nanmax(fractions[i]) > self.watch
+            (i, *self._rise(cells, fractions[i]))
+            for i in range(len(names))
+            if np.fmax.reduce(fractions[i], initial=-np.inf) > self.watch  # of a module that has nothing finite, no
         ]
         risen = [(i, found, since, until) for i, found, since, until in rising if found is not None]
         if not risen:
