@@ -1,43 +1,19 @@
-"""`diff`: the first step and tensor where two runs part beyond what rounding explains.
-
-Two trainings that differ in nothing but rounding drift apart all the same, slowly at first and then by chance. So a
-difference counts only if it is larger than
-
-1. what rounding makes of equal inputs: two units in the last place of the narrowest format in either run, times the
-   square root of the place in the order of computation (errors of one operation after the other add up at random);
-2. what it can have inherited: `_AMPLIFIED` times the largest difference of anything that was computed before it, at
-   this step or an earlier one (and by as many steps as lie between samples), as far as that was explained in turn.
-
-The order of a step is weights, activations as they were computed, loss, their gradients as they were computed,
-parameters' gradients, the scaler's verdict, updates, optimizer state. Zeros that a narrow format made (its range, not
-its rounding), NaN, infinities and skipped steps count always.
-"""
+"""`diff`: the first step and tensor where two runs part beyond what rounding explains (`_search` says how)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Floats, Ints
-from plimsoll.diagnosis._divergence import Divergence, Kind, Parting
+from plimsoll.diagnosis._divergence import Divergence
 from plimsoll.diagnosis._pairs import Pair
+from plimsoll.diagnosis._search import AFTER_LOSS, AFTER_STEP, BEFORE_LOSS, Search
 from plimsoll.diagnosis._view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.runs import Run
-
-_BEFORE_LOSS = ("weights", "activations")
-_AFTER_LOSS = ("activation_gradients", "gradients")
-_AFTER_STEP = ("updates", "optimizer")
-_AMPLIFIED = 8.0  # how much further apart than what it was computed from a tensor may be
-_FAR = 0.1  # runs that are so far apart, explained or not, are two different trainings
-_CHANCE = (
-    0.05  # the share of a gradient's values that are noise, from which on its parameter goes where chance takes it
-)
-_UNITS = 2.0  # of rounding, for one operation
 
 
 def diff(
@@ -63,7 +39,7 @@ def diff(
     views = (_view(run_a, until), _view(run_b, until))
     owners: dict[str, int] = {}
     rounding = _rounding(views, formats)
-    found = (Pair.of(name, views, owners, rounding) for name in (*_BEFORE_LOSS, *_AFTER_LOSS, *_AFTER_STEP))
+    found = (Pair.of(name, views, owners, rounding) for name in (*BEFORE_LOSS, *AFTER_LOSS, *AFTER_STEP))
     pairs = {pair.collection: pair for pair in found if pair is not None}
     losses = _losses(views)
     if not pairs and not len(losses[0]):
@@ -71,7 +47,7 @@ def diff(
             f"diff: expected runs with series and steps in common; got {views[0].run.path} and {views[1].run.path}, "
             "which have none. Watch both with the same collections and the same every=."
         )
-    search = _Search(views, pairs, losses, len(owners), rounding, tolerance)
+    search = Search(views, pairs, losses, len(owners), rounding, tolerance)
     partings = search.first()
     series = sum(len(pair.names) for pair in pairs.values()) + bool(len(losses[0]))
     return Divergence(
@@ -86,181 +62,6 @@ def diff(
         only_b=_only(views[1], views[0]),
         changed=tuple(_changed(views)),
     )
-
-
-class _Search:
-    """The walk over the steps, in the order of computation, until something parts."""
-
-    def __init__(
-        self,
-        views: tuple[View, View],
-        pairs: dict[str, Pair],
-        losses: tuple[Ints, Floats, Floats],
-        owners: int,
-        rounding: float,
-        tolerance: float,
-    ) -> None:
-        self.views, self.pairs, self.losses = views, pairs, losses
-        self.rounding, self.tolerance = rounding, tolerance
-        self.inherited = 0.0  # the largest explained difference so far
-        self.noise = np.zeros(owners)  # how far each parameter or module was apart, by its own size
-        self.chance = np.zeros(owners)  # the share of each parameter's gradients that was rounding noise
-        self.wandering = 0.0  # of this step's weights, those that go where chance takes them: how far they are apart
-        self.drift: list[tuple[int, float]] = []
-        self.until_step: int | None = None
-        self.skips = [{e.step for e in view.events if e.kind == "skip"} for view in views]
-        self.loss_size = float(np.abs(losses[1][:1]).max(initial=0.0))
-        steps = [pair.steps for pair in pairs.values()] + [losses[0]]
-        self.steps: list[int] = np.unique(np.concatenate(steps)).tolist()
-        self.places = {name: {s: i for i, s in enumerate(p.steps.tolist())} for name, p in pairs.items()}
-        self.loss_places = {s: i for i, s in enumerate(losses[0].tolist())}
-
-    def first(self) -> list[Parting]:
-        """All that parts at the first step at which anything does, in the order of computation."""
-        sampled = None
-        skips = sorted(self.skips[0] ^ self.skips[1])
-        for step in self.steps:
-            missed = [s for s in skips if s < step and (not self.drift or s > self.drift[-1][0])]
-            if missed:
-                return [self._skipped(missed[0])]
-            found = list(self._at(step, 1 if sampled is None else max(1, step - sampled)))
-            if found:
-                return found
-            sampled = step if any(step in places for places in self.places.values()) else sampled
-            self.drift.append((step, self.inherited))
-            if self.inherited <= _FAR:
-                self.until_step = step
-        return []
-
-    def _at(self, step: int, since: int) -> Iterator[Parting]:
-        place = 0  # in the order of computation
-        for name in _BEFORE_LOSS:
-            yield from self._collection(name, step, place, since)
-            place += self._length(name)
-        yield from self._loss(step, place)
-        for name in _AFTER_LOSS:
-            yield from self._collection(name, step, place, since)
-            place += self._length(name) if name != "gradients" else 0
-        if (step in self.skips[0]) != (step in self.skips[1]):
-            yield self._skipped(step)
-        for name in _AFTER_STEP:
-            yield from self._collection(name, step, place, since)
-
-    def _length(self, name: str) -> int:
-        return len(self.pairs[name].names) if name in self.pairs and name != "weights" else 0
-
-    def _collection(self, name: str, step: int, before: int, since: int) -> Iterator[Parting]:
-        at = self.places.get(name, {}).get(step)
-        if at is None:
-            return
-        pair = self.pairs[name]
-        apart, raw = pair.apart[:, at], pair.raw[:, at]
-        explained = np.nan_to_num(apart)
-        in_order = name not in ("weights", "gradients", *_AFTER_STEP)
-        depth = before + np.arange(len(apart)) * in_order
-        if name == "gradients":
-            np.maximum.at(self.chance, pair.owners, np.nan_to_num(pair.chance[:, at]))
-        by_chance = self.chance[pair.owners] > _CHANCE
-        told = np.where(by_chance, 0.0, explained)  # what others inherit
-        if name == "weights":
-            self.wandering = float(np.where(by_chance, explained, 0.0).max(initial=0.0))
-        upstream = np.concatenate([[0.0], np.maximum.accumulate(told)[:-1]]) * in_order
-        inherited = _AMPLIFIED * np.maximum(self.inherited * since, upstream)
-        plain = np.maximum(_UNITS * self.rounding * np.sqrt(1.0 + depth), inherited)
-        allowed = np.maximum(plain, _AMPLIFIED * self.wandering)
-        excused = _AMPLIFIED * np.maximum(self.noise, self.chance)[pair.owners]
-        parts = (explained > allowed) & (np.nan_to_num(raw) > excused) & (self.inherited <= _FAR)
-        for layer in np.flatnonzero(parts | self._suspect(pair, at)).tolist():
-            parting = self._parting(pair, layer, at, float(allowed[layer]), bool(parts[layer]))
-            if parting is not None:
-                yield parting
-        self.inherited = max(self.inherited, float(told[explained <= plain].max(initial=0.0)))
-        np.maximum.at(self.noise, pair.owners, np.nan_to_num(raw))
-
-    def _suspect(self, pair: Pair, at: int) -> NDArray[np.bool_]:
-        """The layers whose non-finite values, sizes or zeros may part."""
-        a, b = pair.a, pair.b
-        bad = (a.nonfinite[:, at] > 0) != (b.nonfinite[:, at] > 0)
-        zeros = np.abs(a.zeros[:, at] - b.zeros[:, at]) > self.tolerance
-        there = ~np.isnan(a.count[:, at]) & ~np.isnan(b.count[:, at])
-        return there & (bad | zeros | (a.count[:, at] != b.count[:, at]))
-
-    def _parting(self, pair: Pair, layer: int, at: int, allowed: float, parts: bool) -> Parting | None:
-        """What parts in one cell, if anything does: the gravest kind."""
-        a, b = pair.a, pair.b
-        step, name = int(pair.steps[at]), pair.names[layer]
-
-        def made(kind: Kind, of_a: float, of_b: float, distance: float, bound: float, reason: str) -> Parting:
-            return Parting(
-                kind=kind, step=step, collection=pair.collection, name=name, a=float(of_a), b=float(of_b),
-                distance=float(distance), allowed=bound, reason=reason,
-            )  # fmt: skip
-
-        bad_a, bad_b = a.nonfinite[layer, at], b.nonfinite[layer, at]
-        if (bad_a > 0) != (bad_b > 0):
-            which, many = ("b", bad_b) if bad_b > 0 else ("a", bad_a)
-            reason = f"{many:,.0f} values are NaN or infinite in {which} only"
-            return made("nonfinite", bad_a, bad_b, abs(bad_a - bad_b), 0.0, reason)
-        if a.count[layer, at] != b.count[layer, at]:
-            of_a, of_b = a.count[layer, at], b.count[layer, at]
-            return made("size", of_a, of_b, abs(of_a - of_b), 0.0, f"it has {of_a:,.0f} values in a, {of_b:,.0f} in b")
-        zeros_a, zeros_b = a.zeros[layer, at], b.zeros[layer, at]
-        if abs(zeros_a - zeros_b) > max(self.tolerance, min(allowed, 1.0)):
-            kind, reason = self._why_zero(pair.collection, name, step, zeros_a, zeros_b)
-            chance = self.chance[pair.owners[layer]] > _CHANCE
-            if kind == "underflow" or (self.inherited <= _FAR and not chance):
-                return made(kind, zeros_a, zeros_b, abs(zeros_a - zeros_b), self.tolerance, reason)
-        if parts:
-            of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
-            reason = (
-                f"root mean square {of_a:.4g} in a, {of_b:.4g} in b; {apart:.2g} apart where {allowed:.2g} is explained"
-            )
-            return made("values", of_a, of_b, apart, allowed, reason)
-        return None
-
-    def _why_zero(self, collection: str, name: str, step: int, a: float, b: float) -> tuple[Kind, str]:
-        """Whether the range of the format of the one with more zeros explains them by what the other one holds."""
-        more, which, fewer = (1, "b", 0) if b > a else (0, "a", 1)
-        told = f"{max(a, b):.0%} of its values are zero in {which}, {min(a, b):.0%} in {'ab'[fewer]}"
-        narrow = self.views[more].narrow(collection)
-        assert narrow is not None
-        cells = narrow.cells
-        layer, at = cells.names.index(name), int(np.searchsorted(cells.steps, step))
-        rows = np.flatnonzero((cells.layer == layer) & (cells.at == at))
-        fmt, scale = get_element(cells.formats[int(cells.format[rows[0]])], "diff"), float(narrow.held[rows[0]])
-        shift = round(np.log2(scale))
-        fit = self.views[fewer].run.spectrum(collection, name, step).fit(fmt, shift=shift)
-        if fit.lost.high * (1 - min(a, b)) < abs(a - b) / 2:
-            return "zeros", told
-        return "underflow", f"{told}: {fmt.name.upper()} at scale 2^{shift} cannot hold them"
-
-    def _loss(self, step: int, depth: int) -> Iterator[Parting]:
-        place = self.loss_places.get(step)
-        if place is None:
-            return
-        a, b = float(self.losses[1][place]), float(self.losses[2][place])
-        made = partial(Parting, step=step, collection="loss", name="", a=a, b=b)
-        if np.isfinite(a) != np.isfinite(b):
-            which, value = ("b", b) if np.isfinite(a) else ("a", a)
-            yield made(kind="nonfinite", distance=np.inf, allowed=0.0, reason=f"it is {value} in {which} only")
-        if not np.isfinite(a) or not np.isfinite(b):
-            return
-        apart = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), _FAR * self.loss_size)
-        allowed = max(_UNITS * self.rounding * np.sqrt(1.0 + depth), _AMPLIFIED * self.inherited)
-        if apart > allowed and self.inherited <= _FAR:
-            reason = f"{a:.6g} in a, {b:.6g} in b; {apart:.2g} apart where {allowed:.2g} is explained"
-            yield made(kind="values", distance=apart, allowed=float(allowed), reason=reason)
-        else:
-            self.inherited = max(self.inherited, apart)
-
-    def _skipped(self, step: int) -> Parting:
-        a, b = (float(step in skips) for skips in self.skips)
-        scale = float(self.views[int(b)].scale_at(np.array([step]))[0])
-        which = "b" if b else "a"
-        return Parting(
-            kind="skipped", step=step, collection="steps", name="", a=a, b=b, distance=1.0, allowed=0.0,
-            reason=f"{which} skipped the step, its gradients having overflowed at scale {scale:g}; it is a step behind",
-        )  # fmt: skip
 
 
 def _view(run: "Run | View | str | os.PathLike[str]", until: int | None) -> View:

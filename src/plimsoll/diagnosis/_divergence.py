@@ -44,7 +44,7 @@ class Divergence:
     """What `diff` found.
 
     - `first`: the first tensor, in the order of computation, that parts; None if nothing does. `partings`: all of that
-      step.
+      step that nothing before them explains.
     - `compared`: how many steps and series both runs have; `until_step`: up to which step values were comparable (None:
       none were compared). Chance parts any two trainings in time, so that from then on only zeros, NaN and skips count.
     - `drift`: by step, how far apart the runs were before anything parted.

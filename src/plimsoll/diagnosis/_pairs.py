@@ -9,7 +9,7 @@ from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._view import View
 from plimsoll.kernels import _layout as layout
 
-_NOISE = 16.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise
+_NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,11 +77,8 @@ class Pair:
         a, b = Side.of(one, mine_of, at_one), Side.of(other, theirs_of, at_other)
         groups = _groups(collection, names)
         raw, apart = _distances(a, b, groups)
-        largest = _largest(np.fmax(a.rms, b.rms), groups)
-        small = (
-            _small(one, mine_of, at_one, _NOISE * rounding * largest),
-            _small(other, theirs_of, at_other, _NOISE * rounding * largest),
-        )
+        floor = _NOISE * rounding * few(a.count) * _largest(np.fmax(a.rms, b.rms), groups)
+        small = (_small(one, mine_of, at_one, floor), _small(other, theirs_of, at_other, floor))
         numbers = np.array([owners.setdefault(_owner(collection, name), len(owners)) for name in names])
         return cls(
             collection=collection, names=names, owners=numbers, steps=steps, a=a, b=b, raw=raw, apart=apart,
@@ -98,6 +95,15 @@ def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
         return _ratio(gap, size), _ratio(gap, _largest(size, groups))
 
 
+def few(count: Floats) -> Floats:
+    """By how much rounding weighs more in the statistics of few values, where errors do not cancel.
+
+    >>> few(np.array([1.0, 16.0, 1e6])).round(2).tolist()
+    [9.0, 3.0, 1.01]
+    """
+    return 1.0 + 8.0 / np.sqrt(np.maximum(count, 1.0))
+
+
 def _largest(size: Floats, groups: Ints) -> Floats:
     """Of each layer, the size of the largest of its group."""
     found = np.zeros((int(groups.max(initial=0)) + 1, size.shape[1]))
@@ -106,13 +112,13 @@ def _largest(size: Floats, groups: Ints) -> Floats:
 
 
 def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
-    """The share of each cell's values, zeros included, that lie below the binade of a limit."""
+    """The share of each cell's values that are nonzero and lie below the binade of a limit."""
     whole = np.zeros(cells.shape)
     whole[np.ix_(layers, places)] = limit
     of_row = whole[cells.layer, cells.at] * cells.scale
     with np.errstate(all="ignore"):
         binade = np.where(of_row > 0, np.floor(np.log2(of_row)), layout.LOWEST_BINADE).astype(np.int64)
-    below = cells.below_binade(binade) + cells.column("zeros")
+    below = cells.below_binade(binade)
     with np.errstate(all="ignore"):
         return (cells.total(below) / cells.total_of("count"))[np.ix_(layers, places)]
 
