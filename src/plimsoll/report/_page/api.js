@@ -49,6 +49,21 @@ export async function get(path, signal) {
   throw new Problem(answer.status, data?.error ?? `The server answered ${answer.status} ${answer.statusText}.`, Boolean(data?.error));
 }
 
+/** Makes of a task one that runs once at a time: asked for while it runs, it runs once more, so that none is starved. */
+export function onceAtATime(task) {
+  let running = false, again = false;
+  return async function run() {
+    if (running) { again = true; return; }
+    running = true;
+    try {
+      await task();
+    } finally {
+      running = false;
+      if (again) { again = false; run(); }
+    }
+  };
+}
+
 /** Asks one question after another, of which the latest alone is answered: older ones are given up. */
 export class Latest {
   #asked = null;

@@ -1,6 +1,6 @@
 // Two runs side by side: their verdicts, where they part first, their losses and scales on one axis.
 
-import { address, Latest } from "./api.js";
+import { address, get, onceAtATime, Problem } from "./api.js";
 import { clean, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
@@ -12,10 +12,9 @@ const COLLECTIONS = ["gradients", "activations", "activation_gradients", "weight
 const SHOWN = 20; // partings that are listed
 
 export class ComparePage {
-  #latest = new Latest();
-
   constructor(frame, { a, b, values }) {
     Object.assign(this, { frame, a, b });
+    this.load = onceAtATime(() => this.#load());
     frame.place("Compare", [["Compare", null]]);
     this.#build(values.get("collection") ?? "gradients");
     this.leaveKeys = take([{ keys: ["x"], says: "Swap the two", act: () => { location.hash = to.compare(this.b, this.a); } }]);
@@ -33,7 +32,6 @@ export class ComparePage {
   close() {
     this.closed = true;
     this.leaveKeys();
-    this.#latest.drop();
     for (const stream of this.streams) stream.close();
     for (const picture of this.pictures) picture.close();
     clearTimeout(this.timer);
@@ -46,15 +44,17 @@ export class ComparePage {
     if (!first) this.load();
   }
 
-  async load() {
+  async #load() {
     clearTimeout(this.timer);
+    if (this.closed) return;
     try {
-      const answer = await this.#latest.ask(address(["compare"], { a: this.a, b: this.b }));
-      if (answer === null || this.closed) return;
+      const answer = await get(address(["compare"], { a: this.a, b: this.b }));
+      if (this.closed) return;
       this.#tell("");
       this.#fill(answer);
     } catch (problem) {
-      if (problem.advice === undefined) throw problem;
+      if (!(problem instanceof Problem)) throw problem;
+      if (this.closed) return;
       this.#tell(`${problem.message} ${problem.advice}`.trim());
       if (problem.status === 0 || problem.status >= 500) this.timer = setTimeout(() => this.load(), 3000);
     }

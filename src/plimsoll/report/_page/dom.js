@@ -41,7 +41,9 @@ export function short(name, most = 64) {
 export function named(name, most = 64) {
   const text = short(name, most);
   const whole = clean(name);
-  return el("span", { class: "name", title: text === whole ? null : whole.slice(0, 2000) }, text);
+  const parts = text.split(/(?<=[._:/-])/); // a line may break after these
+  return el("span", { class: "name", title: text === whole ? null : whole.slice(0, 2000) },
+    parts.map((part, index) => [index ? el("wbr") : null, part]));
 }
 
 /** Sets the text only where it differs, so that nothing is announced, selected or painted anew. */

@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 
-const TYPED = new Set(["INPUT", "SELECT", "TEXTAREA"]);
+const TYPED = "select, textarea, input:not([type=checkbox], [type=range])"; // letters are theirs
 const PRESSED = new Set(["BUTTON", "SUMMARY", "A", "INPUT", "SELECT"]); // the space bar is theirs
 const SHOWN = { " ": "Space", ArrowDown: "\u2193", ArrowUp: "\u2191", Enter: "Enter", Escape: "Esc" };
 
@@ -20,7 +20,8 @@ function pressed(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
   const target = event.target instanceof Element ? event.target : document.body;
   if (target.closest("dialog")) return;
-  if (TYPED.has(target.tagName) && event.key !== "Escape") return;
+  if (target.matches(TYPED) && event.key !== "Escape") return;
+  if (target.matches("input[type=range]") && event.key.startsWith("Arrow")) return;
   if (event.key === " " && PRESSED.has(target.tagName)) return;
   const binding = bindings.find(({ keys }) => keys.includes(event.key));
   if (binding && binding.act(event) !== false) event.preventDefault();

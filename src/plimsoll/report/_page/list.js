@@ -1,6 +1,6 @@
 // The list of runs: filter, sort, keys, and marks for a comparison.
 
-import { get, Problem } from "./api.js";
+import { get, onceAtATime, Problem } from "./api.js";
 import { el, keep, named, say, short } from "./dom.js";
 import { take } from "./keys.js";
 import { replace, to } from "./router.js";
@@ -24,6 +24,7 @@ export class ListPage {
     this.frame = frame;
     this.runs = null;
     this.marked = [];
+    this.load = onceAtATime(() => this.#load());
     this.#build();
     this.go(route);
     this.leaveKeys = take(this.#keys());
@@ -55,10 +56,8 @@ export class ListPage {
     this.closed = true;
   }
 
-  /** Reads the list; while one reading is under way another is only noted. */
-  async load() {
-    if (this.loading) { this.again = true; return; }
-    this.loading = true;
+  async #load() {
+    if (this.closed) return;
     try {
       const { folder, runs } = await get("/api/runs");
       if (this.closed) return;
@@ -66,13 +65,10 @@ export class ListPage {
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
       this.problem = problem;
-      setTimeout(() => this.closed || this.load(), 3000);
-    } finally {
-      this.loading = false;
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.load(), 3000);
     }
-    if (this.closed) return;
-    this.#show();
-    if (this.again) { this.again = false; this.load(); }
+    if (!this.closed) this.#show();
   }
 
   #build() {

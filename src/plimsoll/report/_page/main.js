@@ -24,9 +24,9 @@ const frame = {
       return el("li", {}, address === null ? el("span", { "aria-current": "page" }, content) : el("a", { href: address }, content));
     }));
   },
-  /** The live sign: "live", "paused", "ended", "lost" or "" (none). */
+  /** The live sign: "live", "paused", "waiting", "ended", "idle", "lost" or "" (none). */
   live(state) {
-    const words = { live: "Live", paused: "Paused", ended: "Ended", idle: "Not closed", lost: "Reconnecting\u2026" };
+    const words = { live: "Live", paused: "Paused", waiting: "Paused: there is more", ended: "Ended", idle: "Not closed", lost: "Reconnecting\u2026" };
     byId("live").dataset.state = state;
     say(byId("live"), words[state] ?? "");
   },

@@ -1,6 +1,6 @@
 // A figure: what the API gives, drawn by Plotly in the theme that is shown, renewed without losing the zoom.
 
-import { Latest } from "./api.js";
+import { get, Latest, Problem } from "./api.js";
 import { el, say } from "./dom.js";
 import { onTheme, theme } from "./theme.js";
 
@@ -17,7 +17,7 @@ let loading = null;
 
 /** Plotly and the templates, fetched once, when the first figure is looked at. */
 function tools() {
-  loading ??= Promise.all([script(PLOTLY), fetch(TEMPLATES).then((answer) => answer.json())]).catch((error) => {
+  loading ??= Promise.all([script(PLOTLY), get(TEMPLATES)]).catch((error) => {
     loading = null;
     throw error;
   });
@@ -26,7 +26,7 @@ function tools() {
 
 function script(source) {
   return new Promise((done, failed) => {
-    const node = el("script", { src: source, onload: () => done(), onerror: () => failed(new Error("Plotly could not be loaded.")) });
+    const node = el("script", { src: source, onload: () => done(), onerror: () => failed(new Problem(0, "Plotly, which draws the figures, could not be loaded.")) });
     document.head.append(node);
   });
 }
@@ -35,7 +35,7 @@ function script(source) {
  * is run, loaded or shown. */
 function marked(markup = "") {
   const { body } = new DOMParser().parseFromString(markup.replaceAll("<br>", " "), "text/html");
-  const read = (node) => [...node.childNodes].flatMap((each) => (each.nodeName === "SUP" ? el("sup", {}, each.textContent)
+  const read = (node) => [...node.childNodes].flatMap((each) => (each.nodeName === "SUP" ? [el("span", { class: "unseen" }, "^"), el("sup", {}, each.textContent)]
     : each.nodeType === Node.TEXT_NODE ? each.data : read(each)));
   return read(body);
 }
@@ -54,7 +54,9 @@ const inView = new IntersectionObserver((entries) => {
 export class Picture {
   #latest = new Latest();
   #drawn = null; // the JSON that is shown
+  #asked = null; // the address that is being asked
   #visible = false;
+  #closed = false;
   #due = false;
 
   constructor({ address = () => null, question = address, onPick = null, level = "h3", hint = null }) {
@@ -89,6 +91,7 @@ export class Picture {
   }
 
   close() {
+    this.#closed = true;
     this.leave();
     this.#latest.drop();
     inView.unobserve(this.element);
@@ -97,10 +100,12 @@ export class Picture {
 
   async #fetch() {
     const address = this.address();
+    if (address !== null && address === this.#asked) return; // it is under way; `#due` asks once more after it
     this.#due = false;
     this.element.hidden = address === null;
     if (address === null) return;
     this.element.setAttribute("aria-busy", "true");
+    this.#asked = address;
     try {
       const answer = await this.#latest.ask(address);
       if (answer === null) return; // a later question is under way
@@ -108,10 +113,13 @@ export class Picture {
       await this.#draw();
       this.#tell("");
     } catch (problem) {
+      if (this.#closed) return;
       this.#tell(`${problem.message} ${problem.advice ?? ""}`.trim());
-      this.#due = problem.status === 0 || problem.status >= 500; // once it is looked at, or told, again
+    } finally {
+      if (this.#asked === address) this.#asked = null;
     }
     this.element.setAttribute("aria-busy", "false");
+    if (this.#due && this.#visible) this.#fetch();
   }
 
   #tell(text) {

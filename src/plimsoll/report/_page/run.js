@@ -1,6 +1,6 @@
 // A run: its verdict, and below it one of four parts, each with an address. Follows the run while it is written.
 
-import { address, Latest } from "./api.js";
+import { address, get, onceAtATime, Problem } from "./api.js";
 import { clean, el, keep, say } from "./dom.js";
 import { EventsPart } from "./events.js";
 import { take } from "./keys.js";
@@ -14,10 +14,9 @@ import { badge, moment, number, power, prose, whole } from "./words.js";
 const PARTS = { overview: OverviewPart, finding: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart };
 
 export class RunPage {
-  #latest = new Latest();
-
   constructor(frame, route) {
     Object.assign(this, { frame, id: route.id, route, run: null, paused: false, part: null });
+    this.load = onceAtATime(() => this.#load());
     this.#build();
     this.leaveKeys = take([
       { keys: [" "], says: "Pause, or follow the run again", act: () => this.pause(!this.paused) },
@@ -54,18 +53,18 @@ export class RunPage {
     this.closed = true;
     this.leaveKeys();
     this.frame.pause.onclick = null;
-    this.#latest.drop();
     this.stream.close();
     this.part?.close();
     clearTimeout(this.timer);
   }
 
   /** Reads the run and renews what is shown. */
-  async load() {
+  async #load() {
     clearTimeout(this.timer);
+    if (this.closed) return;
     try {
-      const run = await this.#latest.ask(address(["runs", this.id]));
-      if (run === null || this.closed) return;
+      const run = await get(address(["runs", this.id]));
+      if (this.closed) return;
       const first = this.run === null;
       this.run = run;
       this.#tell("");
@@ -74,7 +73,8 @@ export class RunPage {
       if (first || !this.part) this.#part();
       else this.part.renew(run);
     } catch (problem) {
-      if (problem.advice === undefined) throw problem;
+      if (!(problem instanceof Problem)) throw problem;
+      if (this.closed) return;
       this.#tell(problem);
       if (problem.status !== 404 && problem.status !== 401) this.timer = setTimeout(() => this.load(), 3000);
     }
@@ -90,14 +90,13 @@ export class RunPage {
   }
 
   #hear({ id, token }) {
-    if (id !== this.id || (this.run && token === this.run.token)) return;
-    if (this.paused) this.due = true;
-    else this.load();
+    if (id !== this.id || token === (this.run?.token ?? token)) return; // the first reading is under way, or all is known
+    if (this.paused) { this.due = true; this.#sign(); } else this.load();
   }
 
   #sign() {
     this.frame.pause.hidden = this.run?.summary.closed === true && !this.paused;
-    const state = this.lost ? "lost" : this.paused ? "paused" : this.run?.summary.closed ? "ended" : this.run?.live === false ? "idle" : "live";
+    const state = this.lost ? "lost" : this.paused ? (this.due ? "waiting" : "paused") : this.run?.summary.closed ? "ended" : this.run?.live === false ? "idle" : "live";
     this.frame.live(state);
   }
 

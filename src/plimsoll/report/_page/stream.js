@@ -1,6 +1,6 @@
 // Following: the server's stream of events, opened again by itself, closed while nobody looks.
 
-const WAITS = [500, 1000, 2000, 4000, 8000, 15000]; // milliseconds before another try
+const WAITS = [500, 1000, 2000, 3000, 5000]; // milliseconds before another try
 
 /** Calls `on.runs(data)`, `on.run(data)`; `on.state("open" | "lost")`; `on.again()` when it is open anew. */
 export class Stream {

@@ -1,6 +1,6 @@
 // What if: another format, at any scale. Answers come from spectra, as fast as the slider moves; the address holds all.
 
-import { address, Latest } from "./api.js";
+import { address, Latest, Problem } from "./api.js";
 import { clean, drawn, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
@@ -63,7 +63,7 @@ export class WhatIfPart {
       this.#tell("");
       this.#fill();
     } catch (problem) {
-      if (problem.advice === undefined) throw problem;
+      if (!(problem instanceof Problem)) throw problem;
       this.#tell(`${problem.message} ${problem.advice}`.trim());
     }
     this.element.setAttribute("aria-busy", "false");
@@ -87,12 +87,11 @@ export class WhatIfPart {
     this.time = new Picture({});
     this.time.element.classList.add("low");
     this.result = el("div", { class: "result", hidden: true },
-      this.sentence, this.overall,
-      el("section", { "aria-labelledby": "layers-title" }, el("h2", { id: "layers-title" }, "Layers, the worst first"),
+      this.sentence, this.overall, el("div", { class: "answered" }, el("section", { "aria-labelledby": "layers-title" }, el("h2", { id: "layers-title" }, "Layers, the worst first"),
         el("div", { class: "scrolls" }, el("table", { class: "layers" }, el("thead", {}, el("tr", {}, ["Layer", "Lost", "Subnormal", "Overflow", "SNR dB"].map((text, i) =>
           el("th", { scope: "col", class: i ? "number" : null }, text)), this.head)), this.rows)), this.more),
-      el("section", { class: "pictures" }, this.time.element, this.picture.element),
-      el("section", { "aria-labelledby": "stretches-title" }, el("h2", { id: "stretches-title" }, "Over time"), this.stretches));
+        el("section", { class: "pictures", "aria-label": "Pictures" }, this.picture.element, this.time.element)),
+      el("section", { "aria-labelledby": "stretches-title" }, el("h2", { id: "stretches-title" }, "Scales that serve all layers, over time"), this.stretches));
     this.element = el("div", { class: "whatif" },
       el("form", { class: "asked", "aria-label": "What if", onsubmit: (event) => event.preventDefault() },
         el("div", {}, el("label", { for: "whatif-format" }, "Format"), this.format),

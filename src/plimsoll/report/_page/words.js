@@ -62,14 +62,14 @@ export function between({ low, high }) {
   return from === to ? "exactly" : `${from} to ${to}`;
 }
 
-/** 2 to a power, as one reads it. */
+/** 2 to a power, as one reads it; copied, or read aloud, it is 2^14. */
 export function power(exponent) {
-  return el("span", { class: "power" }, "2", el("sup", {}, String(exponent).replace("-", MINUS)));
+  return el("span", { class: "power" }, "2", el("span", { class: "unseen" }, "^"), el("sup", {}, String(exponent).replace("-", MINUS)));
 }
 
 /** Prose with its powers of two, which come as 2^-14, as one reads them. Written anew only where it differs. */
 export function prose(element, text) {
-  const told = clean(text);
+  const told = clean(text).replaceAll(/(?<=\d) (?=%)/g, "\u00a0");
   if (element.dataset.told === told) return;
   element.dataset.told = told;
   element.replaceChildren(...told.split(/(2\^-?\d+(?:\.\d+)?)/).map((part) => (part.startsWith("2^") ? power(part.slice(2)) : part)));
