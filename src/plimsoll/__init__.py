@@ -14,12 +14,26 @@ from typing import TYPE_CHECKING
 from plimsoll._version import __version__
 
 if TYPE_CHECKING:
-    from plimsoll import diagnosis, emulate, errors, formats, precision, rounding, runs, scaling, spectrum, watch
-    from plimsoll.diagnosis import Finding, diagnose, whatif
+    from plimsoll import (
+        diagnosis,
+        emulate,
+        errors,
+        formats,
+        lab,
+        precision,
+        report,
+        rounding,
+        runs,
+        scaling,
+        spectrum,
+        watch,
+    )
+    from plimsoll.diagnosis import Finding, Guard, check_plan, diagnose, diff, locate, plan, whatif
     from plimsoll.errors import (
         ArgumentError,
         BackendError,
         FormatError,
+        GuardStop,
         MissingExtraError,
         NotRecordedError,
         PlimsollError,
@@ -27,7 +41,7 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedTensorError,
     )
-    from plimsoll.formats import BlockFormat, Format
+    from plimsoll.formats import BlockFormat, Format, Plan
     from plimsoll.precision import MasterWeights, Policy, prepare
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
     from plimsoll.runs import Run, RunWriter
@@ -43,11 +57,14 @@ __all__ = [
     "Fit",
     "Format",
     "FormatError",
+    "Guard",
+    "GuardStop",
     "Interval",
     "MasterWeights",
     "MissingExtraError",
     "NotRecordedError",
     "Packed",
+    "Plan",
     "PlimsollError",
     "Policy",
     "Run",
@@ -61,16 +78,22 @@ __all__ = [
     "Watch",
     "__version__",
     "cast",
+    "check_plan",
     "diagnose",
     "diagnosis",
+    "diff",
     "emulate",
     "errors",
     "fake_quantize",
     "formats",
+    "lab",
+    "locate",
     "measure",
     "pack",
+    "plan",
     "precision",
     "prepare",
+    "report",
     "rounding",
     "runs",
     "scaling",
@@ -81,14 +104,17 @@ __all__ = [
 ]
 
 # Where each lazy name lives: the same as the block for type checkers above (a test compares them).
-_ROOMS = ("diagnosis", "emulate", "errors", "formats", "precision", "rounding", "runs", "scaling", "spectrum", "watch")
+_ROOMS = (
+    "diagnosis", "emulate", "errors", "formats", "lab", "precision", "report", "rounding", "runs", "scaling",
+    "spectrum", "watch",
+)  # fmt: skip
 _HOMES = {
-    "diagnosis": ("Finding", "diagnose", "whatif"),
+    "diagnosis": ("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"),
     "errors": (
-        "ArgumentError", "BackendError", "FormatError", "MissingExtraError", "NotRecordedError", "PlimsollError",
-        "RunError", "StateError", "UnsupportedTensorError",
+        "ArgumentError", "BackendError", "FormatError", "GuardStop", "MissingExtraError", "NotRecordedError",
+        "PlimsollError", "RunError", "StateError", "UnsupportedTensorError",
     ),
-    "formats": ("BlockFormat", "Format"),
+    "formats": ("BlockFormat", "Format", "Plan"),
     "precision": ("MasterWeights", "Policy", "prepare"),
     "rounding": ("Packed", "cast", "fake_quantize", "pack", "unpack"),
     "runs": ("Run", "RunWriter"),

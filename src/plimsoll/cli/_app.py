@@ -13,8 +13,11 @@ from typer.core import TyperGroup
 
 from plimsoll._version import __version__
 from plimsoll.cli._check import check
+from plimsoll.cli._diff import diff
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
+from plimsoll.cli._lab import lab
+from plimsoll.cli._plan import plan
 from plimsoll.cli._report import report
 from plimsoll.cli._run import run
 from plimsoll.cli._script import Handover
@@ -63,8 +66,11 @@ app.command()(formats)
 app.command()(doctor)
 app.command()(check)
 app.command()(whatif)
+app.command()(plan)
+app.command()(diff)
 app.command()(report)
 app.command()(serve)
+app.command()(lab)
 # What follows SCRIPT is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

@@ -1,0 +1,61 @@
+"""``plimsoll diff``: a sentence and a table in 80 columns, or JSON; the exit code."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from plimsoll.cli import app
+from tests.diagnosis.stories import SOUND, constant, of_layer
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["diff", *(str(a) for a in arguments)], env={"COLUMNS": "80"})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("diff")
+    louder = of_layer("blocks.2.mlp", constant(1.5), constant(1.0))
+    return {
+        "sound": SOUND.write(base / "sound"),
+        "same": SOUND.write(base / "same"),
+        "louder": replace(SOUND, activation_std=louder).write(base / "louder"),
+    }
+
+
+def test_runs_that_are_alike_exit_with_0(runs: dict[str, Path]) -> None:
+    result = run(runs["sound"], runs["same"])
+    assert result.exit_code == 0 and "They do not part: 85 series are alike at 200 steps." in result.stdout
+
+
+def test_runs_that_part_exit_with_1_and_say_where(runs: dict[str, Path]) -> None:
+    result = run(runs["sound"], runs["louder"])
+    assert result.exit_code == 1
+    assert "first in activations of blocks.2.mlp:output" in " ".join(result.stdout.split())
+    assert "At step 0, in the order of computation" in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines() if not line.startswith(("a  ", "b  ")))
+
+
+def test_json_is_for_other_programs(runs: dict[str, Path]) -> None:
+    result = run(runs["sound"], runs["louder"], "--format", "json", "--until", 20)
+    data = json.loads(result.stdout)
+    assert result.exit_code == 1 and data["first"]["name"] == "blocks.2.mlp:output"
+    wide = run(runs["sound"], runs["louder"], "--format", "json", "--computed-in", "e2m1")
+    assert wide.exit_code == 0 and json.loads(wide.stdout)["first"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--computed-in", "fp17"], "Nearest: fp16"), (["--tolerance", "7"], "expected tolerance from 0 to 1")],
+)
+def test_what_cannot_be_answered_exits_with_2(runs: dict[str, Path], arguments: list[str], message: str) -> None:
+    result = run(runs["sound"], runs["same"], *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_folder_without_a_run_exits_with_2(runs: dict[str, Path], tmp_path: Path) -> None:
+    result = run(runs["sound"], tmp_path)
+    assert result.exit_code == 2 and str(tmp_path) in result.stderr
