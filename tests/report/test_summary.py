@@ -14,7 +14,7 @@ from plimsoll.report._summary import Summary
 from plimsoll.report._verdict import LONGEST, leading, verdict
 from plimsoll.report._verdict_said import _PHRASES, short
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.diagnosis.faults import A, B, FAULTS, Fault
+from tests.diagnosis.faults import FAULTS, A, B, Fault
 from tests.diagnosis.stories import SOUND, constant, told
 
 # What a verdict says of each rule's finding, whatever else it says.

@@ -24,7 +24,7 @@ _FINDINGS = 24  # whose figures are shown; the gravest come first
 _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
 _HEIGHT = 420
-_TOP, _TOP_WITHOUT_TITLE = TEMPLATES["light"]["layout"]["margin"]["t"], 40  # pixels of margin, for a legend
+_TOP, _TOP_WITHOUT_TITLE = TEMPLATES["light"]["layout"]["margin"]["t"], 52  # pixels of margin, for a legend and marks
 _HEATMAPS = (
     ("underflow", "gradients"), ("underflow", "activation_gradients"), ("underflow", "activations"),
     ("zero", "gradients"), ("norm", "gradients"), ("std", "activations"), ("norm", "weights"), ("norm", "optimizer"),

@@ -143,7 +143,7 @@ def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str
     """Step, kind, message and details of events, and what is said where there are more than are shown."""
     kept = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
     told = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
-    rows = [(f"{e.step:,}", cut(e.kind), cut(e.message), cut(_details(e)) if e.details else "") for e in kept]
+    rows = [(f"{e.step:,}", cut(e.kind, 40), cut(e.message), cut(_details(e)) if e.details else "") for e in kept]
     return rows, told
 
 

@@ -72,7 +72,9 @@ function draw(plot, key = plot.dataset.figure) {
   plot.querySelector(".subtitle").replaceChildren(...powers(subtitle));
   canvas.setAttribute("aria-label", `${title}. ${subtitle}`);
   canvas.style.height = `${height}px`;
-  const layout = { ...figure.layout, template: template(), autosize: true, height };
+  // The legend keeps to the top of the canvas, above what stands over the plot.
+  const legend = { ...figure.layout.legend, yref: "container", y: 1, yanchor: "top" };
+  const layout = { ...figure.layout, legend, template: template(), autosize: true, height };
   return Plotly.react(canvas, figure.data, layout, config);
 }
 

@@ -1,0 +1,350 @@
+"""The report's file: what is in it, in which order, that it is whole, safe and bounded; without a browser."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plimsoll.diagnosis import View, diagnose, whatif
+from plimsoll.errors import ArgumentError, MissingExtraError, RunError
+from plimsoll.report import _html_figures, html
+from plimsoll.report._html_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
+from plimsoll.runs import Run, RunWriter, Scalars
+from tests.diagnosis.faults import FAULTS
+from tests.diagnosis.stories import SOUND, constant, of_layer, told
+from tests.report import hostile
+
+LOADS = ("src", "href", "action", "data", "poster", "srcset", "background")
+
+
+class Page(HTMLParser):
+    """What is in a page: texts of elements, attributes, scripts, headings."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text, self.open = "", [""]
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.headings: list[str] = []
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "path", "use", "input", "circle", "br"):
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif self.open[-1] != "style":
+            self.text += data
+        if self.headings and any(tag in ("h1", "h2", "h3") for tag in self.open):
+            self.headings[-1] += data
+
+    def data(self, name: str) -> dict[str, object]:
+        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == name)
+
+    @property
+    def figures(self) -> list[dict[str, object]]:
+        return [json.loads(t) for a, t in self.scripts if (a.get("id") or "").startswith("figure-")]
+
+
+FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FALLEN.write(tmp_path_factory.mktemp("report") / "exp1")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    return Page(html(run, run.parent / "exp1.html"))
+
+
+def test_the_verdict_comes_first_then_findings_then_all_else(page: Page) -> None:
+    assert page.headings[0].startswith("Stop: the loss scale collapsed at step 60, from 210 to 2")
+    sections = [h for h in page.headings if h in ("Findings", "Explore", "What if", "The record")]
+    assert sections == ["Findings", "Explore", "What if", "The record"]
+    for fact in ("0 to 199", "FP16", "84", "Loss scale at the end", "closed"):
+        assert fact in page.text
+    assert page.text.count("What to do") == 5
+
+
+def test_findings_are_the_runs_each_with_its_figure(run: Path, page: Page) -> None:
+    found = diagnose(run)
+    articles = [a for tag, a in page.elements if tag == "article"]
+    assert [a["class"] for a in articles] == [f"finding {f.severity}" for f in found]
+    for finding in found:
+        assert finding.rule in page.text and finding.advice.split("2^")[0] in page.text
+    text = (run.parent / "exp1.html").read_text("utf-8")
+    parts = text.split("<article ")[1:]
+    assert len(parts) == len(found) and all('class="plot"' in part or "Its figure is that of" in part for part in parts)
+
+
+def test_figures_have_words_and_no_theme_of_their_own(page: Page) -> None:
+    figures = page.figures
+    assert len(figures) > 10
+    for figure in figures:
+        assert figure["title"] and 100 < figure["height"] < 2000
+        assert "template" not in figure["figure"]["layout"] and "title" not in figure["figure"]["layout"]
+    labels = [a["aria-label"] for tag, a in page.elements if a.get("role") == "img"]
+    assert len(labels) > 5 and all(labels)
+    assert set(page.data("templates")) == {"light", "dark"}
+
+
+def test_nothing_is_loaded_and_only_its_own_scripts_run(page: Page) -> None:
+    policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect" not in policy
+    code = [text for attributes, text in page.scripts if attributes.get("type") != "application/json"]
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in code]
+    assert re.findall(r"'sha256-[^']*'", policy) == [hashes[0], *hashes[1:]] and len(code) == 3
+    for tag, attributes in page.elements:
+        for name in LOADS:
+            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+        assert not any(name.startswith("on") for name in attributes)
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+
+
+def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> None:
+    early = Page(html(run, tmp_path / "early.html", until=50, title="As it was"))
+    assert early.headings[0] == "Healthy up to step 50: none of any layer's gradients are lost."
+    assert "No rule found anything." in early.text and "As it was" in early.text
+    assert Page(html(View(Run(run), 50), tmp_path / "view.html")).headings[0] == early.headings[0]
+
+
+def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> None:
+    only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
+    given = Page(html(run, tmp_path / "page.html", findings=only))
+    assert given.headings[0].startswith("Stop: lost gradients") and given.text.count("What to do") == 1
+
+
+# -- runs that lack something
+
+
+def test_an_empty_run(tmp_path: Path) -> None:
+    RunWriter(tmp_path / "run").close()
+    page = Page(html(tmp_path / "run", tmp_path / "page.html"))
+    assert page.headings == ["Nothing was recorded.", "Findings", "The record"] and page.figures == []
+
+
+def test_a_run_of_scalars_only_and_one_of_one_step(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "scalars") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    page = Page(html(tmp_path / "scalars", tmp_path / "page.html"))
+    assert "What if" not in page.headings and "Explore" in page.headings
+    page = Page(html(SOUND.write(tmp_path / "one", until=0), tmp_path / "page.html"))
+    assert page.headings[0].startswith("Healthy up to step 0") and "What if" in page.headings
+
+
+def test_a_damaged_run_says_what_is_missing(tmp_path: Path) -> None:
+    path = SOUND.write(tmp_path / "run")
+    part = next((path / "spectra").glob("*.parquet"))
+    part.write_bytes(b"PAR1" + bytes(100))
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        page = Page(html(path, tmp_path / "page.html"))
+    assert "Problems" in page.headings and part.name in page.text
+
+
+# -- the file
+
+
+def test_a_path_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="report: expected the path of a file; got .*, a folder. Name a file in it"):
+        html(run, tmp_path)
+    with pytest.raises(ArgumentError, match="report: expected a path in a folder that exists; got .*/no/page.html"):
+        html(run, tmp_path / "no" / "page.html")
+    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+        html(tmp_path / "none", tmp_path / "page.html")
+    with pytest.raises(ArgumentError, match="report: expected until=None with a View"):
+        html(View(Run(run)), tmp_path / "page.html", until=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        writer.write(Scalars(step=0, values={"loss": 1.0}))
+    target = tmp_path / "page.html"
+    target.write_text("the one before")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("plimsoll.runs._files.rename", full)
+    with pytest.raises(RunError, match="report: expected a file that can be written; got .*No space left"):
+        html(tmp_path / "run", target)
+    assert target.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("package", ["plotly", "jinja2"])
+def test_a_missing_extra_is_named(package: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'plimsoll\[report\]'") as caught:
+        html(run, tmp_path / "page.html")
+    assert caught.value.__cause__ is not None and not (tmp_path / "page.html").exists()
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    path = SOUND.write(tmp_path / "run", until=5)
+    manifest = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(manifest | {"schema": 99}))
+    with pytest.raises(RunError, match="99"):
+        html(path, tmp_path / "page.html")
+
+
+def test_a_summary_needs_neither_plotly_nor_jinja(run: Path) -> None:
+    code = (
+        "import sys, plimsoll.report as r; r.summary(sys.argv[1]).to_dict(); r.markdown(sys.argv[1]); "
+        "print(*({'plotly', 'jinja2', 'fastapi', 'markupsafe'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+# -- hostile names
+
+
+def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+    path = html(hostile.write(tmp_path / "run"), tmp_path / "page.html", title="</title><script>alert(8)</script>")
+    page = Page(path)
+    assert len([a for a, _ in page.scripts if a.get("type") != "application/json"]) == 3
+    assert not any(tag in ("img", "b", "base", "link") for tag, _ in page.elements)
+    assert len([tag for tag, _ in page.elements if tag == "style"]) == 1
+    assert len([tag for tag, _ in page.elements if tag == "svg" and "onload" in _]) == 0
+    for name in ("</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "{{ 7 * 7 }}{% raw %}"):
+        assert name in page.text
+    assert "&lt;script&gt;alert(6)&lt;/script&gt;" in page.text  # as it was written, entities and all
+    assert "</title><script>alert(8)</script>" in page.text
+    assert len(page.figures) > 5 and path.stat().st_size < 7_000_000
+    assert not set(page.text) & set("\u202e\u2028\u2029\x1b\x00")
+
+
+def test_json_in_a_script_ends_no_script() -> None:
+    text = _html_figures.in_page({"</script>": "<!--\u2028&", "half": "\udc80"})
+    assert not set(text) & set("<>&\u2028\u2029") and text.isascii()
+    assert json.loads(text) == {"</script>": "<!--\u2028&", "half": "\udc80"}
+    with pytest.raises(ValueError, match="Out of range"):
+        _html_figures.in_page(float("nan"))
+
+
+# -- bounds
+
+
+def test_figures_stay_within_their_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, plots = View(Run(run)), _html_figures.Plots()
+    found = _html_figures.of_tensors(plots, view, (), [])
+    assert len(found) == len({key for key, *_ in found}) == 36
+    tight = _html_figures.Plots()
+    tight.bytes = _html_figures.BUDGET_BYTES
+    assert _html_figures.of_tensors(tight, view, diagnose(view), []) == [] and tight.found == {}
+
+
+def test_tensors_that_findings_name_come_first(run: Path) -> None:
+    view = View(Run(run))
+    found = diagnose(view)
+    listed = list(_html_figures._ordered(view, found, [("gradients", "blocks.5.mlp.weight"), ("gradients", "none")]))
+    assert listed[0] == (found[1].collection, found[1].where[0])
+    assert ("gradients", "blocks.5.mlp.weight") in listed[:8] and ("gradients", "none") not in listed
+    assert len(listed) == len(set(listed)) and {c for c, _ in listed} == set(view.run.tensors)
+
+
+def test_the_same_figure_is_there_once(tmp_path: Path) -> None:
+    plots = _html_figures.Plots()
+    view = View(Run(SOUND.write(tmp_path / "run", until=20)))
+    from plimsoll.report import loss_and_scale
+
+    assert plots.add(lambda: loss_and_scale(view)) == plots.add(lambda: loss_and_scale(view)) == "figure-1"
+
+
+# -- what-if without Python
+
+WIDE = told(
+    scale=lambda step: 1024.0 if step < 100 else 3000.0,
+    gradient_std=of_layer("blocks.2.attn", constant(2.0**-35), constant(2.0**-1)),
+)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> View:
+    return View(Run(WIDE.write(tmp_path_factory.mktemp("whatif") / "run")))
+
+
+@pytest.fixture(scope="module")
+def answers(wide: View) -> list[Offline]:
+    return offline(wide, "gradients")
+
+
+@pytest.mark.parametrize("shift", [-20, -3, 0, 4, 11, 17, 30])
+def test_answers_lie_between_those_of_whatif(wide: View, answers: list[Offline], shift: int) -> None:
+    at = shift - SHIFTS[0]
+    for each in answers:
+        below, here, above = (whatif(wide, each.answer.format, shift + d) for d in (-1, 0, 1))
+        rows = [{row.name: row for row in w.rows} for w in (below, here, above)]
+        for i, name in enumerate(each.names):
+            least, most = rows[2][name].fit.lost.low, rows[0][name].fit.lost.high
+            assert least - 1e-9 <= each.lost[i, at] <= most + 1e-9, (each.answer.format, name)
+            least, most = rows[0][name].fit.overflow.low, rows[2][name].fit.overflow.high
+            assert least - 1e-9 <= each.overflow[i, at] <= most + 1e-9, (each.answer.format, name)
+            assert each.windows[i] == rows[1][name].window
+        assert each.overall["lost"][at] == pytest.approx(here.overall.fit.lost.estimate, abs=0.01)
+        assert each.overall["overflow"][at] == pytest.approx(here.overall.fit.overflow.estimate, abs=0.01)
+
+
+def test_every_value_is_counted_once(wide: View) -> None:
+    cells = wide.cells("gradients")
+    assert cells is not None
+    few = merged(cells)
+    assert len(few) < len(cells) and few.nonzero.sum() == cells.nonzero.sum()
+    layers = [np.bincount(c.layer, weights=c.nonzero) for c in (few, cells)]
+    assert (layers[0] == layers[1]).all()
+
+
+def test_a_scale_at_every_step_costs_no_more(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = wide.cells("activation_gradients")  # these are stored at the loss scale
+    assert cells is not None and len(merged(cells)) == 24
+    monkeypatch.setattr("plimsoll.report._html_whatif._GROUPS", 20)
+    few = merged(cells)
+    assert len(few) == 12 and (few.scale == 1).all() and few.nonzero.sum() == cells.nonzero.sum()
+    assert float(np.nanmax(few.column("absmax"))) == pytest.approx(float(np.nanmax(cells.true_absmax)))
+
+
+def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
+    fp16, bf16 = answers[:2]
+    assert fp16.sentence == "FP16 needs S in [2^11, 2^14] at all steps." and bf16.best == 0
+    assert fp16.best == fp16.answer.shift and "run's own format has kept" in fp16.censored
+    assert fp16.rows(3)[0][1] >= fp16.rows(3)[1][1] and len(fp16.rows(3)) == 3
+
+
+def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plimsoll.report._html_whatif.LAYERS", 5)
+    (each,) = offline(wide, "gradients", ["e4m3"])
+    assert (len(each.names), each.left_out) == (5, 7) and "blocks.2.attn.weight" in each.names
+
+
+def test_shares_in_16_bits_hide_no_loss() -> None:
+    packed = np.frombuffer(base64.b64decode(_packed(np.array([[0.0, 1e-9, 0.5, 1.0]]))), "<u2")
+    assert packed.tolist() == [0, 1, 32768, 65535]
+
+
+def test_gradients_are_asked_about_or_what_there_is(tmp_path: Path, wide: View) -> None:
+    assert collection_of(wide) == "gradients"
+    RunWriter(tmp_path / "run").close()
+    assert (
+        collection_of(View(Run(tmp_path / "run"))) is None and offline(View(Run(tmp_path / "run")), "gradients") == []
+    )
