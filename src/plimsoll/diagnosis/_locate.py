@@ -23,10 +23,13 @@ from plimsoll.diagnosis._locate_restore import Before
 from plimsoll.diagnosis._locate_told import label, told
 from plimsoll.diagnosis._locate_trail import Origin, Reached, blamed
 from plimsoll.diagnosis._locate_witness import Witness
+from plimsoll.emulate import _frames
 from plimsoll.errors import ArgumentError
 from plimsoll.watch import _seams
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import unwrapped
+
+_C = cast("Any", torch)._C  # noqa: SLF001
 
 
 def locate(
@@ -65,6 +68,7 @@ def locate(
     log of 0 is -Inf; it reached the loss.
     """
     _check(closure, model, flush_share)
+    _check_surroundings()
     search = _Search(None if model is None else unwrapped(model), flush_share, restore=restore)
     return search.run(closure)
 
@@ -179,6 +183,19 @@ class _Search:
     def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
     def trial(self, stage: Any, begins: bool) -> None: ...
     def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
+
+
+def _check_surroundings() -> None:
+    if _frames.current() is not None:
+        raise ArgumentError(
+            "locate: expected `with plimsoll.emulate(...)` inside the closure; got a call inside of it, where torch's "
+            "own operations cannot be looked at. Put the context around what the closure computes."
+        )
+    if _C._current_graph_task_id() != -1 or _C._len_torch_dispatch_stack():  # noqa: SLF001
+        raise ArgumentError(
+            "locate: expected a call between training steps; got one inside a backward or another TorchDispatchMode "
+            "(locate itself, a FLOP counter). Call it outside."
+        )
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ class Call:
         """Before it runs: notes where it was called from, and keeps what it will overwrite."""
         if self.backward:
             self.forward = self.witness.forward_of(self.node)
-        elif self.grad and not self.facts.view:
+        elif not self.facts.view:
             number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self.place = look()
             self._roots(self.place)
@@ -87,8 +87,7 @@ class Call:
         """After it has run: looks at what it gave."""
         facts, self._result = self.facts, result
         outputs = self._outputs(result)
-        for _, x in outputs:
-            self.trail.bear(x, "empty" if facts.uninitialised else "collective" if facts.collective else "made")
+        self._bear(outputs)
         if facts.base == "lift_fresh":
             self._deliberate_constant(result)
         if facts.view or facts.uninitialised or facts.collective:
@@ -103,6 +102,17 @@ class Call:
         share = self.witness.flush_share()
         if share is not None:
             self._look_for_flush(share, [(name, x, plain) for name, x, plain in seen])
+
+    def _bear(self, outputs: Named) -> None:
+        """Notes memory that is new: not that of views, nor of what is written in place."""
+        facts = self.facts
+        if facts.view and facts.base != "lift_fresh":
+            return
+        known = set[int]() if facts.view else {m for _, x in flat(self._actual) for m in memory_of(x)}
+        how = "empty" if facts.uninitialised else "collective" if facts.collective else "made"
+        for _, x in outputs:
+            if not known.intersection(memory_of(x)):
+                self.trail.bear(x, how)
 
     def _finite(self, x: Tensor) -> None:
         """A new tensor is finite, and so is all of its memory; what is written in place may be a part of its."""
@@ -304,10 +314,17 @@ class Call:
             if place.file is None:
                 place.file, place.line, place.function = there.file, there.line, there.function
             place.module, place.root = there.module, there.root
+        if self.backward and place.module is None and self.forward is not None:
+            place.module = self.forward.place.module  # the checkpoint's
         return place
 
     def _phase(self, place: Place) -> Phase:
         if self.backward:
             return "recomputation" if place.recomputing else "backward"
+        if place.optimizer and not self.grad:
+            return "optimizer"
         after = self.witness.backwards > 0 and place.module is None
-        return "optimizer" if not self.grad and (after or place.optimizer) else "forward"
+        return "optimizer" if after and not self._differentiated() else "forward"
+
+    def _differentiated(self) -> bool:
+        return self.grad and any(x.requires_grad for _, x in flat(self._actual))

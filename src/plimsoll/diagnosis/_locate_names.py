@@ -71,10 +71,10 @@ class Names:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = self.of(p)
-                if name is None:
-                    name = f"parameter {number}"
-                    self._take(name, p)
-                    self._lasting.append((f"the {name}", p))
+                if name is None or name.startswith("the input "):
+                    name = f"parameter {number}" if name is None else name.removeprefix("the input ")
+                    self._memory.update((memory, name) for memory in memory_of(p))
+                    self._lasting.append((f"the {name}" if name.startswith("parameter ") else name, p))
                 number += 1
                 for key, x in _tensors_of(optimizer.state.get(p, {})):
                     self._take(f"the optimizer's {key} of {name}", x)

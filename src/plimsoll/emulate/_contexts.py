@@ -4,20 +4,26 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from plimsoll.emulate import _checkpoints
 from plimsoll.emulate._casts import CastCache
+from plimsoll.emulate._counts import Counts
 from plimsoll.emulate._frames import NO_LISTS, Frame, categories_of, graph_task, local, nesting
 from plimsoll.emulate._kernels import hear, key_of
+from plimsoll.errors import ArgumentError
+
+_dispatch_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack  # noqa: SLF001
 
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Generator[Frame]:
     """The frame holds on this thread, until the end, however that comes."""
     before, silent = local.frame, local.silent
+    if frame.witness is not None and _dispatch_modes():
+        frame = _without_witness(frame)
     frame = replace(frame, task=graph_task(), nesting=nesting(), categories=categories_of(frame.lists))
     frame = replace(frame, without_lists=replace(frame, lists=NO_LISTS, categories={}, without_lists=None))
     key = key_of(frame)
@@ -31,6 +37,16 @@ def entered(frame: Frame) -> Generator[Frame]:
         local.frame, local.silent = before, silent
         restore()
         _checkpoints.unpatch()
+
+
+def _without_witness(frame: Frame) -> Frame:
+    """The frame as it can be inside a TorchDispatchMode, where torch finds no kernel that hears everything."""
+    if not isinstance(frame.witness, Counts):
+        raise ArgumentError(
+            "emulate: expected operations to be 'matmul' or names inside a TorchDispatchMode (plimsoll.locate, a FLOP "
+            "counter), where torch lets nobody hear all operations; got operations='all'. Name those to round."
+        )
+    return replace(frame, witness=None)  # it only counts
 
 
 def _switch(before: Frame | None, now: Frame) -> Callable[[], None]:

@@ -1,0 +1,26 @@
+"""Injected faults, each named at its operation, phase, module and line; and what only looks like one."""
+
+import pytest
+
+from plimsoll.diagnosis import locate
+from tests.diagnosis.breakages import FAULTS, HEALTHY
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_named(name: str):
+    case = FAULTS[name]
+    fault = locate(case.make())
+    assert fault is not None
+    assert (fault.operation, fault.phase, fault.kind) == (case.operation, case.phase, case.kind)
+    assert fault.module == case.module
+    if case.forward is not None:
+        assert fault.forward == case.forward
+    assert fault.source is not None
+    assert fault.source.text.endswith("# the fault")
+    assert case.says in fault.sentence
+    assert max(len(line) for line in str(fault).splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_reaches_nothing_is_no_fault(name: str):
+    assert locate(HEALTHY[name]()) is None
