@@ -111,7 +111,7 @@ def test_a_paused_page_stays_as_it_is_until_it_follows_again(page: Any, site: Se
 
 
 def test_a_run_that_ends_or_goes_is_told(page: Any, seen: Seen, site: Served, folder: Path, writer: RunWriter) -> None:
-    seen.expects("404")
+    seen.expects("404|409")
     at(page, site, "#/run/run")
     expect(page.locator("#live")).to_have_text("Live")
     writer.close()

@@ -145,7 +145,7 @@ export class Picture {
       width: undefined,
       height: undefined,
       autosize: true,
-      margin: { ...layout.margin, t: 36 },
+      margin: { ...layout.margin, t: 26 },
       template: templates[theme()],
       uirevision: question,
     };
