@@ -116,8 +116,11 @@ class Cells:
 
     def total(self, by_row: NDArray[Any]) -> Floats:
         """The sum over each cell's rows; NaN where nothing was recorded, or only NaN."""
-        known = ~np.isnan(by_row) if by_row.dtype.kind == "f" else np.ones(len(self), dtype=bool)
         size = len(self.names) * len(self.steps)
+        known = None if by_row.dtype.kind != "f" else ~np.isnan(by_row)
+        if known is None or known.all():
+            summed = np.bincount(self.cell, weights=by_row, minlength=size)
+            return np.where(self.recorded, summed.reshape(self.shape), np.nan)
         summed = np.bincount(self.cell[known], weights=by_row[known], minlength=size)
         there = np.bincount(self.cell[known], minlength=size) > 0
         return np.where(there, summed, np.nan).reshape(self.shape)

@@ -1,12 +1,25 @@
-"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum._population`, on columns."""
+"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum._population`, on columns.
+
+What a binade's values err by depends on the binade, the format and the shift, and not on the row. So the noise of all
+rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades; only the binade in which
+overflow begins and a row's last one need the row's own extremes. The matrix is made once for a collection.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.formats import Format
+from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum._population import BINADE, overflow_point
+
+_BINADES: Ints = np.arange(layout.BINADES, dtype=np.int64) + layout.LOWEST_BINADE
 
 
 def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floats, Floats]:
@@ -16,81 +29,171 @@ def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floa
     its distance to the format's largest value (it is taken to saturate). Values of one binade are spread evenly over
     it, or over the numbers of the row's grid.
     """
-    cells = values.cells
-    row = np.repeat(np.arange(len(cells)), cells.length)
-    binade = cells.lowest[row] + np.arange(len(row)) - cells.start[:-1][row]
-    counts = cells.flat.astype(np.float64)
-    lift = np.round(np.log2(cells.scale)).astype(np.int64)  # a stored binade is the true one plus this
-    moved = shift - lift[row]
-    bits, quantum, on_grid = values.grids
-    bits, quantum, on_grid = bits[row], quantum[row], on_grid[row]
+    return Noise(values=values).of(fmt, shift)
 
-    unit = (cells.lowest + cells.length - 1)[row]  # sums are in units of 4**unit, so that none leaves float64's range
-    energies = counts * _mean_squares(binade, bits, quantum, on_grid, unit)
-    rounding = _rounding(binade, bits, quantum, on_grid, fmt, moved, unit)
-    lost = binade < fmt.quantum_exponent - 1 - moved
-    spilled = _spilled(values, fmt, shift, row, binade, counts)
 
-    def of_rows(weights: Floats) -> Floats:
-        return np.asarray(np.bincount(row, weights=weights, minlength=len(cells)), dtype=np.float64)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kin:
+    """Rows of one scale that are on one grid, or on none; `counts` are rows by binades."""
 
-    in_units = np.ldexp(1.0, _power(-2 * (cells.lowest + cells.length - 1)))
-    evenly = of_rows(energies)
-    signal = np.where(cells.column("sumsq") > 1e-290, cells.column("sumsq") * in_units, evenly)
-    noise = np.minimum(of_rows(np.where(lost, energies, 0.0)), signal)
-    noise += of_rows(np.where(lost, 0.0, (counts - spilled) * rounding))
+    rows: Ints
+    scale: float
+    bits: int
+    quantum: int
+    on_grid: bool
+    counts: Any
+
+    @property
+    def lift(self) -> int:
+        """A stored binade is the true one plus this."""
+        return round(float(np.log2(self.scale)))
+
+    def mean_squares(self) -> Floats:
+        """The mean square of each binade's values: 7/3 of its start's square if spread evenly."""
+        squares = np.ldexp(1.0, _power(2 * _BINADES))
+        if not self.on_grid:
+            return squares * (7 / 3)
+        places = np.ldexp(1.0, _power(np.maximum(_BINADES - np.maximum(_BINADES - self.bits, self.quantum), 0)))
+        return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
+
+    def rounding(self, fmt: Format, shift: int) -> Floats:
+        """The mean square of the error of rounding each binade's values."""
+        spacing = np.maximum(_BINADES - fmt.mantissa_bits, fmt.quantum_exponent - shift + self.lift)
+        spacing = np.minimum(spacing, _BINADES + 1)  # only lost values have a wider one
+        even = np.ldexp(1.0, _power(2 * spacing)) / 12
+        if not self.on_grid:
+            return even
+        fine = np.maximum(_BINADES - self.bits, self.quantum)
+        fine_square = np.ldexp(1.0, _power(2 * np.minimum(fine, spacing)))
+        places = np.ldexp(1.0, _power(np.maximum(spacing - 1 - fine, 0)))
+        upward = fine_square * (places + 1) * (2 * places + 1) / 6
+        error = np.where(spacing > _BINADES, upward, even + fine_square / 6)
+        return np.where(fine >= spacing, 0.0, error)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Noise:
+    """The noise of a collection's rows, asked for at one shift after another."""
+
+    values: Populations
+
+    def of(self, fmt: Format, shift: int) -> tuple[Floats, Floats]:
+        """As `noise_and_signal`."""
+        cells = self.values.cells
+        noise = np.zeros(len(cells))
+        over = self.values.overflow(fmt, shift).estimate
+        for kin in self._kin:
+            noise[kin.rows] = self._of_kin(kin, fmt, shift, over[kin.rows])
+        undone = np.where(cells.nonzero > 0, 1 / cells.scale**2, 0.0)
+        return noise * undone, self._signal * undone
+
+    def _of_kin(self, kin: _Kin, fmt: Format, shift: int, over: Floats) -> Floats:
+        binades = _BINADES
+        lost = binades < fmt.quantum_exponent - 1 - shift + kin.lift
+        rounding = np.where(lost, 0.0, kin.rounding(fmt, shift))
+        point = int(self.values.points(overflow_point(fmt), shift, kin.scale)[0])
+        above = binades > point // BINADE
+        columns = [np.where(above, 0.0, rounding), np.where(lost, kin.mean_squares(), 0.0)]
+        sums: Floats = kin.counts @ np.stack(columns, axis=1)
+        noise = sums[:, 0] + np.minimum(sums[:, 1], self._signal[kin.rows])
+        spilling = np.flatnonzero(over > 0)
+        if len(spilling):
+            noise[spilling] += self._spilt(kin, fmt, shift, point, spilling, over[spilling], rounding)
+        return noise
+
+    def _spilt(
+        self, kin: _Kin, fmt: Format, shift: int, point: int, among: Ints, over: Floats, rounding: Floats
+    ) -> Floats:
+        """What overflow adds: all values above the point's binade, and of that binade those left of the estimate.
+
+        An even spread makes the top binades heavier than the sum of squares says: `_surplus` is the correction.
+        """
+        rows, counts, top, binades = kin.rows[among], kin.counts[among], point // BINADE, _BINADES
+        with np.errstate(all="ignore"):
+            largest = float(np.ldexp(fmt.max * kin.scale, int(np.clip(-shift, -1074, 1023))))
+        starts = np.maximum(binades * BINADE, point)
+        full = _saturation(starts, (binades + 1) * BINADE, point, largest)
+        above = binades > top
+        sums: Floats = counts @ np.stack([above.astype(np.float64), np.where(above, full, 0.0)], axis=1)
+        left = np.maximum(over - sums[:, 0], 0.0)
+
+        cells, end = self.values.cells, self.values.last[rows]
+        last = cells.lowest[rows] + cells.length[rows] - 1
+        ends_above = np.where(last > top, cells.flat[cells.start[1:][rows] - 1], 0)
+        first_of_last = last * BINADE
+        short = _saturation(first_of_last, np.minimum(first_of_last + BINADE, end), point, largest)
+        saturated = sums[:, 1] + _times(ends_above, short - full[np.clip(last - layout.LOWEST_BINADE, 0, None)])
+        at_top = np.full(len(rows), point)
+        saturated += _times(left, _saturation(at_top, np.minimum((top + 1) * BINADE, end), point, largest))
+        inside = layout.LOWEST_BINADE <= top < layout.LOWEST_BINADE + layout.BINADES
+        held = rounding[top - layout.LOWEST_BINADE] if inside else 0.0
+        return self._surplus[rows] * saturated - _times(left, np.full(len(left), held))
+
+    @cached_property
+    def _evenly(self) -> Floats:
+        """The energy of each row with its values spread evenly over their binades."""
+        result = np.zeros(len(self.values.cells))
+        for kin in self._kin:
+            result[kin.rows] = kin.counts @ kin.mean_squares()
+        return result
+
+    @cached_property
+    def _signal(self) -> Floats:
+        squares = self.values.cells.column("sumsq")
+        return np.where(squares > 1e-290, squares, self._evenly)
+
+    @cached_property
+    def _surplus(self) -> Floats:
+        with np.errstate(all="ignore"):
+            return np.where(self._evenly > 0, np.minimum(self._signal / self._evenly, 1.0), 1.0)
+
+    @cached_property
+    def _kin(self) -> list[_Kin]:
+        """The rows by scale and grid."""
+        cells, (bits, quantum, on_grid) = self.values.cells, self.values.grids
+        if not len(cells):
+            return []
+        places = np.repeat(cells.lowest - cells.start[:-1], cells.length) + np.arange(len(cells.flat))
+        shape = (len(cells), layout.BINADES)
+        matrix: Any = csr_matrix(
+            (cells.flat.astype(np.float64), (places - layout.LOWEST_BINADE).astype(np.int32), cells.start), shape=shape
+        )
+        scales, scale = np.unique(cells.scale, return_inverse=True)
+        key = (scale * len(cells.formats) + cells.format) * 2 + on_grid
+        found: list[_Kin] = []
+        for each in np.unique(key):
+            rows = np.flatnonzero(key == each)
+            one = int(rows[0])
+            counts = matrix if len(rows) == len(cells) else matrix[rows]
+            found.append(
+                _Kin(rows=rows, scale=float(scales[scale[one]]), bits=int(bits[one]), quantum=int(quantum[one]),
+                     on_grid=bool(on_grid[one]), counts=counts)
+            )  # fmt: skip
+        return found
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the matrix."""
+        parts = [kin.counts for kin in self.__dict__.get("_kin", [])]
+        return sum(each.nbytes for part in parts for each in (part.data, part.indices, part.indptr))
+
+
+def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:
+    """The mean square distance to the format's largest value, of values spread evenly from one ordinal to another."""
+    high = np.maximum(stop, start)
     with np.errstate(all="ignore"):
-        surplus = np.where(evenly > 0, np.minimum(signal / evenly, 1.0), 1.0)
-    noise += surplus * of_rows(spilled * _saturation(values, fmt, shift, row, binade, unit))
-    undone = np.where(cells.nonzero > 0, 1 / in_units / cells.scale**2, 0.0)
-    return noise * undone, signal * undone
+        near, far = _magnitude(start) - largest, _magnitude(high) - largest
+        return np.where(high > point, (near * near + near * far + far * far) / 3, 0.0)
 
 
-def _spilled(values: Populations, fmt: Format, shift: int, row: Ints, binade: Ints, counts: Floats) -> Floats:
-    """How many values of each binade overflow: all above the top's, and of the top's what is left of the estimate."""
-    over = values.overflow(fmt, shift).estimate
-    top = (values.points(overflow_point(fmt), shift) // BINADE)[row]
-    above = np.where(binade > top, counts, 0.0)
-    left = np.maximum(over - np.bincount(row, weights=above, minlength=len(over)), 0.0)
-    return np.where(binade == top, left[row], above)
+def _magnitude(position: Ints) -> Floats:
+    exponent, rest = position // BINADE, position % BINADE
+    return np.ldexp(1 + rest / BINADE, _power(exponent))
 
 
-def _mean_squares(binade: Ints, bits: Ints, quantum: Ints, on_grid: NDArray[np.bool_], unit: Ints) -> Floats:
-    squares = np.ldexp(1.0, _power(2 * (binade - unit)))
-    places = np.ldexp(1.0, _power(np.maximum(binade - np.maximum(binade - bits, quantum), 0)))
-    on_it = 1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places)
-    return squares * np.where(on_grid, on_it, 7 / 3)
-
-
-def _rounding(
-    binade: Ints, bits: Ints, quantum: Ints, on_grid: NDArray[np.bool_], fmt: Format, moved: Ints, unit: Ints
-) -> Floats:
-    spacing = np.maximum(binade - fmt.mantissa_bits, fmt.quantum_exponent - moved)
-    spacing = np.minimum(spacing, binade + 1)
-    even = np.ldexp(1.0, _power(2 * (spacing - unit))) / 12
-    fine = np.maximum(binade - bits, quantum)
-    fine_square = np.ldexp(1.0, _power(2 * (np.minimum(fine, spacing) - unit)))
-    places = np.ldexp(1.0, _power(np.maximum(spacing - 1 - fine, 0)))
-    upward = fine_square * (places + 1) * (2 * places + 1) / 6
-    on_it = np.where(fine >= spacing, 0.0, np.where(spacing > binade, upward, even + fine_square / 6))
-    return np.where(on_grid, on_it, even)
-
-
-def _saturation(values: Populations, fmt: Format, shift: int, row: Ints, binade: Ints, unit: Ints) -> Floats:
-    """The mean square distance of each binade's overflowing values to the largest value, in units of ``4**unit``."""
-    cells = values.cells
-    point = values.points(overflow_point(fmt), shift)[row]
-    low = np.maximum(binade * BINADE, point)
-    high = np.maximum(np.minimum((binade + 1) * BINADE, values.last[row]), low)
-    with np.errstate(all="ignore"):
-        largest = np.ldexp(fmt.max * cells.scale[row], _power(-shift - unit))
-
-    def distance(position: Ints) -> Floats:
-        exponent, rest = position // BINADE, position % BINADE
-        return np.ldexp(1 + rest / BINADE, _power(exponent - unit)) - largest
-
-    near, far = distance(low), distance(high)
-    return np.where(high > point, (near * near + near * far + far * far) / 3, 0.0)
+def _times(number: NDArray[Any], error: Floats) -> Floats:
+    """The product, and nothing where there are none, however far they would be off."""
+    return np.where(number > 0, number * np.where(number > 0, error, 0.0), 0.0)
 
 
 def _power(exponent: Ints) -> NDArray[np.int32]:

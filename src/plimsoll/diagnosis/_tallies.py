@@ -67,9 +67,9 @@ class Populations:
             on_grid = on_grid & _on_grid(self.cells.column(name), bits, quantum)
         return bits, quantum, on_grid
 
-    def points(self, point: int, shift: int | Ints) -> Ints:
-        """An ordinal of the true values times ``2**shift`` as one of the stored values."""
-        fraction, exponent = np.frexp(self.cells.scale)
+    def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
+        """An ordinal of the true values times ``2**shift`` as one of each row's stored values; of any at a scale."""
+        fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
         moved = (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
         moved = np.clip(moved, -_SHIFTS, _SHIFTS)
         result = point + moved * BINADE
@@ -83,54 +83,52 @@ class Populations:
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
         """How many magnitudes of each row are below the ordinal, or at it if `inclusive` (`Population.below`)."""
-        cells = self.cells
-        limit = point + inclusive
+        nonzero, limit = self.cells.nonzero, point + inclusive
+        all_of_it = self.last < limit
+        known = np.where(all_of_it, nonzero, 0).astype(np.float64)
+        rows = np.flatnonzero(~all_of_it & (self.first < limit) & (nonzero > 0))  # those that the ordinal divides
+        divided = self._divided(rows, point[rows], limit[rows])
+        found = Tallies(low=known, high=known.copy(), estimate=known.copy())
+        for whole, part in zip((found.low, found.high, found.estimate), divided, strict=True):
+            whole[rows] = part
+        return found
+
+    def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
+        """At least, at most and about how many of some rows' magnitudes are below a limit that lies among them."""
+        cells, first, last = self.cells, self.first[rows], self.last[rows]
         index = np.clip(limit // BINADE, layout.LOWEST_BINADE, layout.LOWEST_BINADE + layout.BINADES - 1)
-        place = index - cells.lowest
-        begin = cells.start[:-1]
-        held = np.clip(place, 0, cells.length)
-        under = cells.running[begin + held] - cells.running[begin]
-        has = (place >= 0) & (place < cells.length)
+        place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
+        held = np.clip(place, 0, length)
+        under = (cells.running[begin + held] - cells.running[begin]).astype(np.float64)
+        has = (place >= 0) & (place < length)
         inside = np.where(has, cells.flat[np.where(has, begin + held, 0)] if len(cells.flat) else 0, 0)
-        start, stop = self._extent(index)
-        fraction, exact = self._fraction(start, stop, point, limit)
-        low = under + np.where(exact, fraction * inside, (start == self.first) & (inside > 0))
-        high = under + np.where(exact, fraction * inside, inside - ((stop == self.last) & (inside > 0)))
-        estimate = np.clip(under + fraction * inside, low, high)
-        return _settled(
-            Tallies(low=low, high=high, estimate=estimate),
-            [
-                ((inside == 0) | (limit <= start), under),
-                ((inside > 0) & (limit > stop), under + inside),
-                (self.first >= limit, np.zeros_like(under)),
-                ((cells.nonzero == 0) | (self.last < limit), cells.nonzero),
-            ],
+        start, stop = _extent(index, first, last)
+        fraction, exact = self._fraction(rows, start, stop, point, limit)
+        share = fraction * inside
+        low = under + np.where(exact, share, (start == first) & (inside > 0))
+        high = under + np.where(exact, share, inside - ((stop == last) & (inside > 0)))
+        estimate = np.clip(under + share, low, high)
+        none, whole = (inside == 0) | (limit <= start), (inside > 0) & (limit > stop)
+        low, high, estimate = (
+            np.where(whole, under + inside, np.where(none, under, each)) for each in (low, high, estimate)
         )
+        return low, high, estimate
 
-    def _extent(self, index: Ints) -> tuple[Ints, Ints]:
-        """The ordinals between which the values of one binade of each row lie, both ends included."""
-        start = index * BINADE
-        stop = start + BINADE - 1
-        bottom = index == layout.LOWEST_BINADE
-        top = index == layout.LOWEST_BINADE + layout.BINADES - 1
-        return (
-            np.where(bottom, self.first, np.maximum(start, self.first)),
-            np.where(top, self.last, np.minimum(stop, self.last)),
-        )
-
-    def _fraction(self, start: Ints, stop: Ints, point: Ints, limit: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+    def _fraction(
+        self, rows: Ints, start: Ints, stop: Ints, point: Ints, limit: Ints
+    ) -> tuple[Floats, NDArray[np.bool_]]:
         """The part of the values from `start` to `stop` below `limit`; whether that is exact, being none or all."""
-        bits, quantum, on_grid = self.grids
+        bits, quantum, on_grid = (each[rows] for each in self.grids)
         binade = start // BINADE
         one_binade = stop // BINADE == binade
         spacing = np.maximum(binade - bits, quantum)
         grid = on_grid & one_binade & (spacing <= binade)
         with np.errstate(all="ignore"):
-            fraction = np.where(
-                one_binade, (point - start) / np.maximum(stop - start, 1), _over_binades(start, stop, point)
-            )
+            fraction = (point - start) / np.maximum(stop - start, 1)
+            wide = np.flatnonzero(~one_binade)
+            fraction[wide] = _over_binades(start[wide], stop[wide], point[wide])
             step = BINADE >> np.clip(binade - spacing, 0, 53)
-            before = -(-start // step)
+            before = -(-start // step)  # ordinals of a binade are multiples of the step, since its start is one
             on_it = (-(-limit // step) - before) / np.maximum(stop // step + 1 - before, 1)
         fraction = np.clip(np.where(grid, on_it, fraction), 0.0, 1.0)
         return fraction, grid & ((fraction == 0) | (fraction == 1))
@@ -209,9 +207,10 @@ def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
     return (magnitude(point) - bottom) / (magnitude(stop) - bottom)
 
 
-def _settled(tallies: Tallies, cases: list[tuple[NDArray[np.bool_], Ints]]) -> Tallies:
-    """The tallies, but for the rows where the number is known; of several cases the last one counts."""
-    low, high, estimate = tallies.low, tallies.high, tallies.estimate
-    for known, number in cases:
-        low, high, estimate = (np.where(known, number, values) for values in (low, high, estimate))
-    return Tallies(low=low.astype(np.float64), high=high.astype(np.float64), estimate=estimate.astype(np.float64))
+def _extent(index: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The ordinals between which the values of one binade of each row lie, both ends included."""
+    start = index * BINADE
+    stop = start + BINADE - 1
+    bottom = index == layout.LOWEST_BINADE
+    top = index == layout.LOWEST_BINADE + layout.BINADES - 1
+    return np.where(bottom, first, np.maximum(start, first)), np.where(top, last, np.minimum(stop, last))

@@ -5,15 +5,18 @@ Every fraction is an interval; real casts of the same tensors lie inside it.
 """
 
 import os
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats
-from plimsoll.diagnosis._noise import noise_and_signal
+from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis._noise import Noise
 from plimsoll.diagnosis._tallies import Populations, Tallies
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis._whatif_result import Prediction, WhatIf
-from plimsoll.diagnosis._windows import stretches_of
+from plimsoll.diagnosis._windows import Stretch, stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.runs import Run
@@ -90,33 +93,81 @@ def _part(view: View, collection: str, fmt: Format, shift: int | None) -> WhatIf
         raise NotRecordedError(
             f"whatif: expected a collection that the run has; got {collection!r}. It has {there}. Choose one of these."
         )
-    cells, values = narrow.cells, Populations(cells=narrow.cells)
-    low, high = _windows(values, fmt)
-    chosen = _best_shift(values, fmt, low, high) if shift is None else shift
-    lost = values.lost(fmt, chosen)
-    noise, signal = noise_and_signal(values, fmt, chosen)
-    return WhatIf(
-        path=str(view.run.path),
-        format=fmt.name,
-        shift=chosen,
-        chosen=shift is None,
-        collections=(collection,),
-        censored=bool((narrow.censors & (cells.column("zeros") > 0)).any()),
-        steps=cells.steps,
-        names=cells.names,
-        prediction=Prediction(
-            nonzero=cells.total(cells.nonzero),
-            hidden=cells.total(np.where(narrow.censors, cells.column("zeros"), 0)),
-            lost=_by_cell(cells, lost),
-            subnormal=_by_cell(cells, values.subnormal(fmt, chosen, lost)),
-            overflow=_by_cell(cells, values.overflow(fmt, chosen)),
-            noise=cells.total(noise),
-            signal=cells.total(signal),
-        ),
-        low=low,
-        high=high,
-        stretches=stretches_of(cells.steps, _joint(np.fmax, low), _joint(np.fmin, high)),
-    )
+    return predictor_of(narrow).answer(str(view.run.path), fmt, shift)
+
+
+def predictor_of(narrow: Narrow) -> "Predictor":
+    """The predictor of a collection, kept for as long as a view keeps the collection: many shifts are asked about."""
+    found = _PREDICTORS.get(narrow)
+    if found is None:
+        found = _PREDICTORS[narrow] = Predictor(narrow.cells, narrow.censors)
+    return found
+
+
+class Predictor:
+    """What any format and shift would make of one collection; what does not depend on the shift is made once."""
+
+    def __init__(self, cells: Cells, censors: NDArray[np.bool_]) -> None:
+        self._cells = cells
+        self._values = Populations(cells=cells)
+        self._noise = Noise(values=self._values)
+        hidden = np.where(censors, cells.column("zeros"), 0)
+        self._nonzero, self._hidden, self._censored = cells.total(cells.nonzero), cells.total(hidden), hidden.any()
+        self._windows: dict[Format, tuple[Floats, Floats, list[Stretch]]] = {}
+        self._best: dict[Format, int] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of what is kept beside the cells."""
+        held = [each for low, high, _ in self._windows.values() for each in (low, high)]
+        return self._noise.size_bytes + sum(each.nbytes for each in (*held, self._nonzero, self._hidden))
+
+    def windows(self, fmt: Format) -> tuple[Floats, Floats, list[Stretch]]:
+        """Of each cell the lowest and the highest shift that serve; and the stretches that one serves."""
+        if fmt not in self._windows:
+            low, high = _windows(self._values, fmt)
+            stretches = stretches_of(self._cells.steps, _joint(np.fmax, low), _joint(np.fmin, high))
+            self._windows[fmt] = low, high, stretches
+        return self._windows[fmt]
+
+    def best_shift(self, fmt: Format) -> int:
+        """The best single shift for all layers and steps."""
+        if fmt not in self._best:
+            self._best[fmt] = _best_shift(self._values, fmt, *self.windows(fmt)[:2])
+        return self._best[fmt]
+
+    def answer(self, path: str, fmt: Format, shift: int | None) -> WhatIf:
+        """The prediction for a shift, or for the best one."""
+        cells, values = self._cells, self._values
+        low, high, stretches = self.windows(fmt)
+        chosen = self.best_shift(fmt) if shift is None else shift
+        lost = values.lost(fmt, chosen)
+        noise, signal = self._noise.of(fmt, chosen)
+        return WhatIf(
+            path=path,
+            format=fmt.name,
+            shift=chosen,
+            chosen=shift is None,
+            collections=(cells.collection,),
+            censored=bool(self._censored),
+            steps=cells.steps,
+            names=cells.names,
+            prediction=Prediction(
+                nonzero=self._nonzero,
+                hidden=self._hidden,
+                lost=_by_cell(cells, lost),
+                subnormal=_by_cell(cells, values.subnormal(fmt, chosen, lost)),
+                overflow=_by_cell(cells, values.overflow(fmt, chosen)),
+                noise=cells.total(noise),
+                signal=cells.total(signal),
+            ),
+            low=low,
+            high=high,
+            stretches=stretches,
+        )
+
+
+_PREDICTORS: WeakKeyDictionary[Narrow, Predictor] = WeakKeyDictionary()
 
 
 def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:

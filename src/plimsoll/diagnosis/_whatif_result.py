@@ -119,7 +119,7 @@ class WhatIf:
             raise NotRecordedError(
                 f"WhatIf.at: expected a layer and a step of the table; got {name!r}, {step}. See rows."
             )
-        return self._fit(np.array([self.names.index(name)]), place)
+        return self._fit(self.prediction, np.ix_([self.names.index(name)], place.tolist()))
 
     def over_time(self, name: str | None = None) -> tuple[Ints, Floats, Floats]:
         """The steps, and at each the lost and the overflowing fraction (estimates) of a layer, or of all."""
@@ -221,24 +221,49 @@ class WhatIf:
             f"overflow {_fraction(fit.overflow)}."
         )
 
-    def _row(self, name: str, layers: Any) -> Row:
-        every = np.arange(len(self.steps))
+    @cached_property
+    def _of_layers(self) -> Prediction:
+        """The prediction with the steps added up."""
+        p = self.prediction
+
+        def summed(tally: _Tally) -> _Tally:
+            low, high, estimate = (_summed(each, 1) for each in tally)
+            return low, high, estimate
+
+        return Prediction(
+            nonzero=_summed(p.nonzero, 1),
+            hidden=_summed(p.hidden, 1),
+            lost=summed(p.lost),
+            subnormal=summed(p.subnormal),
+            overflow=summed(p.overflow),
+            noise=_summed(p.noise, 1),
+            signal=_summed(p.signal, 1),
+        )
+
+    @cached_property
+    def _windows(self) -> tuple[Floats, Floats]:
+        """Of each layer the lowest and the highest shift that serve at all steps; NaN where it held nothing."""
+        return (
+            np.fmax.reduce(self.low, axis=1, initial=np.nan),
+            np.fmin.reduce(self.high, axis=1, initial=np.nan),
+        )
+
+    def _row(self, name: str, layers: Ints) -> Row:
         p = self.prediction
         with np.errstate(all="ignore"):
             bad = _summed(p.lost[2][layers] + p.overflow[2][layers], 0) / _summed(p.nonzero[layers], 0)
         bad = np.nan_to_num(bad)
-        low, high = self.low[layers], self.high[layers]
+        low, high = (each[layers] for each in self._windows)
         window = None if np.isnan(low).all() else (int(np.nanmax(low)), int(np.nanmin(high)))
         return Row(
             name=name,
-            fit=self._fit(layers, every),
+            fit=self._fit(self._of_layers, layers),
             window=window if window is None or window[0] <= window[1] else None,
             worst_step=int(self.steps[int(np.argmax(bad))]),
             worst_lost=float(bad.max()),
         )
 
-    def _fit(self, layers: Any, places: Any) -> Fit:
-        p, chosen = self.prediction, np.ix_(layers, places)
+    def _fit(self, p: Prediction, chosen: Any) -> Fit:
         nonzero, hidden = (float(np.nansum(each[chosen])) for each in (p.nonzero, p.hidden))
         noise, signal = (float(np.nansum(each[chosen])) for each in (p.noise, p.signal))
 
