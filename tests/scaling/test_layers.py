@@ -429,3 +429,43 @@ def test_residual_branches_meet_at_a_scale_that_both_can_carry() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert found[0] > 0.5 and found[-1] < 1e-2
+
+
+class Steep(nn.Module):
+    """A unit that divides by the size of its input, so that its gradient alone overflows, and layers after it."""
+
+    class First(nn.Module):
+        """x W / |x W|, as a unit of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.normalize(torch.nn.functional.linear(x, self.weight), dim=-1, eps=1e-8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = Steep.First(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def test_a_repeated_batch_lowers_the_layer_that_overflowed_and_not_the_loss_scale() -> None:
+    torch.manual_seed(0)
+    model = Steep()
+    scaler = LayerScaler(model)
+    loop = pl.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler=scaler, max_retries=24)
+    x = batch()
+    for _ in range(4):
+        assert loop.step(lambda: loss_of(model, x)).retries == 0
+    before, dark = dict(scaler.scales), x.clone()
+    dark[0] = 0.0
+    outcome = loop.step(lambda: loss_of(model, dark))
+    assert outcome.stepped and outcome.retries > 0
+    assert scaler.get_scale() == 2.0**16 == outcome.scale
+    assert scaler.scales["first"] < before["first"] and scaler.scales["last"] == before["last"]
+    assert not scaler.layers_lowered  # of the last run, which did not overflow
+    loop.close()
+    scaler.close()

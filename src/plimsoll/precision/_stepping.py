@@ -52,9 +52,8 @@ def step_scaled(optimizers: Sequence[Optimizer], scaler: Any, clip_norm: float |
 
 
 def lowered(scaler: Any, scale: float) -> bool:
-    """Whether the scaler's scale is below that one now; hysteresis that has kept it is passed over."""
-    now = scaler.get_scale()
-    if now < scale:
+    """Whether the scaler's scale, or that of layers, is lower now; hysteresis that has kept it is passed over."""
+    if scaler.get_scale() < scale or getattr(scaler, "layers_lowered", False):
         return True
     lower = scale * scaler.get_backoff_factor()
     try:

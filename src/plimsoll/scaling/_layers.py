@@ -124,6 +124,7 @@ class LayerScaler(LossScaler):
         )  # fmt: skip
         self._steps = self._clean = 0
         self._broken: set[int] = set()
+        self._lowered = False
         self._handles: list[Any] = []
         if self._enabled:
             self._attach(inner, wrapped=inner is not model)
@@ -134,6 +135,11 @@ class LayerScaler(LossScaler):
     def scales(self) -> dict[str, float]:
         """The factor of each module, beside the loss scale: its gradients carry both."""
         return {name: math.ldexp(1.0, e) for name, e in zip(self._layers.names, self._layers.exponents, strict=True)}
+
+    @property
+    def layers_lowered(self) -> bool:
+        """Whether the last step overflowed and modules' scales were lowered for it: the batch may do at these."""
+        return self._lowered
 
     @property
     def spectra(self) -> dict[str, Spectrum]:
@@ -226,7 +232,10 @@ class LayerScaler(LossScaler):
             self._choice.sample(spectra)
         self._now = self._next_loss_scale(overflowed)
         self._steps += 1
+        before = list(self._choice.whole)
         moved = self._choice.choose(self._exponent) if overflowed or spectra is not None else False
+        pairs = zip(before, self._choice.whole, strict=True)
+        self._lowered = overflowed and any(after < earlier for earlier, after in pairs)
         self._end(due=overflowed or moved or self._steps % self._every == 0)
         return self._now
 
