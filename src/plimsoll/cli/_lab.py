@@ -1,0 +1,158 @@
+"""``plimsoll lab``: the experiments, with their claims; or one of them, carried out."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.cli._lab_progress import told
+from plimsoll.cli._terminal import console, number
+
+if TYPE_CHECKING:
+    from plimsoll.diagnosis import Finding
+    from plimsoll.lab import Claim, Result, Training
+
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#%"
+_COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
+_MOST_FINDINGS = 3
+
+
+def lab(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The experiment. Without it, all are listed.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder for runs, reports and result.json. As it comes, lab-NAME.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="How many steps each training has.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights and data.")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option("--device", help="cpu emulates FP16; cuda computes in it.")
+    ] = "cpu",
+    full: Annotated[bool, typer.Option("--full", help="A larger model, for longer.")] = False,
+    output: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
+    ] = "text",
+) -> None:
+    """The experiments behind the claims. Exit code 0: all claims of it hold; 1: one does not; 2: it was not done."""
+    from plimsoll.lab import experiment_named, perform
+
+    if name is None:
+        _list(output)
+        return
+    chosen = experiment_named(name)
+    target = console()
+    if output == "text":
+        target.print(Text.assemble((f"lab {chosen.name}  ", "bold"), (chosen.claim, "")))
+    with told() as progress:
+        result = perform(
+            chosen, out or Path(f"lab-{name}"), seed=seed, device=device, steps=steps, full=full, progress=progress
+        )
+    if output == "json":
+        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+    else:
+        _show(result, target)
+    if not result.holds:
+        raise typer.Exit(1)
+
+
+def _list(output: str) -> None:
+    from plimsoll.lab import EXPERIMENTS
+
+    if output == "json":
+        listed = [{"name": e.name, "claim": e.claim, "source": e.source} for e in EXPERIMENTS.values()]
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("experiment", "evidence", "claim"):
+        table.add_column(head, no_wrap=head != "claim")
+    for experiment in EXPERIMENTS.values():
+        table.add_row(Text(experiment.name, style="bold"), experiment.source, experiment.claim)
+    console().print(table)
+
+
+def _show(result: "Result", target: Console) -> None:
+    """One screen: the trainings, what was found in the first, the claims, and where everything lies."""
+    target.print()
+    target.print(_trainings(result.measured.trainings, target))
+    for training in result.measured.trainings[:1]:
+        for line in _found(training):
+            target.print(line, no_wrap=True, overflow="ellipsis")
+    target.print()
+    for sentence in result.measured.said:
+        target.print(Text(sentence))
+    target.print(_verdict(result.measured.claims))
+    for path in list(result.reports.values())[:1]:
+        target.print(Text.assemble(("report  ", "dim"), str(path)), soft_wrap=True)
+    rest = f"{result.folder}: {len(result.reports) - 1} more reports, runs/, result.json; {result.seconds:.0f} s"
+    target.print(Text(rest, style="dim"), soft_wrap=True)
+
+
+def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("training", "loss over time", "lost", "at the end", "it"):
+        table.add_column(head, no_wrap=True, justify="right" if head in ("lost", "at the end") else "left")
+    known = [value for training in trainings for value in training.series if value > 0]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    bars = _ASCII_BARS if target.options.ascii_only else _BARS
+    for training in trainings:
+        lost, loss = training.numbers.get("lost_after", math.nan), training.numbers.get("loss_end", math.nan)
+        colour = "green" if training.good else "bold red"
+        table.add_row(
+            training.title, Text(_spark(training.series, low, high, bars), style=colour),
+            "" if math.isnan(lost) else f"{lost:.1%}", number(loss), Text(training.verdict, style=colour),
+        )  # fmt: skip
+    return table
+
+
+def _spark(values: Sequence[float], low: float, high: float, bars: str) -> str:
+    """One sign for each value, by its logarithm between the lowest and the highest of all trainings."""
+    span = math.log(high / low) or 1.0
+    return "".join(
+        " " if not value > 0 else bars[min(int(math.log(value / low) / span * len(bars)), len(bars) - 1)]
+        for value in values
+    )
+
+
+def _found(training: "Training") -> list[Text]:
+    findings = [f for f in training.findings if f.severity == "alarm"][:_MOST_FINDINGS]
+    if not findings:
+        return []
+    head = Text(f"Plimsoll found in {training.title}:", style="bold")
+    return [Text(""), head, *(_finding(finding) for finding in findings)]
+
+
+def _finding(finding: "Finding") -> Text:
+    from plimsoll.diagnosis import grouped
+
+    line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (finding.rule, "bold"))
+    line.append(f" since step {finding.since_step:,}")
+    if finding.where:
+        line.append(f" in {grouped(finding.where, 1)}", style="cyan")
+    return line
+
+
+def _verdict(claims: "Sequence[Claim]") -> Text:
+    failed = [claim for claim in claims if not claim.holds]
+    if not failed:
+        return Text(f"All {len(claims)} claims hold.", style="bold green")
+    lines = [Text(f"{len(failed)} of {len(claims)} claims do not hold:", style="bold red")]
+    lines += [Text(f"  {claim.says}: {_held(claim)}") for claim in failed]
+    return Text("\n").join(lines)
+
+
+def _held(claim: "Claim") -> str:
+    bounds = [
+        f"{word} {number(bound)}"
+        for word, bound in (("at least", claim.at_least), ("at most", claim.at_most))
+        if bound is not None
+    ]
+    measured = number(claim.measured) if math.isfinite(claim.measured) else str(claim.measured)
+    return f"{measured} {claim.unit}, expected {' and '.join(bounds)}"

@@ -1,0 +1,53 @@
+"""`Claim`: a sentence, the number that was measured for it, and the bound that the number must keep."""
+
+import math
+from dataclasses import dataclass
+
+from plimsoll.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What an experiment says, and whether it is so.
+
+    It holds where `measured` is at least `at_least` and at most `at_most`; one of them may be None. A number that could
+    not be measured is NaN, and keeps no bound.
+
+    >>> Claim(id="scale-falls", says="the scale falls", measured=10.0, at_least=10.0, unit="binades").holds
+    True
+    >>> Claim(id="scale-falls", says="the scale falls", measured=float("nan"), at_most=1.0).holds
+    False
+    """
+
+    id: str
+    says: str
+    measured: float
+    at_least: float | None = None
+    at_most: float | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if self.at_least is None and self.at_most is None:
+            raise ArgumentError(
+                f"Claim: expected a bound that can fail; got none for {self.id!r}. Give at_least, at_most or both."
+            )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the number keeps its bounds."""
+        low = -math.inf if self.at_least is None else self.at_least
+        high = math.inf if self.at_most is None else self.at_most
+        return low <= self.measured <= high
+
+    def to_dict(self) -> dict[str, object]:
+        """The claim as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        measured = self.measured if math.isfinite(self.measured) else str(self.measured)
+        return {
+            "id": self.id,
+            "says": self.says,
+            "measured": measured,
+            "at_least": self.at_least,
+            "at_most": self.at_most,
+            "unit": self.unit,
+            "holds": self.holds,
+        }

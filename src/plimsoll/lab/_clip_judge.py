@@ -1,0 +1,138 @@
+"""What became of a training of the small CLIP, read from its run and from nothing else."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.lab._clip_model import GLOBAL_BATCH
+from plimsoll.lab._clip_train import Kind, Setup
+from plimsoll.lab._result import Training
+from plimsoll.runs import Run
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+_TAIL = 40  # steps that a loss is the median of
+_COLUMNS = 30  # of the picture in one line
+_STALLED = 0.1  # of the loss: what a training that goes on loses many times over
+_LOST = 0.05  # T6: above 5 % is not sound
+_OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-rising", "no-single-scale")
+
+
+def judged(kind: Kind, setup: Setup, run: Run) -> Training:
+    """The training's numbers, findings, and what became of it in a few words."""
+    view = View(run)
+    findings = tuple(diagnose(view))
+    numbers = measured(view, setup, findings)
+    verdict, good = _verdict(numbers)
+    steps, loss = _losses(view, setup)
+    return Training(
+        name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
+        series=_columns(steps, loss), findings=findings,
+    )  # fmt: skip
+
+
+def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str, float]:
+    """By name: losses, the scale, what was lost of gradients and batches, and since when rules have told of it."""
+    repeated = int(np.nansum(view.scalar("retries")[1]))
+    end = setup.hard_end + repeated  # a repetition is a step of the run
+    steps, loss = _losses(view, setup)
+    before = _median(loss[(steps < setup.hard_at) & (steps >= setup.hard_at - _TAIL)])
+    lost_steps, lost = _lost(view)
+    found: dict[str, float] = {
+        "loss_before": before,
+        "loss_end": _median(loss[-_TAIL:]),
+        "lost_before": _mean(lost[(lost_steps > setup.warmup) & (lost_steps < setup.hard_at)]),
+        "lost_after": _mean(lost[lost_steps >= end]),
+        "lost_for_steps": _time_lost(lost_steps, lost, end),
+        "skipped": float(sum(event.kind == "skip" for event in view.events)),
+        "repeated": float(repeated),
+    }
+    found["batches_lost"] = found["skipped"] - found["repeated"]
+    found["progress"] = 1.0 - found["loss_end"] / before
+    found |= _scale(view, setup, end) | _gradient(view, setup, end)
+    found["alarms"] = float(sum(finding.severity == "alarm" for finding in findings))
+    found["underflow_findings"] = float(
+        sum(finding.rule in _OF_UNDERFLOW and finding.severity != "info" for finding in findings)
+    )
+    for rule in ("scale-collapse", "underflow-high"):
+        since = [f.since_step for f in findings if f.rule == rule and f.severity == "alarm"]
+        found[f"{rule}_since"] = float(min(since)) if since else math.nan
+    return found
+
+
+def _losses(view: View, setup: Setup) -> Series:
+    """The loss of each batch as a mean over its own pairs; of a batch that was repeated, the last."""
+    steps, loss = view.scalar("loss")
+    return steps, loss * (GLOBAL_BATCH / setup.batch)
+
+
+def _lost(view: View) -> Series:
+    """Of all gradients of activations that are not zero in FP32, the part that is in the run, at each sample."""
+    narrow = view.narrow("activation_gradients")
+    if narrow is None:
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    there = narrow.cells.total(narrow.cells.nonzero)
+    lost = np.nan_to_num(narrow.lost_of_cell)
+    return narrow.cells.steps, lost.sum(axis=0) / np.maximum((lost + there).sum(axis=0), 1.0)
+
+
+def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
+    """How many steps after the hard batches more than a sound part of the gradients was lost, as the samples show."""
+    after = steps >= end
+    bad = np.flatnonzero(after & (lost > _LOST))
+    return float(steps[bad[-1]] - end + 1) if len(bad) else 0.0
+
+
+def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
+    """The loss scale as exponents: before the hard batches, its lowest since, and at the end; none in BF16."""
+    steps, scale = view.scalar("scale")
+    if not len(scale):
+        return {}
+    exponents = np.log2(scale)
+    begin = float(exponents[steps < setup.hard_at][-1])
+    since = exponents[steps >= setup.hard_at]
+    back = steps[(steps >= end) & (exponents >= begin - 1.0)]
+    return {
+        "scale_before": begin,
+        "scale_lowest": float(since.min()),
+        "scale_end": float(exponents[-1]),
+        "scale_back_after": float(back[0] - end) if len(back) else math.inf,
+    }
+
+
+def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
+    """How many times its usual norm the gradient has at most in the hard batches, and how often it was not finite."""
+    steps, norms = view.scalar("grad_norm")
+    hard = norms[(steps >= setup.hard_at) & (steps < end)]
+    usual = _median(norms[(steps < setup.hard_at) & (steps >= setup.hard_at - _TAIL)])
+    finite = hard[np.isfinite(hard)]
+    return {
+        "gradient_rise": float(finite.max() / usual) if len(finite) else math.nan,
+        "nonfinite_steps": float(np.sum(~np.isfinite(hard))),
+    }
+
+
+def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
+    if numbers["progress"] <= _STALLED:
+        return "stalls: gradients are zero" if numbers["lost_after"] > 0.5 else "stalls", False
+    if numbers["lost_for_steps"] > 0:
+        return f"recovers in {numbers['lost_for_steps']:.0f} steps", True
+    return "trains on", True
+
+
+def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
+    """The loss as so many medians of as many steps each."""
+    place = steps * _COLUMNS // (steps[-1] + 1)
+    return tuple(_median(loss[place == column]) for column in range(_COLUMNS))
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean()) if len(values) else math.nan

@@ -1,0 +1,136 @@
+"""One training of the small CLIP, in one precision with one scaler, watched into a run folder.
+
+Nothing here judges: what became of a training is read from its run (`_clip_judge`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.lab._clip_data import make_batch
+from plimsoll.lab._clip_model import Clip, contrastive_loss
+from plimsoll.lab._experiment import Progress
+from plimsoll.precision import prepare
+from plimsoll.scaling import LayerScaler, SpectralScaler
+from plimsoll.watch import watch
+
+FEWEST_STEPS = 100
+_RETRIES = 24  # halvings, from CLIP's scale to far below what the hard batches need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The sizes of the experiment.
+
+    The learning rate is the claim's 1e-4, raised as far as the smaller width allows (widths 768 to 64: times 12, of
+    which a third is taken). The hard batches are at step 300, ten in a row, a quarter of their pictures black.
+    """
+
+    steps: int = 450
+    hard_at: int = 300
+    hard_batches: int = 10
+    black: int = 8
+    batch: int = 32
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    gain: float = 2.0**11
+    learning_rate: float = 4e-4
+    warmup: int = 50
+    every: int = 10
+
+    @property
+    def hard_end(self) -> int:
+        """The first step after the hard batches."""
+        return self.hard_at + self.hard_batches
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain numbers."""
+        return asdict(self)
+
+
+def setup_for(steps: int | None, *, full: bool) -> Setup:
+    """The sizes for that many steps: hard batches come at step 300, or earlier in a training that is too short."""
+    whole = Setup(steps=1500, batch=64, black=16, width=128, layers=4, heads=8) if full else Setup()
+    if steps is None:
+        return whole
+    if steps < FEWEST_STEPS:
+        raise ArgumentError(
+            f"lab clip: expected {FEWEST_STEPS} steps or more, so that there is a time before the hard batches and one "
+            f"after; got {steps}. Use 450."
+        )
+    return replace(whole, steps=steps, hard_at=min(whole.hard_at, steps * 2 // 3 // 10 * 10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A way to train: `name` is its run folder's, `scaler` makes one for a model on a device, if there is one."""
+
+    name: str
+    title: str
+    precision: str
+    scaler: Callable[[nn.Module, str], Any] | None = None
+    repeats: bool = False
+
+
+KINDS = (
+    Kind(name="fp16", title="FP16, stock scaler", precision="amp-fp16", scaler=lambda _, on: torch.amp.GradScaler(on)),
+    Kind(name="bf16", title="BF16, no scaler", precision="amp-bf16"),
+    Kind(
+        name="fp16-spectral", title="FP16, SpectralScaler", precision="amp-fp16", repeats=True,
+        scaler=lambda _, on: SpectralScaler(on),
+    ),
+    Kind(
+        name="fp16-layer", title="FP16, LayerScaler", precision="amp-fp16", repeats=True,
+        scaler=lambda model, _: LayerScaler(model),
+    ),
+)  # fmt: skip
+
+
+def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, progress: Progress) -> None:
+    """Trains from the same weights and batches as every other kind of that seed, and leaves the run."""
+    torch.manual_seed(seed)
+    model = Clip(width=setup.width, layers=setup.layers, heads=setup.heads, gain=setup.gain).to(device)
+    # CLIP's own betas; its epsilon too, which is what the gradients of a mean over 32,768 pairs need (T8).
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=setup.learning_rate, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1
+    )
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / setup.warmup))
+    scaler = None if kind.scaler is None else kind.scaler(model, device)
+    progress.begin(kind.title, setup.steps)
+    with (
+        watch(model, optimizer, run=run, every=setup.every, shadow_every=setup.every, scaler=scaler) as seen,
+        prepare(
+            model, optimizer, kind.precision, scaler=scaler, schedulers=[warmup], clip_norm=float("inf"),
+            max_retries=_RETRIES if kind.repeats else 0, watch=seen,
+        ) as loop,
+    ):  # fmt: skip
+        for step in range(setup.steps):
+            loss_of = _loss_of(model, setup, step, seed=seed, device=device)
+            if kind.repeats:
+                loop.step(loss_of)
+            else:
+                with loop.forward():
+                    loss = loss_of()
+                loop.step(loss)
+            progress.advance()
+    if isinstance(scaler, LayerScaler):
+        scaler.close()
+
+
+def _loss_of(model: Clip, setup: Setup, step: int, *, seed: int, device: str) -> Callable[[], Tensor]:
+    """The loss of that step's batch, as a closure: it may have to run again."""
+    hard = setup.hard_at <= step < setup.hard_end
+    batch = make_batch(seed, step, setup.batch, black=setup.black if hard else 0)
+    pictures, captions = batch.pictures.to(device), batch.captions.to(device)
+    return lambda: contrastive_loss(model(pictures, captions))
+
+
+def described(setup: Setup, device: str) -> Mapping[str, object]:
+    """What a result says of how it was made."""
+    return {**setup.to_dict(), "device": device, "fp16": "emulated" if device == "cpu" else "the device's own"}
