@@ -33,7 +33,7 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
 
 def test_only_commands_that_exist_are_offered() -> None:
     names = sorted(command.callback.__name__ for command in app.registered_commands)
-    assert names == ["check", "diff", "doctor", "formats", "plan", "report", "run", "serve", "whatif"]
+    assert names == ["check", "diff", "doctor", "formats", "lab", "plan", "report", "run", "serve", "whatif"]
 
 
 @pytest.mark.parametrize("command", [["formats"], ["formats", "nvfp4"], ["--help"], ["formats", "--json"]])

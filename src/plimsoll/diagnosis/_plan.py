@@ -92,7 +92,7 @@ def _choice(judge: Judge, module: Module, target: str, fallback: str) -> Choice:
 def _fallback(judge: Judge, module: Module, verdict: Verdict, fallback: str) -> Choice:
     why = verdict.why
     held = judge.verdict(module, fallback, fallback)
-    if held.why is not None and judge.complete(module, fallback) and fallback != "fp32":
+    if held.why is not None and not held.unknown and fallback != "fp32":
         why = why if why == held.why else f"{why}; {held.why}"
         fallback, held = "fp32", Verdict()
     return Choice(module=module, forward=fallback, backward=fallback, verdict=held, why_not=why)

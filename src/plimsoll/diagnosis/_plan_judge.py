@@ -26,9 +26,13 @@ Parts = list[tuple[Collection, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one module in one pair of formats: why not (None: it can), the scales, and the windows of gradients."""
+    """Of one module in one pair of formats: why not (None: it can), the scales, and the windows of gradients.
+
+    `unknown`: the reason is that the run cannot tell.
+    """
 
     why: str | None = None
+    unknown: bool = False
     shifts: dict[Role, int] = field(default_factory=dict["Role", int])
     gradients: Window = field(default=Window())
 
@@ -44,19 +48,21 @@ class Judge:
     def verdict(self, module: Module, forward: str, backward: str) -> Verdict:
         """Whether the module can compute in these formats. FP16's gradients need a loss scale: their window is told."""
         if module.opaque and forward not in _WIDE:
-            return Verdict(why="what it multiplies inside (queries, keys, hidden states) is not recorded")
+            return Verdict(why="what it multiplies inside (queries, keys, hidden states) is not recorded", unknown=True)
         missing = next((role for role in ROLES if not self.series(module, role, forward, backward)), None)
         if missing is not None:
-            return Verdict(why=f"its {_WORDS[missing]} were not recorded")
+            return Verdict(why=f"its {_WORDS[missing]} were not recorded", unknown=True)
         shifts: dict[Role, int] = {}
         gradients = Window()
         for role in ROLES:
             fmt = get(backward if role == "gradients" else forward)
             parts = self.series(module, role, forward, backward)
+            unknown = False
             if isinstance(fmt, BlockFormat):
                 why = self._why_not_in_blocks(parts, fmt, role)
             else:
                 window = self._window(parts, fmt)
+                unknown = window.low > _UNKNOWN
                 if fmt.name == "fp16" and role == "gradients":
                     gradients, why = window, self.why_none(window, fmt, role, LOWEST, HIGHEST)
                 elif fmt.name in NATIVE:
@@ -65,7 +71,7 @@ class Judge:
                     why = self.why_none(window, fmt, role, LOWEST, HIGHEST)
                     shifts[role] = self.best(window, LOWEST, HIGHEST)
             if why is not None:
-                return Verdict(why=why)
+                return Verdict(why=why, unknown=unknown)
         return Verdict(shifts=shifts, gradients=gradients)
 
     def why_not_at(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> str | None:
@@ -85,10 +91,6 @@ class Judge:
             return f"{_WORDS[role]}: zeros of the narrow format that they were recorded in may be losses"
         needs = f"step {window.low_step:,} needs 2^{window.low}"
         return f"{percent(self.tolerance)} or more of its {_WORDS[role]} may be lost in {name} at 2^{shift} ({needs})"
-
-    def complete(self, module: Module, fmt: str) -> bool:
-        """Whether everything that the format is judged by was recorded."""
-        return all(self.series(module, role, fmt, fmt) for role in ROLES)
 
     def best(self, window: Window, lowest: int, highest: int) -> int:
         """The highest shift with the margin, within bounds; 0 where there was nothing to hold."""

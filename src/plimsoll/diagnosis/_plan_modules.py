@@ -57,12 +57,12 @@ def modules_of(view: View, chosen: Collection[str] = (), left: Collection[str] =
     `chosen` are names of modules that do, whatever they look like; `left` of such that are left out.
     """
     owners = _owners(view)
-    sides = _sides(view)
+    sides, recorded = _sides(view), set(view.run.tensors.get("activations", ()))
     found: list[Module] = []
     for name, owner in owners.items():
         inputs, outputs = sides.get(name, ((), ()))
         inner = any(_INNER.search(each) for each in owner.parameters)
-        embeds = bool(outputs) and not inputs
+        embeds = not inputs and any(series in recorded for series in outputs)
         wanted = name in chosen or inner or (_has_matrix(name, owner) and not embeds)
         weight = tuple(series for last, (series, _) in owner.parameters.items() if "bias" not in last)
         if wanted and weight and name not in left:

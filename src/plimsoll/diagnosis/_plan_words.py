@@ -68,6 +68,8 @@ def _cost(judge: Judge, chosen: Sequence[Choice]) -> str:
     if not total:
         return ""
     bits = [get(c.forward).bits * f + get(c.backward).bits * b for c, (f, b) in zip(chosen, values, strict=True)]
+    if sum(bits) == BF16.bits * total:
+        return f"; {BF16.bits} bits a value"
     return f"; {sum(bits) / total:.3g} bits a value on average, against {BF16.bits} in BF16"
 
 
