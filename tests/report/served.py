@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from plimsoll.runs import RunWriter, Scalars
-from tests.diagnosis.faults import A, QUIET, falling
+from tests.diagnosis.faults import QUIET, A, falling
 from tests.diagnosis.stories import Story, constant, of_layer, told
 
 # One layer's gradients are flushed to zero; the loss scale collapses; nothing is wrong.

@@ -1,6 +1,7 @@
 """The live page's looks and manners: themes, widths, landmarks, words for what is wrong; and names that are hostile."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,15 @@ def test_no_part_of_the_page_reads_text_as_html() -> None:
     for source, word in itertools.product(sources, forbidden):
         text = source.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert word not in text, (source.name, word)
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    from plimsoll import report
+
+    page = Path(report.__file__).with_name("_page")
+    told = {
+        what for path in page.glob("*.js") for what in re.findall(r'says: "([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
+    assert len(told) > 15
+    assert [what for what in sorted(told) if what not in text] == []

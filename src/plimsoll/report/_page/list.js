@@ -125,6 +125,9 @@ export class ListPage {
   }
 
   #fill(row, run) {
+    const told = this.marked.includes(run.id);
+    if (row.run === run && row.told === told) return; // only its place has changed
+    Object.assign(row, { run, told });
     const { state, link, verdict, cells, mark } = row.parts;
     if (state.dataset.state !== run.state) state.replaceChildren(badge(run.state));
     state.dataset.state = run.state;
@@ -140,7 +143,7 @@ export class ListPage {
     say(age, ago(run.modified));
     age.title = moment(run.modified);
     say(tensors, run.tensors ? whole(run.tensors) : "\u2013");
-    mark.checked = this.marked.includes(run.id);
+    mark.checked = told;
   }
 
   #ages() {
