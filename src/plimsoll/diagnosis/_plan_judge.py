@@ -4,6 +4,9 @@ What is cast depends on the format. FP16, BF16 and wider are torch's own dtypes:
 rounded to them, gradients too, which all carry the loss scale alone. Narrower ones are cast at the operands of
 products: weights and what goes into the module in the forward, the gradient of what comes out of it in the backward,
 each with a power of two of its own, or in blocks.
+
+The gradient that a product hands back to its input is not judged: what is recorded of that tensor is the sum over all
+that used it, a residual stream's for instance.
 """
 
 import math
@@ -125,7 +128,7 @@ class Judge:
         if not outputs or backward not in NATIVE:
             return outputs
         own = self._recorded("gradients", module.weight)
-        return own and outputs + own + self._recorded("activation_gradients", module.inputs)
+        return own and outputs + own
 
     def bad(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> Bad | None:
         """What a role's format loses of it over the run; None where it was not recorded."""
