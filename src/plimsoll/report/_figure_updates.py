@@ -161,7 +161,8 @@ def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
     """Quarter, median and three quarters over the layers; NaN where no layer has a number."""
     result = np.full((3, values.shape[1]), np.nan)
     known = ~np.isnan(values).all(axis=0)
-    result[:, known] = np.nanquantile(values[:, known], [0.25, 0.5, 0.75], axis=0)
+    with np.errstate(invalid="ignore"):  # between two infinite numbers there is none
+        result[:, known] = np.nanquantile(values[:, known], [0.25, 0.5, 0.75], axis=0)
     return result[0], result[1], result[2]
 
 
