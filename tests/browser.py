@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_ARGUMENTS = [
+ARGUMENTS = [
     "--no-sandbox",  # in containers tests run as root
     "--disable-gpu",
     "--disable-quic",
@@ -88,7 +88,7 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         path = find_chromium()
-        opened = playwright.chromium.launch(executable_path=path, headless=True, args=_ARGUMENTS)
+        opened = playwright.chromium.launch(executable_path=path, headless=True, args=ARGUMENTS)
         yield opened
         opened.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from plimsoll.diagnosis import whatif
 from plimsoll.report import html
@@ -65,8 +66,7 @@ def test_the_theme_is_switched_and_kept(shown: Any) -> None:
     shown.wait_for_selector(".plot[data-drawn] .main-svg")
     shown.get_by_role("button", name="Use the dark theme").click()
     assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 25, 31)"
-    paper = "document.querySelector('.plot[data-drawn] .main-svg').style.background"
-    shown.wait_for_function(f"{paper}.includes('20, 25, 31')")
+    expect(shown.locator(".plot[data-drawn] .main-svg").first).to_have_css("background-color", "rgb(20, 25, 31)")
     shown.reload()
     assert shown.locator("html").get_attribute("data-theme") == "dark"
     assert shown.get_by_role("button", name="Use the light theme").count() == 1

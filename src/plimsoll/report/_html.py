@@ -1,14 +1,10 @@
 """`html`: a run as one file that needs nothing else: no network, no server, no Plimsoll to read it.
 
-A content security policy in the file itself forbids every request, and every script but the file's own four, which are
+A content security policy in the file itself forbids every request, and every script but the file's own three, which are
 known by their hashes. The file is written under a hidden name and renamed: it is there whole, or not at all.
 """
 
-import base64
-import hashlib
-import importlib.resources
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,9 +16,9 @@ from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.report import _html_figures as figures, _summary_words as words
 from plimsoll.report._figure_parts import Source, view_of
+from plimsoll.report._html_assets import assets, marked, powers
 from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
-from plimsoll.report._summary import Summary, summary
-from plimsoll.report._theme import FONT, TEMPLATES
+from plimsoll.report._summary import summary
 from plimsoll.report._verdict_said import percent
 from plimsoll.runs._files import replacing
 
@@ -31,11 +27,6 @@ if TYPE_CHECKING:
 
 _SPOTS = 60  # layers of a finding that are listed
 _ROWS = 15  # of the what-if table, before a script shows others
-# Of each theme, beside the figures' own colours: what states, links and controls are written in.
-_INKS = {
-    "light": {"alarm": "#b3261e", "warning": "#8a5200", "healthy": "#12704f", "accent": "#1f66a8"},
-    "dark": {"alarm": "#ff8a7a", "warning": "#f0b35a", "healthy": "#5fd0a5", "accent": "#7cbdf5"},
-}
 
 
 def html(
@@ -86,7 +77,7 @@ def _template() -> "Template":
         ) from error
     loader = PackageLoader("plimsoll.report", "_templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["powers"] = _powers
+    environment.filters["powers"] = powers
     return environment.get_template("report.html.jinja")
 
 
@@ -119,12 +110,12 @@ def _content(view: View, title: str | None, findings: Sequence[Finding] | None) 
         "problems": [words.cut(problem) for problem in told.problems[:100]],
         "record": list(words.record(told))[:100],
         "settings": words.settings(told)[:100],
-        "figures": {key: {**asdict(p), "json": _marked(p.json)} for key, p in plots.found.items()},
-        "sections": _sections(told, bool(scale or layers or tensors), bool(answers), bool(events)),
+        "figures": {key: {**asdict(p), "json": marked(p.json)} for key, p in plots.found.items()},
+        "sections": _sections(bool(scale or layers or tensors), bool(answers), bool(events)),
         "path": words.cut(told.path),
         "made": words.moment(time.time()),
         "version": __version__,
-        **_assets(),
+        **assets(),
     }
 
 
@@ -177,7 +168,7 @@ def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | Non
         "formats": [{**each, "lost_best": percent(a.at_best("lost")), "overflow_best": percent(a.at_best("overflow"))}
                     for each, a in zip(formats, answers, strict=True)],
         "rows": rows,
-        "json": _marked(figures.in_page({"low": SHIFTS[0], "high": SHIFTS[-1], "formats": formats})),
+        "json": marked(figures.in_page({"low": SHIFTS[0], "high": SHIFTS[-1], "formats": formats})),
     }  # fmt: skip
 
 
@@ -185,77 +176,9 @@ def _window(window: tuple[int, int] | None) -> str:
     return "none" if window is None else f"2^{window[0]} to 2^{window[1]}"
 
 
-def _sections(told: Summary, explore: bool, whatif: bool, events: bool) -> list[tuple[str, str]]:
+def _sections(explore: bool, whatif: bool, events: bool) -> list[tuple[str, str]]:
     wanted = [
         ("findings", "Findings", True), ("explore", "Explore", explore), ("whatif", "What if", whatif),
         ("events", "Events", events), ("record", "Record", True),
     ]  # fmt: skip
-    return [(anchor, name) for anchor, name, there in wanted if there and told.last_step >= -1]
-
-
-# -- what is the page's own, and not from a run: trusted, so not escaped
-
-
-def _assets() -> dict[str, Any]:
-    """Scripts, style and the policy that allows them and nothing else."""
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    folder = importlib.resources.files("plimsoll.report") / "_templates"
-    first, script, style = ((folder / name).read_text("utf-8") for name in ("first.js", "report.js", "report.css"))
-    plotly = str(get_plotlyjs()).replace("\r\n", "\n").replace("\r", "\n")  # as a parser of HTML reads lines
-    scripts = {"first": first, "plotly": plotly, "script": script}
-    return {
-        **{name: _marked(text) for name, text in scripts.items()},
-        "style": _marked(style),
-        "colours": _marked(_colours()),
-        "templates": _marked(figures.in_page({name: dict(each) for name, each in TEMPLATES.items()})),
-        "policy": _policy(scripts.values()),
-    }
-
-
-def _policy(scripts: Any) -> str:
-    """Nothing from anywhere; scripts by hash; styles inline, since Plotly writes its own; pictures made in the page."""
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
-    )
-    return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _colours() -> str:
-    """The figures' papers and inks as the page's."""
-
-    def variables(theme: Any) -> str:
-        layout = TEMPLATES[theme]["layout"]
-        found = {
-            "paper": layout["paper_bgcolor"], "ink": layout["font"]["color"],
-            "soft": layout["title"]["subtitle"]["font"]["color"], "grid": layout["xaxis"]["gridcolor"], **_INKS[theme],
-        }  # fmt: skip
-        return "".join(f"--{name}:{value};" for name, value in found.items())
-
-    light, dark = variables("light"), variables("dark")
-    return (
-        f":root{{--font:{FONT};{light}}}\n"
-        f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
-        f"@media screen{{:root[data-theme=light]{{{light}}}:root[data-theme=dark]{{{dark}}}}}\n"
-    )
-
-
-def _powers(text: str) -> Any:
-    """Text, escaped, with powers of two written as such."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"\b2\^(-?\d+)", _raised, str(escape(text))))
-
-
-def _raised(power: "re.Match[str]") -> str:
-    exponent = power[1].replace("-", "\N{MINUS SIGN}")
-    return f"2<sup>{exponent}</sup>"
-
-
-def _marked(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)  # text of this package's own, or JSON that `in_page` made safe
+    return [(anchor, name) for anchor, name, there in wanted if there]

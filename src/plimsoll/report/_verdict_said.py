@@ -1,6 +1,7 @@
 """What each rule's finding says inside a verdict: what happened and when, what came of it, what to do.
 
 Shorter than a finding's own meaning and advice, and with its numbers: a finding has a page, a verdict has a line.
+Every rule has a phrase of its own, which is what makes the file long.
 """
 
 import math

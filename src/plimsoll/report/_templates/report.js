@@ -251,6 +251,7 @@ function whatIf() {
     const ticks = x.filter((k) => k % 8 === 0);
     const layout = {
       template: template(), height: 260, autosize: true, margin: { l: 56, r: 16, t: 28, b: 44 },
+      legend: { orientation: "h", x: 0, yref: "container", y: 1, yanchor: "top" },
       xaxis: {
         title: { text: "scale" }, range: [low - 0.5, high + 0.5], fixedrange: true, zeroline: false,
         tickvals: ticks, ticktext: ticks.map((k) => `2<sup>${String(k).replace("-", "\u2212")}</sup>`),
