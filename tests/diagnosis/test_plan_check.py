@@ -65,7 +65,7 @@ def test_too_much_lost_is_named_too(path: Path) -> None:
         int(((pl.cast(g, "e5m2", scale=2.0**-16) == 0) & (g != 0)).sum()) / g.numel() / 3
         for g in (layers(SIZES, step=s)["activation_gradients", "a:output"] for s in range(3))
     )
-    assert failing[0].found.low <= real <= failing[0].found.high
+    assert failing[0].overflow.high == 0 and failing[0].found.low <= real <= failing[0].found.high
 
 
 def test_the_tolerance_is_the_plans_unless_another_is_given(path: Path) -> None:
@@ -107,12 +107,17 @@ def test_the_answer_is_data_and_a_table(path: Path, other: Path) -> None:
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert data["ok"] is False and len(data["rows"]) == 6 and data["rows"][0]["why"] == found.rows[0].why
     assert data["rows"][0]["found"].keys() == {"low", "high", "estimate"}
+    lines = _printed(found, most=4, width=80).splitlines()
+    assert all(len(line) <= 80 for line in lines) and "and 2 rows more" in lines[-1]
+    assert "overflows" in lines[2] and "ok" in lines[4]
+    assert "fails" in _printed(check_plan(plan(path, "mxfp4", tolerance=1.0), path, tolerance=0.01))
+
+
+def _printed(found: PlanCheck, **arguments: int) -> str:
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(found.table(most=4, width=80))
-    lines = captured.get().splitlines()
-    assert all(len(line) <= 80 for line in lines) and "and 2 rows more" in lines[-1]
-    assert "fails" in lines[2] and "ok" in lines[4]
+        console.print(found.table(**arguments))
+    return captured.get()
 
 
 def test_wrong_arguments_are_refused(path: Path) -> None:

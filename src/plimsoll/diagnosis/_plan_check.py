@@ -27,7 +27,8 @@ class PlanRow:
     """What one module multiplies, in the plan's format at the plan's scale.
 
     - `role`: "weights", "activations" or "gradients". `scale`: what values are multiplied by before they are cast.
-    - `predicted`: the fraction that the plan says is lost; `found`: what this run says; None where nothing is known.
+    - `predicted`: the fraction that the plan says is lost; `found`: what this run says; `overflow`: the fraction that
+      overflows in it. None where nothing is known.
     - `ok`: at every step nothing overflows and surely less than the tolerance is lost. `why`: why it is not.
     """
 
@@ -37,6 +38,7 @@ class PlanRow:
     scale: float
     predicted: Interval | None
     found: Interval | None
+    overflow: Interval | None
     ok: bool
     why: str | None = None
 
@@ -49,6 +51,7 @@ class PlanRow:
             "scale": self.scale,
             "predicted": _as_dict(self.predicted),
             "found": _as_dict(self.found),
+            "overflow": _as_dict(self.overflow),
             "ok": self.ok,
             "why": self.why,
         }
@@ -107,7 +110,7 @@ class PlanCheck:
         for row in self.rows[:most]:
             table.add_row(
                 shown(row.module), row.role, row.format, f"2^{math.frexp(row.scale)[1] - 1}", _at_most(row.predicted),
-                _at_most(row.found), "ok" if row.ok else "fails", style=None if row.ok else "red",
+                _at_most(row.found), _verdict(row), style=None if row.ok else "red",
             )  # fmt: skip
         if len(self.rows) > most:
             table.caption = f"and {len(self.rows) - most} rows more"
@@ -167,6 +170,7 @@ def _row(
         scale=scale,
         predicted=None if loss is None else Interval(low=loss[0], estimate=loss[1], high=loss[2]),
         found=None if bad is None else bad.fraction,
+        overflow=None if bad is None else bad.overflows,
         ok=why is None,
         why=why,
     )
@@ -179,6 +183,12 @@ def _scale(plan: Plan, said: ModulePlan, role: Role, fmt: Format | BlockFormat) 
         return own
     narrow = isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits
     return (plan.scale or _USUAL_SCALE) if role == "gradients" and narrow else 1.0
+
+
+def _verdict(row: PlanRow) -> str:
+    if row.ok:
+        return "ok"
+    return "overflows" if row.overflow is not None and row.overflow.high > 0 else "fails"
 
 
 def _as_dict(interval: Interval | None) -> dict[str, float] | None:
