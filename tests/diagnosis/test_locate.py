@@ -3,7 +3,8 @@
 import pytest
 
 from plimsoll.diagnosis import locate
-from tests.diagnosis.breakages import FAULTS, HEALTHY
+from tests.diagnosis.breakages import FAULTS
+from tests.diagnosis.harmless import HEALTHY
 
 
 @pytest.mark.parametrize("name", FAULTS)

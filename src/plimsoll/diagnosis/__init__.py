@@ -26,6 +26,7 @@ from plimsoll.diagnosis._plan_check import PlanCheck as PlanCheck, PlanRow as Pl
 from plimsoll.diagnosis._guard import Guard as Guard
 from plimsoll.diagnosis._guard_records import Act as Act, Limits as Limits, Look as Look
 from plimsoll.diagnosis._locate import locate as locate
+from plimsoll.diagnosis._locate_trigger import OnTrigger as OnTrigger, locate_on_trigger as locate_on_trigger
 from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
 from plimsoll.diagnosis._view import View as View
 from plimsoll.diagnosis._whatif import whatif as whatif

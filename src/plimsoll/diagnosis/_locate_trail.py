@@ -9,6 +9,7 @@ nothing else can be. A NaN that an operation makes of deliberate Infs (the softm
 origin of its own.
 """
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -29,6 +30,7 @@ class Forward:
 
     name: str
     place: Place
+    thread: int = field(default_factory=threading.get_ident)  # each counts its nodes by itself
     origin: "Origin | None" = None  # what it made itself
 
 

@@ -62,9 +62,11 @@ class Witness(TorchDispatchMode):
         """Notes a forward operation by its node's number; the first of a node is the one that names it."""
         known = self._forwards.get(number)
         if known is None:
-            self._forwards[number] = forward
             bisect.insort(self._numbers, number)
-        return known or forward
+        elif known.thread == forward.thread:
+            return known
+        self._forwards[number] = forward
+        return forward
 
     def forward_of(self, node: Any) -> Forward | None:
         """The forward operation that a node differentiates; between nodes, the last one."""

@@ -52,6 +52,7 @@ class Core:
         self.due = Due()
         self.on_request = 0  # so many further steps are sampled whole
         self.open = True
+        self.at_close: list[Callable[[], None]] = []  # what others have to end with the watch
         self.pool = Pool()
         self.sample: Sample | None = None
         self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone

@@ -21,6 +21,10 @@ from plimsoll.watch._sample import Sample, Sealed
 _SEND_EVERY = 32  # steps whose numbers go to the log together, where none of them is sampled
 _SPIKE_HISTORY = 20  # steps before a loss can be called a spike
 _SPIKE_DEVIATIONS = 10.0  # median absolute deviations above the median
+_ADVICE = (
+    "plimsoll.locate(closure), with a closure that repeats this batch's forward and backward from the weights before "
+    "the step, names the operation; plimsoll.diagnosis.locate_on_trigger does so by itself"
+)
 _SPIKE_LEAST = 0.2  # and so much of the median itself
 
 
@@ -124,11 +128,12 @@ class Recorder:
             message = f"the scaler skipped the step at scale {scale:g}" if scale is not None else "the step was skipped"
             self.core.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
         if loss is not None and not math.isfinite(loss):
-            self.fire("loss", f"the loss is {loss}", facts.step, loss=str(loss))
+            self.fire("loss", f"the loss is {loss}", facts.step, loss=str(loss), advice=_ADVICE)
         elif loss is not None:
             self._look_for_spike(loss, facts.step)
         if nonfinite:
-            self.fire("nonfinite", f"{nonfinite:,.0f} gradient values are not finite", facts.step, count=nonfinite)
+            message = f"{nonfinite:,.0f} gradient values are not finite"
+            self.fire("nonfinite", message, facts.step, count=nonfinite, advice=_ADVICE)
         if scale is not None:
             if self._last_scale is not None and scale < self._last_scale:
                 self.fire("scale", f"the loss scale fell from {self._last_scale:g} to {scale:g}", facts.step)

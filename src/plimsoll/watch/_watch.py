@@ -236,6 +236,8 @@ def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
     while core.at_close:
         core.at_close.pop()()
     _seams.forget(steps)
+    for end in core.at_close:
+        end()
     steps.settle_if_ended()
     steps.recorder.send_facts()
     for handle in handles:

@@ -1,0 +1,154 @@
+"""`locate` by itself when a watched training breaks: once a reason, in the run, and without a trace in the training."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import locate_on_trigger
+from plimsoll.errors import ArgumentError
+from plimsoll.runs import Event, Run
+
+
+class Breaking(nn.Module):
+    """Takes the logarithm of the data after a layer: of zero, where a row is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.drop(self.layer(x)).abs() + x.abs().sum()).log()
+
+
+def train(
+    folder: Path, *, locates: bool, bad: tuple[int, ...] = (3, 5), scaler: Any = None
+) -> tuple[list[Tensor], list[Event], list[Any]]:
+    """Some steps, of which some break."""
+    torch.manual_seed(0)
+    model = Breaking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[Tensor] = []
+    faults: list[Any] = []
+    with pl.watch(model, optimizer, run=folder, every=2, scaler=scaler) as watch:
+        loss_of: Callable[[Tensor], Tensor] = lambda x: model(x).mean()  # noqa: E731
+        step_loss = locate_on_trigger(watch, loss_of) if locates else loss_of
+        for index in range(8):
+            optimizer.zero_grad()
+            loss = step_loss(torch.randn(2, 4) * (index not in bad))
+            losses.append(loss.detach())
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        losses.extend(p.detach().clone() for p in model.parameters())
+        if locates:
+            faults = step_loss.faults
+    return losses, [event for event in Run(folder).events() if event.kind in {"fault", "trigger"}], faults
+
+
+def test_the_first_broken_step_is_located(tmp_path: Path):
+    _, events, faults = train(tmp_path / "a", locates=True)
+    found = [event for event in events if event.kind == "fault"]
+    assert [(event.step, event.details["reason"]) for event in found] == [(3, "loss")]
+    assert found[0].details["operation"] == "aten.log"
+    assert found[0].details["source"]["text"].endswith(".log()")
+    assert found[0].message == faults[0].sentence
+    assert found[0].details["inputs"] == faults[0].to_dict()["inputs"]
+    assert {event.step for event in events if event.details["reason"] == "loss" and event.kind == "trigger"} == {3}
+
+
+def test_training_goes_on_to_the_bit(tmp_path: Path):
+    located, events, _ = train(tmp_path / "a", locates=True, bad=(7,))
+    plain, _, _ = train(tmp_path / "b", locates=False, bad=(7,))
+    assert any(event.kind == "fault" for event in events)
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(located, plain, strict=True))
+
+
+def test_a_skipped_step_is_located_with_its_scale(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+
+    def loss_of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(x).float().sum()
+
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, loss_of)
+        for index in range(3):
+            optimizer.zero_grad()
+            scaler.scale(step_loss(torch.full((2, 4), 100.0 if index else 1.0))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**12
+    found = [event for event in Run(tmp_path / "run").events() if event.kind == "fault"]
+    assert [(event.step, event.details["reason"], event.details["operation"]) for event in found] == [
+        (1, "nonfinite", "aten.mm")
+    ]
+    assert (found[0].details["phase"], found[0].details["scale"]) == ("backward", 2.0**14)
+
+
+def test_with_a_loop(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = pl.scaling.DynamicScaler("cpu", init_scale=2.0**14)
+    with pl.prepare(model, optimizer, precision="amp-fp16", scaler=scaler) as loop:
+        watch = pl.watch(model, optimizer, run=tmp_path / "run", scaler=scaler)
+        step_loss = locate_on_trigger(watch, lambda x: model(x).float().sum(), around=loop.forward)
+        outcomes = [loop.step(lambda scale=scale: step_loss(torch.full((2, 4), scale))) for scale in (1.0, 100.0, 1.0)]
+        assert [outcome.stepped for outcome in outcomes] == [True, False, True]
+        watch.close()
+    fault = step_loss.faults[0]
+    assert (fault.operation, fault.phase, fault.scale) == ("aten._to_copy", "backward", 2.0**14)
+
+
+def test_a_failure_in_it_never_stops_training(tmp_path: Path):
+    model = Breaking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    calls: list[int] = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise LookupError("only once")
+        return model(x).mean()
+
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        locate_on_trigger(watch, loss_of)(torch.zeros(2, 4)).backward()
+        with pytest.warns(RuntimeWarning, match="failed and was left out .LookupError: only once."):
+            optimizer.step()
+    assert len(calls) == 2
+    assert [event.kind for event in Run(tmp_path / "run").events()].count("failure") == 1
+
+
+def test_it_ends_with_its_watch(tmp_path: Path):
+    model = nn.Linear(4, 2)
+    watch = pl.watch(model, run=tmp_path / "run")
+    step_loss = locate_on_trigger(watch, lambda x: model(x).sum())
+    watch.close()
+    assert step_loss(torch.ones(1, 4)).isfinite()
+    with pytest.raises(ArgumentError, match="an open watch of a single process; got one that is closed"):
+        locate_on_trigger(watch, lambda: torch.zeros(1))
+
+
+def test_bad_function(tmp_path: Path):
+    model = nn.Linear(4, 2)
+    with pl.watch(model, run=tmp_path / "run") as watch, pytest.raises(ArgumentError, match="the loss; got int"):
+        locate_on_trigger(watch, 3)
+
+
+def test_the_recorder_says_how_to_locate(tmp_path: Path):
+    _, events, _ = train(tmp_path / "a", locates=False)
+    triggers = [event for event in events if event.kind == "trigger"]
+    assert {event.details["reason"] for event in triggers} >= {"loss", "nonfinite"}
+    assert all("plimsoll.locate(closure)" in event.details["advice"] for event in triggers)
