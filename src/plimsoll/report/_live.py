@@ -105,9 +105,7 @@ class Live:
 
     def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[Listed, Any]:
         """The run as it was listed, and what `make` makes of its view, remembered under `question`."""
-        found = self.listed(run_id)
-        if not found.opens:
-            raise RunError(f"serve: expected a run that can be read; got one that cannot: {found.problem}")
+        found = self.opened(run_id)
         run = self._opened(found)
         try:
             result = run.answer(found, question, make)
@@ -133,9 +131,13 @@ class Live:
         refuse_links_out(listed.path, self.list.folder)
         return make(View(Run(listed.path, warn=False)))
 
-    def open(self, listed: Listed) -> None:
-        """From now on the run is kept open, while it fits."""
-        self._opened(listed)
+    def opened(self, run_id: str) -> Listed:
+        """As `listed`, of a run that is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
+        found = self.listed(run_id)
+        if not found.opens:
+            raise RunError(_why(found.problem or "damaged"))
+        self._opened(found)
+        return found
 
     def answer_of_two(
         self, first: str, second: str, question: object, make: Callable[[LiveView, LiveView], bytes]
@@ -177,6 +179,11 @@ class Live:
         with self._lock:
             while len(self._open) > 1 and sum(run.size_bytes for run in self._open.values()) > self._most_bytes:
                 self._open.popitem(last=False)
+
+
+def _why(problem: str) -> str:
+    whole = ": expected " in problem
+    return problem if whole else f"serve: expected a run that can be read; got one that is {problem}. See its run.json."
 
 
 def _identity(run: Run) -> tuple[object, ...]:

@@ -50,7 +50,7 @@ class Answers:
 
     def run(self, run_id: str) -> bytes:
         """A run's page."""
-        listed = self._listed_open(run_id)
+        listed = self.live.opened(run_id)
         verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
@@ -71,7 +71,7 @@ class Answers:
 
     def figure(self, run_id: str, name: str, query: Mapping[str, str]) -> bytes:
         """A figure of a run."""
-        listed = self._listed_open(run_id)
+        listed = self.live.opened(run_id)
         findings: Sequence[Finding] = ()
         if needs_findings(name, query):  # asked for before the run's lock is taken, under which the verdict is made
             verdict = self.verdicts.for_page(listed)
@@ -105,7 +105,7 @@ class Answers:
 
     def compare(self, first: str, second: str) -> bytes:
         """Two runs side by side, and where they part."""
-        verdicts = [self.verdicts.for_page(self._listed_open(each)) for each in (first, second)]
+        verdicts = [self.verdicts.for_page(self.live.opened(each)) for each in (first, second)]
         told = [self._told(_summary_of(verdict)) for verdict in verdicts]
 
         def make(a: LiveView, b: LiveView) -> bytes:
@@ -153,13 +153,6 @@ class Answers:
             "ranks": run.ranks,
             "problem": run.problem,
         }
-
-    def _listed_open(self, run_id: str) -> Listed:
-        """The list's row of a run whose page is open."""
-        found = self.live.listed(run_id)
-        if found.opens:
-            self.live.open(found)
-        return found
 
     def _told(self, found: Summary) -> dict[str, object]:
         problems = [within(problem, self.root) for problem in found.problems]

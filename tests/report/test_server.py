@@ -1,0 +1,369 @@
+"""The live page's API: what it answers about runs of every kind, and that no run, however odd, makes it fail."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+
+from starlette.testclient import TestClient
+
+import plimsoll as pl
+from plimsoll import report
+from plimsoll.diagnosis import View
+from plimsoll.report._server import App, app
+from plimsoll.report._server_answers import OFFERED
+from plimsoll.report._server_figures import OF_ONE
+from plimsoll.report._summary import summary
+from plimsoll.runs import Run, RunWriter, Scalars
+from tests.diagnosis.stories import LAYERS, constant, told
+from tests.report import hostile
+
+LOW = told(samples=6, gradient_std=constant(2.0**-34))
+SOUND = told(samples=6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    SOUND.write(root / "sound")
+    LOW.write(root / "sweeps" / "low 1")
+    hostile.write(root / "hostile", steps=10)
+    RunWriter(root / "empty").close()
+    told(samples=1).write(root / "one step")
+    with RunWriter(root / "scalars only") as writer:
+        writer.write(Scalars(step=3, values={"loss": float("nan"), "scale": float("inf")}))
+    shutil.copytree(root / "sound", root / "damaged part")
+    for part in (root / "damaged part" / "spectra").iterdir():
+        part.write_bytes(b"no parquet")
+    shutil.copytree(root / "sound", root / "damaged manifest")
+    (root / "damaged manifest" / "run.json").write_text('{"schema": 1, "tensors": ')
+    shutil.copytree(root / "sound", root / "odd manifest")
+    _edit(root / "odd manifest", world_size="many", created=[])
+    shutil.copytree(root / "sound", root / "no numbers")
+    _edit(root / "no numbers", settings={"lr": float("nan"), "\ud800": [float("inf")]})
+    (root / "newer").mkdir()
+    (root / "newer" / "run.json").write_text('{"schema": 99, "plimsoll": "run"}')
+    (root / "list").mkdir()
+    (root / "list" / "run.json").write_text("[1, 2]")
+    return root
+
+
+def _edit(path: Path, **entries: object) -> None:
+    manifest = path / "run.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | entries))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[App]:
+    made = app(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def get(served: App) -> Any:
+    asked = TestClient(served, base_url="http://localhost:8642")
+
+    def ask(path: str, status: int = 200, **query: object) -> Any:
+        answer = asked.get(path, params={k: str(v) for k, v in query.items()} or None)
+        assert answer.status_code == status, answer.text
+        return json.loads(answer.text, parse_constant=_no_number)
+
+    return ask
+
+
+def _no_number(constant: str) -> None:
+    raise AssertionError(f"the answer holds {constant}, which is no JSON")
+
+
+# -- the list
+
+
+def test_the_list_has_every_run_below_the_folder(get: Any, folder: Path) -> None:
+    answer = get("/api/runs")
+    assert answer["folder"] == folder.name
+    assert {run["id"] for run in answer["runs"]} == {str(p.relative_to(folder)) for p in Run.find(folder)}
+    modified = [run["modified"] for run in answer["runs"]]
+    assert modified == sorted(modified, reverse=True)
+
+
+def test_a_row_says_what_the_manifest_and_the_parts_names_do(get: Any, folder: Path) -> None:
+    row = next(run for run in get("/api/runs")["runs"] if run["id"] == "sweeps/low 1")
+    run = Run(folder / "sweeps" / "low 1")
+    assert (row["name"], row["last_step"], row["closed"], row["live"]) == ("low 1", View(run).last_step, True, False)
+    assert row["tensors"] == sum(len(names) for names in run.tensors.values())
+    assert (row["ranks"], row["problem"]) == (1, None)
+    assert row["created"] == pytest.approx(row["modified"], abs=600)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "problem"),
+    [("newer", "Install the plimsoll that wrote it"), ("damaged manifest", "run.json: cannot be read"),
+     ("odd manifest", "damaged ("), ("list", "run.json: cannot be read")],
+)  # fmt: skip
+def test_an_unreadable_manifest_costs_its_own_row(get: Any, run_id: str, problem: str) -> None:
+    row = next(run for run in get("/api/runs")["runs"] if run["id"] == run_id)
+    assert row["state"] == "unreadable" and problem in row["problem"] and row["verdict"] is None
+
+
+def test_verdicts_come_in_the_background(get: Any, served: App) -> None:
+    while served.answers.verdicts.judge_next() is not None:
+        pass
+    rows = {run["id"]: run for run in get("/api/runs")["runs"]}
+    assert rows["sound"]["state"] == "healthy" and rows["sound"]["verdict"].startswith("Healthy up to step")
+    assert rows["sweeps/low 1"]["state"] == "alarm" and rows["empty"]["state"] == "empty"
+
+
+# -- one run
+
+
+def test_a_runs_page_has_its_summary_and_what_it_recorded(get: Any, folder: Path) -> None:
+    answer = get("/api/runs/sweeps%2Flow%201")
+    run = Run(folder / "sweeps" / "low 1")
+    expected = summary(View(run)).to_dict()
+    told_summary = answer["summary"]
+    assert told_summary["path"] == "sweeps/low 1" != expected["path"]
+    assert {k: v for k, v in told_summary.items() if k != "path"} == {k: v for k, v in expected.items() if k != "path"}
+    assert {k: tuple(v) for k, v in answer["collections"].items()} == dict(run.tensors)
+    assert (answer["id"], answer["name"], answer["live"]) == ("sweeps/low 1", "low 1", False)
+    assert answer["scalars"] == list(run.scalar_names)
+    assert answer["steps"] == {"first": run.steps[0], "last": run.steps[-1], "count": len(run.steps)}
+    assert tuple(answer["formats"]) == OFFERED and "fp16" in OFFERED and "nvfp4" not in OFFERED
+
+
+def test_the_served_folder_can_be_a_run_itself(folder: Path) -> None:
+    made = app(folder / "sound")
+    asked = TestClient(made, base_url="http://localhost")
+    assert asked.get("/api/runs").json()["runs"][0]["id"] == "."
+    assert asked.get("/api/runs/%2E%2F").json()["name"] == "sound"
+    made.close()
+
+
+@pytest.mark.parametrize("figure", OF_ONE)
+def test_figures_are_the_ones_that_the_room_makes(get: Any, figure: str, folder: Path) -> None:
+    query = {"collection": "gradients", "name": f"{LAYERS[0]}.weight"} if figure == "spectrogram" else {}
+    drawn = get(f"/api/runs/sound/figure/{figure}", **query)["figure"]
+    made = getattr(report, figure)(View(Run(folder / "sound")), *query.values())
+    assert drawn["layout"]["title"] == json.loads(made.to_json())["layout"]["title"]
+    assert [t["type"] for t in drawn["data"]] == [t["type"] for t in json.loads(made.to_json())["data"]]
+
+
+def test_a_finding_has_its_figure(get: Any) -> None:
+    findings = get("/api/runs/sweeps%2Flow%201")["summary"]["findings"]
+    for index, finding in enumerate(findings):
+        answer = get(f"/api/runs/sweeps%2Flow%201/figure/{finding['figure']}", finding=index)
+        assert answer["figure"]["layout"]["title"]["text"]
+
+
+@pytest.mark.parametrize("shift", [None, -3, 9])
+@pytest.mark.parametrize("fmt", ["fp16", "E4M3"])
+def test_what_if_is_that_of_the_library(get: Any, folder: Path, shift: int | None, fmt: str) -> None:
+    answer = get("/api/runs/sweeps%2Flow%201/whatif", format=fmt, collection="gradients",
+                 **({} if shift is None else {"shift": shift}))  # fmt: skip
+    expected = pl.whatif(folder / "sweeps" / "low 1", fmt, shift)
+    data = expected.to_dict()
+    for entry in ("sentence", "shift", "chosen", "overall", "rows", "over_time", "stretches", "censored"):
+        assert answer[entry] == data[entry], entry
+    assert answer["best_shift"] == pl.whatif(folder / "sweeps" / "low 1", fmt).shift and answer["more"] == 0
+
+
+def test_what_if_tells_the_worst_rows_and_how_many_more(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plimsoll.report._server_answers._ROWS", 5)
+    answer = get("/api/runs/sound/whatif", format="e2m1", collection="weights")
+    assert (len(answer["rows"]), answer["more"]) == (5, len(LAYERS) - 5)
+
+
+# -- two runs
+
+
+def test_two_runs_are_compared(get: Any) -> None:
+    answer = get("/api/compare", a="sound", b="sweeps/low 1")
+    assert (answer["a"]["state"], answer["b"]["state"]) == ("healthy", "alarm")
+    assert answer["sentence"] and answer["diff"]["first"] is not None
+    assert get("/api/compare", a="sound", b="sound")["diff"]["first"] is None
+
+
+def test_runs_that_cannot_be_compared_are_told_so(get: Any) -> None:
+    answer = get("/api/compare", a="sound", b="empty")
+    assert answer["diff"] is None or answer["diff"]["first"] is None
+    assert answer["sentence"]
+
+
+@pytest.mark.parametrize("figure", ["before_after", "loss_and_scale"])
+def test_two_runs_in_one_figure(get: Any, figure: str) -> None:
+    assert get(f"/api/compare/figure/{figure}", a="sound", b="sweeps/low 1")["figure"]["data"]
+
+
+# -- whatever is asked of whatever run: an answer or a refusal
+
+RUNS = ("sound", "empty", "one step", "scalars only", "damaged part", "damaged manifest", "odd manifest", "no numbers",
+        "newer", "list", "hostile", "none")  # fmt: skip
+QUESTIONS = ("", "/whatif?format=fp16", "/whatif?format=e4m3&collection=weights&shift=3", "/figure/loss_and_scale",
+             "/figure/heatmap?statistic=zero", "/figure/scale_curve", "/figure/scale_window", "/figure/record",
+             "/figure/updates", "/figure/code_usage", "/figure/underflow_over_time", "/figure/zero_heatmap",
+             f"/figure/spectrogram?collection=gradients&name={LAYERS[0]}.weight",
+             "/figure/record?finding=0")  # fmt: skip
+
+
+@pytest.mark.parametrize("run_id", RUNS)
+def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    for question in QUESTIONS:
+        answer = asked.get(f"/api/runs/{run_id.replace(' ', '%20')}{question}")
+        data = json.loads(answer.text, parse_constant=_no_number)
+        assert answer.status_code in (200, 404, 409, 422), (question, answer.text)
+        assert (answer.status_code == 200) == ("error" not in data), question
+        assert data.get("error", "serve: expected one").count(": expected ") == 1
+    status = asked.get(f"/api/compare?a={run_id}&b=sound").status_code
+    assert status in (200, 404, 409)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/api/runs/sound/figure/none", 404, "expected a figure among"),
+        ("/api/runs/sound/figure/heatmap?statistic=none", 422, "heatmap: expected"),
+        ("/api/runs/sound/figure/heatmap?colour=red", 422, "got colour. Leave it out"),
+        ("/api/runs/sound/figure/spectrogram?collection=gradients", 422, "expected name for spectrogram"),
+        ("/api/runs/sound/figure/spectrogram?collection=gradients&name=none", 404, "got 'none'"),
+        ("/api/runs/sound/figure/spectrogram?collection=gradients&name=x&shift=two", 422, "got 'two'"),
+        ("/api/runs/sound/figure/record?finding=-1", 404, "got -1"),
+        ("/api/runs/sound/figure/record?finding=99", 404, "got 99"),
+        ("/api/runs/sound/figure/record?finding=one", 422, "got 'one'"),
+        ("/api/runs/sound/figure/record?finding=0&collection=x", 422, "got collection"),
+        ("/api/runs/sound/whatif", 422, "expected format"),
+        ("/api/runs/sound/whatif?format=fp17", 422, "Nearest: fp16"),
+        ("/api/runs/sound/whatif?format=nvfp4", 404, "block format"),
+        ("/api/runs/sound/whatif?format=fp16&shift=1e3", 422, "got '1e3'"),
+        ("/api/runs/sound/whatif?format=fp16&shift=99999", 422, "got 99999"),
+        ("/api/runs/sound/whatif?format=fp16&scale=8", 422, "got format, scale"),
+        ("/api/runs/sound/whatif?format=fp16&collection=cats", 404, "got 'cats'"),
+        ("/api/compare?a=sound", 422, "expected two runs"),
+        ("/api/compare?a=sound&b=none", 404, "expected the id of a run"),
+        ("/api/compare/figure/heatmap?a=sound&b=sound", 404, "of two runs"),
+        ("/api/compare/figure/loss_and_scale?a=sound", 422, "expected two runs"),
+        ("/api/nothing", 404, "nothing at this address"),
+    ],
+)
+def test_what_cannot_be_answered_says_what_was_expected(get: Any, path: str, status: int, message: str) -> None:
+    assert message in get(path, status)["error"]
+
+
+def test_hostile_names_are_answered_as_they_are(get: Any) -> None:
+    answer = get("/api/runs/hostile")
+    names = {name for each in answer["collections"].values() for name in each}
+    assert {name for name in hostile.NAMES if name.isprintable()} <= names | {n.partition(":")[0] for n in names}
+    name = next(iter(answer["collections"]["gradients"]))
+    drawn = get("/api/runs/hostile/figure/spectrogram", collection="gradients", name=name)["figure"]
+    assert drawn["data"]
+
+
+# -- runs that change under the page
+
+
+def test_a_run_that_goes_is_gone(tmp_path: Path) -> None:
+    SOUND.write(tmp_path / "run")
+    made = app(tmp_path)
+    asked = TestClient(made, base_url="http://localhost")
+    assert asked.get("/api/runs/run").status_code == 200
+    shutil.rmtree(tmp_path / "run")
+    for path in ("/api/runs/run", "/api/runs/run/figure/record", "/api/runs/run/whatif?format=fp16"):
+        assert asked.get(path).status_code == 404
+    made.close()
+
+
+def test_a_run_whose_parts_vanish_while_it_is_read(tmp_path: Path) -> None:
+    SOUND.write(tmp_path / "run")
+    made = app(tmp_path)
+    asked = TestClient(made, base_url="http://localhost")
+    assert asked.get("/api/runs/run/figure/loss_and_scale").status_code == 200
+    shutil.rmtree(tmp_path / "run" / "spectra")
+    assert asked.get("/api/runs/run/whatif?format=fp16").status_code in (404, 409)
+    made.close()
+
+
+def test_another_run_in_its_place_is_another_run(tmp_path: Path) -> None:
+    SOUND.write(tmp_path / "run")
+    made = app(tmp_path)
+    asked = TestClient(made, base_url="http://localhost")
+    first = asked.get("/api/runs/run").json()
+    shutil.rmtree(tmp_path / "run")
+    LOW.write(tmp_path / "run")
+    later = asked.get("/api/runs/run/whatif?format=fp16").json()
+    assert later["overall"] == pl.whatif(tmp_path / "run", "fp16").to_dict()["overall"]
+    assert later["token"].partition("-")[0] != first["token"].partition("-")[0]
+    while made.answers.verdicts.judge_next() is not None:
+        pass
+    assert asked.get("/api/runs/run").json()["summary"]["state"] == "alarm"
+    made.close()
+
+
+# -- who waits for whom
+
+
+def test_a_slow_question_to_one_run_delays_no_other(served: App) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def slow(_: object) -> bytes:
+        held.set()
+        assert done.wait(20)
+        return b"{}"
+
+    thread = threading.Thread(target=lambda: served.answers.live.answer("sound", "slow", slow))
+    thread.start()
+    assert held.wait(20)
+    asked = TestClient(served, base_url="http://localhost:8642")
+    assert asked.get("/api/runs/one%20step/figure/record").status_code == 200
+    assert asked.get("/api/runs").status_code == 200
+    assert not done.is_set()
+    done.set()
+    thread.join()
+
+
+def test_who_waits_too_long_is_told_so(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plimsoll.report._live._PATIENCE_SECONDS", 0.01)
+    held, done = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=lambda: served.answers.live.answer("sound", "slower", lambda _: (held.set(), done.wait(20)))
+    )
+    thread.start()
+    assert held.wait(20)
+    asked = TestClient(served, base_url="http://localhost:8642")
+    answer = asked.get("/api/runs/sound/figure/updates?collection=updates")
+    done.set()
+    thread.join()
+    assert answer.status_code == 409 and "Ask again" in answer.json()["error"]
+
+
+def test_an_answer_is_made_once_for_each_state_of_a_run(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = TestClient(served, base_url="http://localhost:8642"), []
+    whole = report.scale_curve
+    monkeypatch.setattr(report, "scale_curve", lambda run, fmt=None: made.append(1) or whole(run, fmt))
+    for _ in range(3):
+        assert asked.get("/api/runs/one%20step/figure/scale_curve?format=bf16").status_code == 200
+    assert len(made) == 1
+
+
+# -- the static page
+
+
+def test_assets_are_asked_for_again_only_when_they_changed(served: App) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    first = asked.get("/assets/plotly.min.js")
+    assert first.status_code == 200 and first.headers["content-type"].startswith("text/javascript")
+    again = asked.get("/assets/plotly.min.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert set(asked.get("/assets/templates.json").json()) == {"light", "dark"}
+
+
+@pytest.mark.parametrize(
+    "path", ["", "none.js", "../_server.py", "%2e%2e/_server.py", "..%2F_server.py", "/etc/passwd"]
+)
+def test_nothing_else_is_an_asset(served: App, path: str) -> None:
+    assert TestClient(served, base_url="http://localhost:8642").get(f"/assets/{path}").status_code == 404
