@@ -61,6 +61,15 @@ def test_a_scale_that_was_never_higher_has_not_collapsed(tmp_path: Path) -> None
     assert found.since_step < 60 and found.evidence["binades"] > 0
 
 
+def test_the_search_for_the_first_scale_is_no_part_of_the_fall_after_it(tmp_path: Path) -> None:
+    run = told(scale=lambda s: 2.0 ** (20 - min(s, 4)) if s < 100 else 2.0 ** (16 - min(s - 99, 8))).write(
+        tmp_path / "r"
+    )
+    (found,) = (f for f in diagnose(run) if f.rule == "scale-collapse")
+    assert found.since_step == 100
+    assert found.evidence == {"from": 2.0**16, "to": 2.0**8, "binades": 8.0}
+
+
 def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> None:
     story = told(change_gradient=lambda g, name, step: g * (torch.arange(len(g)) < 20))
     found = {(f.rule, f.collection): f for f in diagnose(story.write(tmp_path / "run"))}

@@ -161,7 +161,7 @@ class ScaleCollapse(Rule):
         fallen = _fallen(steps, scale, begin, self.window)
         holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
-            start = _start_of_fall(scale, int(holds[0]))
+            start = _start_of_fall(scale, int(holds[0]), begin)
             yield self._told(steps, scale, start, int(holds[-1]), begin)
 
     def _told(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
@@ -235,10 +235,13 @@ def _fallen(steps: Ints, scale: Floats, begin: int, window: float) -> Floats:
     return result
 
 
-def _start_of_fall(scale: Floats, at: int) -> int:
-    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell."""
+def _start_of_fall(scale: Floats, at: int, begin: int) -> int:
+    """The first sample of the fall that leads to a place: back over all that did not rise, then to where it fell.
+
+    Not back beyond `begin`, where the scale had settled: the search before it may have been a fall too.
+    """
     start = at
-    while start > 0 and scale[start - 1] >= scale[start]:
+    while start > begin and scale[start - 1] >= scale[start]:
         start -= 1
     return start + int(np.argmax(scale[start : at + 1] < scale[start])) if scale[start] > scale[at] else at
 
