@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis import grouped
-from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.report._figure_words import counted
 
 How = Literal["max", "min", "sum", "mean"]
@@ -105,6 +106,20 @@ def few(names: Sequence[str], steps: Ints, most_cells: int = MOST_CELLS) -> tupl
     return rows, Columns.of(steps, min(MOST_COLUMNS, most_cells // max(len(rows.names), 1)))
 
 
+def histogram(cells: Cells, first: Ints, kept: NDArray[np.bool_] | None = None) -> tuple[int, Floats]:
+    """The counts of all rows, or of those kept, by binade: the lowest binade, and the counts from it on.
+
+    `first` is the binade of each row's first count, moved as the caller likes.
+    """
+    there = (cells.length > 0) if kept is None else (cells.length > 0) & kept
+    low = int(first[there].min()) if there.any() else 0
+    start = np.where(there, first - low, 0) - cells.start[:-1]
+    place: Ints = np.repeat(start, cells.length)
+    place += np.arange(len(place))
+    flat = cells.flat if kept is None or kept.all() else cells.flat * np.repeat(kept, cells.length)
+    return low, np.asarray(np.bincount(place, weights=flat), dtype=np.float64)
+
+
 def _merged(values: Floats, starts: Ints, how: How, axis: int) -> Floats:
     if how == "max":
         return np.fmax.reduceat(values, starts, axis=axis)
@@ -128,7 +143,7 @@ def _groups(names: Sequence[str], most: int) -> dict[str, list[int]]:
         coarser = _by_prefix(names, depth)
         if len(coarser) <= most:
             # A prefix that says too little ("model.layers") would hide nearly everything: neighbours are merged then.
-            return coarser if 4 * len(coarser) >= most else _neighbours(finer, most)
+            return coarser if 4 * len(coarser) > most else _neighbours(finer, most)
         finer = coarser
     return _neighbours(finer, most)
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
-from plimsoll.report._aggregate import Columns
+from plimsoll.report._aggregate import Columns, histogram
 from plimsoll.report._figure_parts import (
     STEP_AXIS,
     Layout,
@@ -89,14 +90,11 @@ class _Use:
         recorded = bool(own.any())
         kept = own if recorded else np.ones(len(cells), dtype=bool)
         moved = np.zeros(len(cells), dtype=np.int64) if recorded else _fitted(cells, fmt)
-        row = np.repeat(np.arange(len(cells)), cells.length)
-        binade = (cells.lowest + moved)[row] + np.arange(len(row)) - cells.start[:-1][row]
-        there = kept[row] & (cells.flat > 0)
-        row, binade, counts = row[there], binade[there], cells.flat[there].astype(np.float64)
         low, high = fmt.quantum_exponent, fmt.max_exponent
         every = float(cells.column("count")[kept].sum())
-        spread = np.bincount(np.clip(binade - low + 1, 0, high - low + 2), weights=counts, minlength=high - low + 3)
-        top = _top_by_step(cells, kept, row[binade >= high], counts[binade >= high])
+        begin, counts = histogram(cells, cells.lowest + moved, kept)
+        place = np.clip(np.arange(begin, begin + len(counts)) - low + 1, 0, high - low + 2)
+        spread = np.bincount(place, weights=counts, minlength=high - low + 3)
         return cls(
             lowest=low,
             shares=spread[1:-1] / every,
@@ -104,17 +102,17 @@ class _Use:
             above=float(spread[-1]) / every,
             zeros=float(cells.column("zeros")[kept].sum()) / every,
             steps=cells.steps,
-            top=top,
+            top=_top_by_step(cells, kept, cells.lowest + moved, high),
             recorded=recorded,
             tensors=len(np.unique(cells.layer[kept])),
         )
 
 
-def _top_by_step(cells: Cells, kept: "np.ndarray[tuple[int], np.dtype[np.bool_]]", row: Ints, counts: Floats) -> Floats:
+def _top_by_step(cells: Cells, kept: NDArray[np.bool_], first: Ints, top: int) -> Floats:
     """At each step the share of nonzero values in the top binade, of the tensor that has most there."""
-    by_row = np.bincount(row, weights=counts, minlength=len(cells))
+    under = cells.running[cells.start[:-1] + np.clip(top - first, 0, cells.length)] - cells.running[cells.start[:-1]]
     with np.errstate(all="ignore"):
-        shares = np.where(kept & (cells.nonzero > 0), by_row / cells.nonzero, np.nan)
+        shares = np.where(kept & (cells.nonzero > 0), 1 - under / cells.nonzero, np.nan)
     result = np.full(len(cells.steps), np.nan)
     np.fmax.at(result, cells.at, shares)
     return result

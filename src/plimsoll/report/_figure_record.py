@@ -25,6 +25,7 @@ def record(run: Source, *, until: int | None = None) -> "Figure":
     """The record itself: the steps at which samples were taken, each kind of event in a lane, and what is missing."""
     view = view_of(run, until, "record")
     title, meta = "What was recorded, and what was lost", {"figure": "record"}
+    _ = view.last_step  # reads the scalars: a part that is damaged is known for it once it was read
     strips = [*_samples(view), *_events(view)]
     words = _missing(view)
     if not strips:

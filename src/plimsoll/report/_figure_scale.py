@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
+from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
+from plimsoll.report._aggregate import histogram
 from plimsoll.report._figure_parts import Layout, Source, line, made, nothing, series_checked, view_of
 from plimsoll.report._figure_words import capital, joined, of, percent, power, powers
 from plimsoll.report._theme import BLUE, GREEN, PURPLE, RED
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 0.01  # of a module's values that may be lost, as in `Scales`
 _AROUND = 4  # powers of two that are drawn beyond the window
+_COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = WeakKeyDictionary()
 _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 
 
@@ -45,7 +49,7 @@ def scale_curve(
         return nothing("scale_curve", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
     chosen = chosen or _narrowest(cells)
     title = f"{capital(of(collection))} in {chosen.name}: what each loss scale would cost"
-    shifts, lost, over = _costs(view, cells, chosen)
+    shifts, lost, over = _known_costs(view, cells, chosen)
     window = shifts[(lost < _TOLERANCE) & (over == 0)]
     used = _used(view)
     meta |= {"format": chosen.name, "window": [int(window[0]), int(window[-1])] if len(window) else None}
@@ -65,6 +69,17 @@ def scale_curve(
         line(shifts, over, "overflows", RED, hover),
     ]
     return made("scale_curve", title, _said(window, used, lost, over), traces, layout, meta)
+
+
+def _known_costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
+    """The costs, computed once for each record and format."""
+    narrow = view.narrow(cells.collection)
+    if narrow is None:
+        return _costs(view, cells, fmt)
+    kept = _COSTS.setdefault(narrow, {})
+    if fmt not in kept:
+        kept[fmt] = _costs(view, cells, fmt)
+    return kept[fmt]
 
 
 def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
@@ -114,11 +129,7 @@ class _Flushed:
 def _summed(cells: Cells) -> Cells:
     """All rows as one, scales undone."""
     lift = np.round(np.log2(cells.scale)).astype(np.int64)
-    first = cells.lowest - lift
-    low = int(first[cells.nonzero > 0].min())
-    place = np.repeat(first - low - cells.start[:-1], cells.length) + np.arange(len(cells.flat))
-    kept = cells.flat > 0
-    counts = np.bincount(place[kept], weights=cells.flat[kept]).astype(np.int64)
+    low, counts = histogram(cells, cells.lowest - lift)
     one, zero = np.ones(1), np.zeros(1, dtype=np.int64)
     smallest, largest = (
         choose(cells.column(name) / cells.scale) * one
@@ -137,7 +148,7 @@ def _summed(cells: Cells) -> Cells:
         columns=columns,
         lowest=zero + low,
         start=np.array([0, len(counts)]),
-        flat=counts,
+        flat=counts.astype(np.int64),
     )
 
 

@@ -97,7 +97,7 @@ def _painted(
         )  # fmt: skip
         layout[f"yaxis{axis[1:]}"] = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": "",
                                       "domain": [max(top - each, 0.0), top]}  # fmt: skip
-        notes.append({"text": f"<b>{words}</b>", "x": 0, "xref": "paper", "xanchor": "left", "y": top, "yref": "paper",
+        notes.append({"text": f"<b>{words}</b>", "x": 1, "xref": "paper", "xanchor": "right", "y": top, "yref": "paper",
                       "yanchor": "bottom"})  # fmt: skip
         layout["coloraxis"] = {
             **colour.axis,
