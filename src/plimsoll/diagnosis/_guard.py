@@ -210,7 +210,7 @@ class Guard:
         for remedy in self._remedies.values():
             remedy.between()
         step = self._beside.step
-        due = (step - 1) % self._every == 0 and step > 0
+        due = step > 1 and (step - 1) % self._every == 0
         if not self._ranks.several or due or self._meets:
             order = self._ranks.agree(self._decision(step))
             self._meets = False

@@ -74,6 +74,10 @@ class ToBF16(Remedy):
             self._enter_by_hooks(order)
         self._done |= set(order.where)
 
+    def handled(self, finding: Finding) -> bool:
+        """Of two layers that no one scale serves, one that is in BF16 needs none."""
+        return finding.rule == "no-single-scale" and any(map(self._is_done, self.training.modules_of(finding)))
+
     def undo(self) -> None:
         """In a loop of one's own: the modules run as before."""
         while self._regions:

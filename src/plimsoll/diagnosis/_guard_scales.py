@@ -131,10 +131,10 @@ class LayerScale(Remedy):
             return "none of the layers named has a scale of its own"
         scales = [scaler.scales[own] for own, name in names.items() if name in chosen]
         before = ", ".join(f"2^{math.frexp(scale)[1] - 1}" for scale in scales[:4])
-        reason = "their scales are chosen anew from the gradients of the next step"
+        reason = "the scales of layers are chosen anew from the gradients of the next step"
         return self.order(finding, since, reason, before=before, after="measured anew", where=chosen, targets=chosen)
 
-    def carry_out(self, order: Order) -> None:
-        """Has the scaler look again."""
+    def carry_out(self, order: Order) -> None:  # noqa: ARG002  (all layers, not only those that are named)
+        """Has the scaler look again at all layers: what one has lost may have been lost in the one before."""
         scaler: Any = self.training.scaler
-        scaler.look_again(self.training.in_model(name) or "model" for name in order.where)
+        scaler.look_again()

@@ -3,6 +3,7 @@
 `Loop` derives from `Interventions`; a guard is what uses it most.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,9 +62,11 @@ class Interventions:
         What the function raises leaves `step`, whose work is done by then.
         """
         self._after_steps = (*self._after_steps, call)
+        loop = weakref.ref(self)  # whoever keeps what is returned does not keep the loop, nor its model
 
         def take_back() -> None:
-            self._after_steps = tuple(other for other in self._after_steps if other is not call)
+            if (known := loop()) is not None:
+                known._after_steps = tuple(other for other in known._after_steps if other is not call)  # noqa: SLF001
 
         return take_back
 
