@@ -104,6 +104,12 @@ def predictor_of(narrow: Narrow) -> "Predictor":
     return found
 
 
+def predictor_bytes(narrow: Narrow) -> int:
+    """The memory of a collection's predictor, if there is one."""
+    found = _PREDICTORS.get(narrow)
+    return 0 if found is None else found.size_bytes
+
+
 class Predictor:
     """What any format and shift would make of one collection; what does not depend on the shift is made once."""
 

@@ -132,7 +132,7 @@ class Live:
         return make(View(Run(listed.path, warn=False)))
 
     def opened(self, run_id: str) -> Listed:
-        """As `listed`, of a run that is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
+        """As `listed`; the run is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
         found = self.listed(run_id)
         if not found.opens:
             raise RunError(_why(found.problem or "damaged"))

@@ -12,6 +12,7 @@ from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Cells, from_table
 from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
 from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis._whatif import predictor_bytes
 from plimsoll.runs import Run
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
@@ -34,8 +35,9 @@ class LiveView(View):
     @property
     def size_bytes(self) -> int:
         """The memory of what is kept."""
-        narrow = [vars(each).values() for each in self._narrow.values()]
-        beside = sum(getattr(value, "nbytes", 0) for values in narrow for value in values)
+        narrow = list(self._narrow.values())
+        beside = sum(getattr(value, "nbytes", 0) for each in narrow for value in vars(each).values())
+        beside += sum(predictor_bytes(each) for each in narrow)
         return beside + sum(size_bytes(cells) for cells in self._cells.values() if cells is not None)
 
     def copied(self) -> "LiveView":
