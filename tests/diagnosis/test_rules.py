@@ -62,10 +62,8 @@ def test_a_scale_that_was_never_higher_has_not_collapsed(tmp_path: Path) -> None
 
 
 def test_the_search_for_the_first_scale_is_no_part_of_the_fall_after_it(tmp_path: Path) -> None:
-    run = told(scale=lambda s: 2.0 ** (20 - min(s, 4)) if s < 100 else 2.0 ** (16 - min(s - 99, 8))).write(
-        tmp_path / "r"
-    )
-    (found,) = (f for f in diagnose(run) if f.rule == "scale-collapse")
+    story = told(scale=lambda s: 2.0 ** (20 - min(s, 4)) if s < 100 else 2.0 ** (16 - min(s - 99, 8)))
+    (found,) = (f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "scale-collapse")
     assert found.since_step == 100
     assert found.evidence == {"from": 2.0**16, "to": 2.0**8, "binades": 8.0}
 

@@ -96,6 +96,8 @@ def _show(result: "Result", target: Console) -> None:
 
 
 def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
+    from plimsoll.diagnosis import shown
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in ("training", "loss over time", "lost", "at the end", "it"):
         table.add_column(head, no_wrap=True, justify="right" if head in ("lost", "at the end") else "left")
@@ -106,8 +108,8 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
         lost, loss = training.numbers.get("lost_after", math.nan), training.numbers.get("loss_end", math.nan)
         colour = "green" if training.good else "bold red"
         table.add_row(
-            training.title, Text(_spark(training.series, low, high, bars), style=colour),
-            "" if math.isnan(lost) else f"{lost:.1%}", number(loss), Text(training.verdict, style=colour),
+            Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
+            "" if math.isnan(lost) else f"{lost:.1%}", number(loss), Text(shown(training.verdict), style=colour),
         )  # fmt: skip
     return table
 
@@ -122,10 +124,12 @@ def _spark(values: Sequence[float], low: float, high: float, bars: str) -> str:
 
 
 def _found(training: "Training") -> list[Text]:
+    from plimsoll.diagnosis import shown
+
     findings = [f for f in training.findings if f.severity == "alarm"][:_MOST_FINDINGS]
     if not findings:
         return []
-    head = Text(f"Plimsoll found in {training.title}:", style="bold")
+    head = Text(f"Plimsoll found in {shown(training.title)}:", style="bold")
     return [Text(""), head, *(_finding(finding) for finding in findings)]
 
 

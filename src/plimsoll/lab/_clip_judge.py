@@ -80,10 +80,11 @@ def _lost(view: View) -> Series:
 
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
-    """How many steps after the hard batches more than a sound part of the gradients was lost, as the samples show."""
-    after = steps >= end
-    bad = np.flatnonzero(after & (lost > _LOST))
-    return float(steps[bad[-1]] - end + 1) if len(bad) else 0.0
+    """How many steps after the hard batches more than a sound part of the gradients was lost; Inf: to the end."""
+    bad = np.flatnonzero((steps >= end) & (lost > _LOST))
+    if not len(bad):
+        return 0.0
+    return math.inf if bad[-1] == len(steps) - 1 else float(steps[bad[-1]] - end + 1)
 
 
 def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
@@ -116,11 +117,12 @@ def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
 
 
 def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
+    lost_for = numbers["lost_for_steps"]
     if numbers["progress"] <= _STALLED:
-        return "stalls: gradients are zero" if numbers["lost_after"] > 0.5 else "stalls", False
-    if numbers["lost_for_steps"] > 0:
-        return f"recovers in {numbers['lost_for_steps']:.0f} steps", True
-    return "trains on", True
+        return "stalls in silence" if lost_for == math.inf else "stalls", False
+    if lost_for == math.inf:
+        return "loses gradients to the end", False
+    return (f"back after {lost_for:.0f} steps" if lost_for else "trains on"), True
 
 
 def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ class Setup:
     which a third is taken). The hard batches are at step 300, ten in a row, a quarter of their pictures black.
     """
 
-    steps: int = 450
+    steps: int = 400
     hard_at: int = 300
     hard_batches: int = 10
     black: int = 8
@@ -62,7 +62,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     if steps < FEWEST_STEPS:
         raise ArgumentError(
             f"lab clip: expected {FEWEST_STEPS} steps or more, so that there is a time before the hard batches and one "
-            f"after; got {steps}. Use 450."
+            f"after; got {steps}. Use 400."
         )
     return replace(whole, steps=steps, hard_at=min(whole.hard_at, steps * 2 // 3 // 10 * 10))
 

@@ -1,0 +1,127 @@
+"""`plimsoll lab`: what it lists, what it prints, and its exit codes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from plimsoll.cli import _lab, _lab_progress, app
+from plimsoll.diagnosis import Finding
+from plimsoll.lab import EXPERIMENTS, Bench, Claim, Experiment, Measured, Training, _registry
+from plimsoll.runs import RunWriter, Scalars
+
+FINDING = Finding(
+    rule="scale-collapse", severity="alarm", since_step=1300, until_step=1310, meaning="It fell.", advice="Raise it.",
+    where=("blocks.0.up.weight", "blocks.1.up.weight"), collection="gradients", figure="loss_and_scale",
+)  # fmt: skip
+
+
+def experiment(measured: float, title: str = "FP16, stock scaler") -> Experiment:
+    def measure(bench: Bench) -> Measured:
+        trainings = []
+        for name in ("fp16", "bf16"):
+            with RunWriter(bench.runs / name) as writer:
+                writer.write(Scalars(step=0, values={"loss": 1.0}))
+            trainings.append(
+                Training(
+                    name=name,
+                    title=title if name == "fp16" else "BF16",
+                    run=bench.runs / name,
+                    numbers={"lost_after": 0.72, "loss_end": 0.7},
+                    verdict="stalls",
+                    good=name == "bf16",
+                    series=(3.5, 1.0, math.nan, 0.5),
+                    findings=(FINDING,),
+                )
+            )
+            bench.progress.begin(name, 2)
+            bench.progress.advance()
+        claim = Claim(id="falls", says="the scale falls", measured=measured, at_least=10.0, unit="binades")
+        return Measured(trainings=tuple(trainings), claims=(claim,), said=("It fell.", "Use another."))
+
+    return Experiment(name="toy", claim="A toy.", source="T9", settings=lambda b: {"device": b.device}, measure=measure)
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
+    """Experiments by name, in place of the real ones."""
+    found = {"toy": experiment(10.0), "broken": experiment(9.0), "hostile": experiment(10.0, "[red]\x1b[2J</script>")}
+    monkeypatch.setattr(_registry, "EXPERIMENTS", found)
+    monkeypatch.setattr("plimsoll.lab.EXPERIMENTS", found)
+    monkeypatch.setenv("COLUMNS", "80")
+    return found
+
+
+def test_the_real_ones_are_listed_with_their_claims() -> None:
+    result = CliRunner().invoke(app, ["lab"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and "clip" in result.stdout and "T3, T4, T7" in result.stdout
+    listed = json.loads(CliRunner().invoke(app, ["lab", "--format", "json"]).stdout)
+    assert [each["name"] for each in listed] == list(EXPERIMENTS)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_a_result_fits_one_screen(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["lab", "toy", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
+    assert "All 1 claims hold." in result.stdout
+    assert "scale-collapse since step 1,300 in blocks.{0-1}.up.weight" in result.stdout
+    assert str(tmp_path / "out" / "report.html") in result.stdout
+    assert "FP16, stock scaler  █▃ ▁" in result.stdout and "72.0%" in result.stdout
+    assert result.stderr.splitlines() == ["fp16: 2 steps", "bf16: 2 steps", "reports: 2 steps"]
+
+
+def test_a_claim_that_does_not_hold_is_exit_code_1_and_said(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["lab", "broken", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "1 of 1 claims do not hold:" in result.stdout
+    assert "the scale falls: 9 binades, expected at least 10" in result.stdout
+
+
+def test_json_is_the_result_alone(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["lab", "toy", "--out", str(tmp_path / "out"), "--format", "json", "--seed", "4"])
+    told = json.loads(result.stdout)
+    assert told == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert told["holds"] is True and told["seed"] == 4 and told["settings"] == {"device": "cpu"}
+    assert told["trainings"][0]["series"] == [3.5, 1.0, "nan", 0.5]
+
+
+def test_an_unknown_name_and_a_foreign_folder_are_exit_code_2(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    for arguments, said in (
+        (["lab", "tyo"], "Nearest: toy"),
+        (["lab", "toy", "--out", str(tmp_path)], "one with other things in it"),
+        (["lab", "toy", "--seed", "-1", "--out", str(tmp_path / "out")], "expected a seed"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_titles_are_shown_as_text(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["lab", "hostile", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert "[red]" in result.stdout and "\x1b[2J" not in result.stdout
+
+
+def test_the_picture_in_one_line_spans_all_trainings() -> None:
+    assert _lab._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
+    assert _lab._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
+    assert _lab._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
+
+
+def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w") as screen:
+        terminal = Console(file=screen, force_terminal=True, width=80)
+        monkeypatch.setattr(_lab_progress, "Console", lambda **_: terminal)
+        with _lab_progress.told() as progress:
+            progress.begin("FP16, stock scaler", 3)
+            progress.advance()
+            assert isinstance(progress, _lab_progress.Bars)
+            assert progress._progress.tasks[0].completed == 1
+    assert "FP16, stock scaler" in (tmp_path / "screen").read_text()
