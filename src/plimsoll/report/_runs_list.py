@@ -74,7 +74,7 @@ class RunsList:
         """All runs, those written to last first; as they were found at most so long ago."""
         with self._lock:
             now = self._clock()
-            if not 0 <= now - self._looked <= max_age_seconds:
+            if not 0 <= now - self._looked < max_age_seconds:
                 self._look()
                 self._looked = now
             return sorted(self._found.values(), key=lambda run: (-run.modified, run.id))

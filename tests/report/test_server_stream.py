@@ -1,0 +1,269 @@
+"""Server-sent events: what is told when, to browsers that leave, stay away, are slow, or are too many."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+
+from plimsoll.report import _live_streams
+from plimsoll.report._live_streams import EventStream, Streams
+from plimsoll.report._server import App, app
+from plimsoll.runs import RunWriter
+from tests.runs import making
+
+PATIENCE = 20.0  # seconds until a test that waits has failed
+
+
+class Browser:
+    """A browser that has a stream open: what it was sent, and a way to leave."""
+
+    def __init__(self) -> None:
+        self.messages: list[Mapping[str, Any]] = []
+        self.heard, self.left = asyncio.Event(), asyncio.Event()
+        self.ready = asyncio.Event()  # takes what it is sent
+        self.ready.set()
+        self.task: asyncio.Task[None] | None = None
+
+    def open(self, made: Callable[..., Awaitable[None]], query: bytes = b"", method: str = "GET") -> "Browser":
+        scope = {"type": "http", "method": method, "path": "/api/stream", "raw_path": b"/api/stream",
+                 "query_string": query, "headers": [(b"host", b"localhost:80")], "asgi": {"version": "3.0"},
+                 "http_version": "1.1", "scheme": "http", "server": ("localhost", 80), "root_path": ""}  # fmt: skip
+        self.task = asyncio.create_task(made(scope, self._receive, self._send))
+        return self
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await self.ready.wait()
+        self.messages.append(message)
+        self.heard.set()
+
+    @property
+    def text(self) -> str:
+        return b"".join(m.get("body", b"") for m in self.messages).decode()
+
+    @property
+    def events(self) -> list[tuple[str, Any]]:
+        parts = [block.split("\n") for block in self.text.split("\n\n") if block.startswith("event: ")]
+        return [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in parts]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not holds():
+                self.heard.clear()
+                await self.heard.wait()
+
+    async def leave(self) -> None:
+        self.left.set()
+        async with asyncio.timeout(PATIENCE):
+            await self.task
+
+
+def streamed(test: Callable[[App, Path], Awaitable[None]], folder: Path) -> None:
+    """Runs a test in an event loop, with an application that looks often; nothing may be left in the loop."""
+
+    async def run() -> None:
+        made = app(folder, poll_seconds=0.01)
+        try:
+            async with asyncio.timeout(3 * PATIENCE):
+                await test(made, folder)
+        finally:
+            made.close()
+        async with asyncio.timeout(PATIENCE):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0)
+        assert made.streams.open == made.streams.tasks == 0
+
+    asyncio.run(run())
+
+
+def test_a_page_hears_of_new_data_and_of_new_runs(tmp_path: Path) -> None:
+    async def check(made: App, folder: Path) -> None:
+        writer = RunWriter(folder / "a b", flush_seconds=600)
+        making.write_steps(writer, [3])
+        writer.flush()
+        browser = Browser().open(made, b"run=a%20b")
+        await browser.until(lambda: {event for event, _ in browser.events} == {"run", "runs"})
+        first = next(data for event, data in browser.events if event == "run")
+        assert (first["id"], first["last_step"]) == ("a b", 3)
+
+        making.write_steps(writer, [4])
+        writer.flush()
+        await browser.until(lambda: ("run", 4) in [(e, d.get("last_step")) for e, d in browser.events])
+        newest = [data for event, data in browser.events if event == "run"][-1]
+        assert newest["token"] != first["token"]
+
+        version = browser.events[-1][1].get("version")
+        seen = len(browser.events)
+        RunWriter(folder / "other").close()
+        await browser.until(lambda: any(e == "runs" and d["version"] != version for e, d in browser.events[seen:]))
+        writer.close()
+        await browser.leave()
+
+    streamed(check, tmp_path)
+
+
+def test_the_answer_is_an_event_stream(tmp_path: Path) -> None:
+    async def check(made: App, _: Path) -> None:
+        browser = Browser().open(made)
+        await browser.until(lambda: "runs" in browser.text)
+        headers = dict(browser.messages[0]["headers"])
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        assert headers[b"cache-control"] == b"no-store" and b"content-security-policy" in headers
+        await browser.leave()
+
+    streamed(check, tmp_path)
+
+
+def test_a_browser_that_leaves_frees_its_stream_and_the_last_one_the_watching(tmp_path: Path) -> None:
+    async def check(made: App, folder: Path) -> None:
+        making.written(folder / "a", [1])
+        browsers = [Browser().open(made, b"run=a") for _ in range(3)]
+        for browser in browsers:
+            await browser.until(lambda browser=browser: len(browser.events) >= 2)
+        assert (made.streams.open, made.streams.tasks) == (3, 2)  # one looks after the run, one after the list
+        await browsers[0].leave()
+        assert (made.streams.open, made.streams.tasks) == (2, 2)
+        await browsers[1].leave()
+        await browsers[2].leave()
+        assert (made.streams.open, made.streams.tasks) == (0, 0)
+
+    streamed(check, tmp_path)
+
+
+def test_who_comes_later_is_told_the_state_at_once(tmp_path: Path) -> None:
+    looks: list[str] = []
+
+    async def check() -> None:
+        streams = Streams(lambda key: (looks.append(key), {"key": key})[1], poll_seconds=3600)
+        first, later = Browser().open(EventStream(streams, "a")), Browser()
+        await first.until(lambda: len(first.events) == 2)
+        later.open(EventStream(streams, "a"))
+        await later.until(lambda: len(later.events) == 2)
+        assert sorted(looks) == ["", "a"]
+        await first.leave()
+        await later.leave()
+
+    asyncio.run(check())
+
+
+def test_one_state_is_told_once(tmp_path: Path) -> None:
+    looks: list[str] = []
+
+    async def check() -> None:
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def look(key: str) -> Mapping[str, object]:
+            looks.append(key)
+            if len(looks) > 20:
+                loop.call_soon_threadsafe(done.set)
+            return {"state": "same"}
+
+        streams = Streams(look, poll_seconds=0.0)
+        browser = Browser().open(EventStream(streams, None))
+        async with asyncio.timeout(PATIENCE):
+            await done.wait()
+        assert len(browser.events) == 1
+        await browser.leave()
+
+    asyncio.run(check())
+
+
+def test_a_slow_browser_is_told_the_newest_and_nothing_piles_up(tmp_path: Path) -> None:
+    async def check() -> None:
+        state, reached = [0], asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def look(_: str) -> Mapping[str, object]:
+            state[0] += 1
+            if state[0] == 50:
+                loop.call_soon_threadsafe(reached.set)
+            return {"n": min(state[0], 50)}
+
+        streams = Streams(look, poll_seconds=0.0)
+        slow = Browser().open(EventStream(streams, None))
+        await slow.until(lambda: len(slow.events) >= 1)
+        slow.ready.clear()
+        async with asyncio.timeout(PATIENCE):
+            await reached.wait()
+        waiting = next(iter(streams._watching[""]))
+        assert len(waiting.waiting) <= 1
+        slow.ready.set()
+        await slow.until(lambda: slow.events[-1][1] == {"n": 50})
+        assert len(slow.events) < 50
+        await slow.leave()
+
+    asyncio.run(check())
+
+
+def test_silence_is_filled_with_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_live_streams, "_KEEP_ALIVE_SECONDS", 0.01)
+
+    async def check(made: App, _: Path) -> None:
+        browser = Browser().open(made)
+        await browser.until(lambda: browser.text.count(": still here\n\n") >= 2)
+        await browser.leave()
+
+    streamed(check, tmp_path)
+
+
+def test_a_run_that_is_not_there_is_told_as_gone(tmp_path: Path) -> None:
+    async def check(made: App, _: Path) -> None:
+        browser = Browser().open(made, b"run=..%2Fnone")
+        await browser.until(lambda: any(event == "run" for event, _ in browser.events))
+        assert ("run", {"id": "../none", "token": "", "last_step": -1}) in browser.events
+        await browser.leave()
+
+    streamed(check, tmp_path)
+
+
+def test_there_are_only_so_many_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_live_streams, "MOST_STREAMS", 2)
+
+    async def check(made: App, _: Path) -> None:
+        browsers = [Browser().open(made) for _ in range(2)]
+        for browser in browsers:
+            await browser.until(lambda browser=browser: "event" in browser.text)
+        third = Browser().open(made)
+        await third.until(lambda: len(third.messages) >= 2)
+        assert third.messages[0]["status"] == 422 and "at most 2 open streams" in json.loads(third.text)["error"]
+        await browsers[0].leave()
+        fourth = Browser().open(made)
+        await fourth.until(lambda: "event" in fourth.text)
+        for browser in (browsers[1], fourth):
+            await browser.leave()
+
+    streamed(check, tmp_path)
+
+
+def test_head_ends_at_once(tmp_path: Path) -> None:
+    async def check(made: App, _: Path) -> None:
+        browser = Browser().open(made, method="HEAD")
+        async with asyncio.timeout(PATIENCE):
+            await browser.task
+        assert browser.messages[0]["status"] == 200 and browser.text == ""
+
+    streamed(check, tmp_path)
+
+
+def test_the_end_of_the_server_ends_the_streams(tmp_path: Path) -> None:
+    async def check(made: App, _: Path) -> None:
+        browser = Browser().open(made)
+        await browser.until(lambda: "event" in browser.text)
+        made.close()
+        async with asyncio.timeout(PATIENCE):
+            await browser.task
+        assert browser.messages[-1] == {"type": "http.response.body", "body": b""}
+        late = Browser().open(made)
+        async with asyncio.timeout(PATIENCE):
+            await late.task
+
+    streamed(check, tmp_path)
