@@ -7,16 +7,23 @@ not seen, but estimated by the tail of what is left (`_narrow`); of a module tha
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._modules import Modules
+from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import FP16, Format
 
 _TOLERANCE = 0.01  # of a module's values that may be lost
+
+# What was computed of a record: by format and tolerance the names, `low` and `high`.
+_KNOWN: WeakKeyDictionary[Narrow, dict[tuple[Format, float], tuple[tuple[str, ...], Floats, Floats]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,13 +37,17 @@ class Scales:
 
     @classmethod
     def of(cls, view: View, fmt: Format = FP16, until: int | None = None, tolerance: float = _TOLERANCE) -> Self | None:
-        """Those of the gradients up to a step; None where there are none."""
+        """Those of the gradients up to a step; None where there are none. Computed once for each record."""
         narrow = view.narrow("gradients")
         if narrow is None:
             return None
-        cells, found = narrow.cells, cls.of_cells(narrow.cells, fmt, tolerance, narrow.hidden)
+        cells, known = narrow.cells, _KNOWN.setdefault(narrow, {})
+        if (fmt, tolerance) not in known:
+            found = cls.of_cells(cells, fmt, tolerance, narrow.hidden)
+            known[fmt, tolerance] = found.names, found.low, found.high
+        names, low, high = known[fmt, tolerance]
         kept = slice(None) if until is None else slice(0, int(np.searchsorted(cells.steps, until, side="right")))
-        return cls(cells=cells, names=found.names, low=found.low[:, kept], high=found.high[:, kept])
+        return cls(cells=cells, names=names, low=low[:, kept], high=high[:, kept])
 
     @classmethod
     def of_cells(

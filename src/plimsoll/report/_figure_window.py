@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Floats
-from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._scales import Scales
-from plimsoll.formats import FP16, Format
+from plimsoll.formats import FP16
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_parts import (
     STEP_AXIS,
@@ -30,8 +28,6 @@ from plimsoll.report._theme import BLUE, GREEN, ORANGE, PURPLE, RED
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
-
-_SCALES: WeakKeyDictionary[Narrow, dict[Format, Scales | None]] = WeakKeyDictionary()
 
 
 def scale_window(
@@ -59,7 +55,7 @@ def scale_window(
     if not view.run.tensors:
         return nothing("scale_window", title, "Nothing was recorded in this run.", meta)
     series_checked(view, "scale_window", "gradients")
-    scales = _known(view, chosen)
+    scales = Scales.of(view, chosen)
     if scales is None or np.isnan(scales.need).all():
         return nothing("scale_window", title, "No gradients but zeros were recorded up to this step.", meta)
     columns = Columns.of(scales.cells.steps)
@@ -87,17 +83,6 @@ def scale_window(
         ]
     )
     return made("scale_window", title, subtitle, traces, layout, meta)
-
-
-def _known(view: View, fmt: Format) -> Scales | None:
-    """The scales that serve, computed once for each record and format."""
-    narrow = view.narrow("gradients")
-    if narrow is None:
-        return None
-    kept = _SCALES.setdefault(narrow, {})
-    if fmt not in kept:
-        kept[fmt] = Scales.of(view, fmt)
-    return kept[fmt]
 
 
 def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:
