@@ -1,5 +1,7 @@
 """`locate` by itself when a watched training breaks: once a reason, in the run, and without a trace in the training."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +126,8 @@ def test_a_failure_in_it_never_stops_training(tmp_path: Path):
         return model(x).mean()
 
     with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
-        locate_on_trigger(watch, loss_of)(torch.zeros(2, 4)).backward()
+        step_loss = locate_on_trigger(watch, loss_of)
+        step_loss(torch.zeros(2, 4)).backward()
         with pytest.warns(RuntimeWarning, match="failed and was left out .LookupError: only once."):
             optimizer.step()
     assert len(calls) == 2
@@ -152,3 +155,42 @@ def test_the_recorder_says_how_to_locate(tmp_path: Path):
     triggers = [event for event in events if event.kind == "trigger"]
     assert {event.details["reason"] for event in triggers} >= {"loss", "nonfinite"}
     assert all("plimsoll.locate(closure)" in event.details["advice"] for event in triggers)
+
+
+def test_the_model_is_collected_with_it(tmp_path: Path):
+    model = nn.Linear(4, 2)
+    alive = weakref.ref(model)
+    watch = pl.watch(model, run=tmp_path / "run")
+    step_loss = locate_on_trigger(watch, lambda x, model=model: model(x).sum())
+    del model, step_loss
+    gc.collect()
+    assert alive() is None
+    assert watch.closed
+
+
+def test_each_micro_batch_is_looked_at(tmp_path: Path):
+    torch.manual_seed(0)
+    model = Breaking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, lambda x: model(x).mean())
+        for x in (torch.ones(2, 4), torch.ones(2, 4) * float("nan"), torch.ones(2, 4)):
+            step_loss(x).backward()
+        optimizer.step()
+    (fault,) = step_loss.faults
+    assert fault.phase == "before"
+    assert fault.sentence.startswith("the input inputs['x'] held 8 NaN before any operation")
+
+
+def test_gradients_that_overflow_only_when_added_up(tmp_path: Path):
+    model = nn.Linear(2, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, lambda x: model(x).float().sum())
+        for _ in range(2):
+            step_loss(torch.full((1, 2), 4e4, dtype=torch.float16)).backward()
+        optimizer.step()
+    (fault,) = step_loss.faults
+    assert (fault.phase, fault.reached, fault.kind) == ("backward", "the gradient of weight", "inf")
+    assert fault.expected == 8e4
+    assert fault.module == "model"

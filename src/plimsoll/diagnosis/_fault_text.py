@@ -32,7 +32,7 @@ def block(fault: Fault) -> str:
     if fault.count:
         lines += _entry("values", _values(fault))
     if fault.scale is not None:
-        lines += _entry("loss scale", f"{fault.scale:,g}")
+        lines += _entry("loss scale", number(fault.scale))
     if fault.reached is not None:
         lines += _entry("reached", _clean(fault.reached))
     if fault.error is not None:
@@ -49,7 +49,7 @@ def number(value: float) -> str:
     if value == 0:
         return "-0" if math.copysign(1, value) < 0 else "0"
     size = abs(value)
-    if 1 <= size < 1e7:
+    if 1 <= size < 1e7 or (size < 2**53 and value == round(value) and math.frexp(size)[0] == 0.5):
         rounded = f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
         return rounded.removesuffix(".0")
     return f"{value:.3g}"
@@ -88,13 +88,17 @@ def held_by(s: Spectrum) -> str:
     parts: list[str] = []
     if s.absmax > 0:
         low, high = math.log2(s.absmin), math.log2(s.absmax)
-        parts.append(f"|x| 2^{low:.1f} to 2^{high:.1f}" if low != high else f"|x| 2^{low:.1f}")
+        parts.append(f"|x| {_power(low)} to {_power(high)}" if low != high else f"|x| {_power(low)}")
     parts += [
         f"{count:,} {what}"
         for count, what in ((s.zeros, "zero"), (s.nans, "NaN"), (s.pos_infs, "Inf"), (s.neg_infs, "-Inf"))
         if count
     ]
     return ", ".join(parts) or "no values"
+
+
+def _power(exponent: float) -> str:
+    return f"2^{round(exponent, 1) + 0.0:.1f}"  # + 0.0: no -0.0
 
 
 def _entry(name: str, text: str) -> list[str]:

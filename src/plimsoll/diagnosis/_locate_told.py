@@ -94,7 +94,7 @@ def _sentence(
         place += ", in a checkpoint's recomputation"
     if spoiled is not None:
         place += f"; the loss leaves it out, but not its gradient ({_made(spoiled)})"
-    scaled = f"; the loss scale was {scale:,g}" if scale is not None else ""
+    scaled = f"; the loss scale was {number(scale)}" if scale is not None else ""
     end = f"; it reached {reached}" if reached is not None else ""
     return f"{happened}{place}{scaled}{end}."
 
@@ -120,7 +120,8 @@ def _flush(origin: Origin) -> str:
     fmt = _format(origin)
     least = "" if fmt is None else f": below {fmt.name}'s smallest, {number(fmt.smallest_subnormal)}"
     example = "" if origin.expected is None else f" ({number(origin.expected)} became 0)"
-    return f"{_base(origin)} flushed {share:.0%} of its values to zero{least}{example}"
+    what = f"the cast to {fmt.name}" if fmt is not None and origin.facts.base in _CAST else _base(origin)
+    return f"{what} flushed {share:.0%} of its values to zero{least}{example}"
 
 
 def _made(origin: Origin) -> str:
@@ -157,7 +158,7 @@ def _overflow(origin: Origin, fmt: Format) -> str:
 
 def _softmax(origin: Origin) -> str | None:
     if origin.kind == "nan" and any(o.spectrum is not None and o.spectrum.neg_infs for o in origin.inputs):
-        return f"{_base(origin)} of values that are all -Inf (everything is masked) is NaN"
+        return f"{_base(origin)} of a row that is all -Inf (everything is masked) is NaN"
     return None
 
 
@@ -200,8 +201,8 @@ def _base(origin: Origin) -> str:
 
 def _short(name: str) -> str:
     """aten.add_ in words: add."""
-    base = name.rpartition(".")[2]
-    return base.strip("_") or base
+    base = name.rpartition(".")[2].strip("_") or name
+    return "a cast" if base in {"to_copy", "copy"} else base
 
 
 def _what(origin: Origin) -> str:

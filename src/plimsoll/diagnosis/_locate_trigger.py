@@ -8,6 +8,7 @@ for the device once a step.
 
 import contextlib
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -88,7 +89,8 @@ class OnTrigger(Generic[P, R]):
         self._scaler: Any = None
         self._began = self._busy = False
         _seams.listen(self)
-        core.at_close.append(self.close)
+        ours = weakref.ref(self)  # the watch must not keep the model alive, which the function most likely has
+        core.at_close.append(lambda: _close(ours))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self.core.open or not torch.is_grad_enabled() or self._busy:
@@ -167,17 +169,23 @@ class OnTrigger(Generic[P, R]):
         return "nonfinite" if _any_bad(gradients) else None
 
     def _located(self) -> Fault | None:
-        for call in list(self._calls):
-            closure = self._repeating(call, call.inputs(self._compute))
+        """The fault of the first micro-batch that has one by itself, or else of all of them, added up."""
+        calls = list(self._calls)
+        for some in [*([call] for call in calls), *([calls] if len(calls) > 1 else [])]:
+            closure = self._repeating(some, some[0].inputs(self._compute))
             fault = locate(closure, model=self.core.model(), flush_share=self._flush_share)
             if fault is not None:
                 return fault
         return None
 
-    def _repeating(self, call: "_Call", inputs: dict[str, Any]) -> Callable[[], None]:
+    def _repeating(self, calls: "list[_Call]", inputs: dict[str, Any]) -> Callable[[], None]:
         def again() -> None:
             assert inputs is not None  # read here, so that a fault can call them by their names
-            self._again(call)
+            model = self.core.model()
+            for p in () if model is None else model.parameters():
+                p.grad = None  # the broken one; locate puts it back
+            for call in calls:
+                self._again(call)
 
         return again
 
@@ -222,6 +230,12 @@ class _Call:
             return dict(inspect.signature(compute).bind(*self.args, **self.kwargs).arguments)
         except (TypeError, ValueError):  # one without a signature
             return {str(index): value for index, value in enumerate(self.args)} | self.kwargs
+
+
+def _close(ours: "weakref.ref[OnTrigger[Any, Any]]") -> None:
+    found = ours()
+    if found is not None:
+        found.close()
 
 
 def _any_bad(tensors: Iterable[Tensor]) -> bool:
