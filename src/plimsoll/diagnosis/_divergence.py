@@ -68,7 +68,8 @@ class Divergence:
         if self.first is not None:
             others = len(self.partings) - 1
             more = f" ({others} more at that step)" if others else ""
-            place = f"{self.first.collection} of {shown(self.first.name)}" if self.first.name else self.first.collection
+            what = self.first.collection.replace("_", " ")
+            place = f"{what} of {shown(self.first.name)}" if self.first.name else what
             return f"They part at step {self.first.step:,}, first in {place}{more}: {self.first.reason}."
         steps, series = self.compared
         last = self.drift[-1][1] if self.drift else 0.0
