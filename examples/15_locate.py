@@ -17,6 +17,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(16, 48)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        """Each position sees those that are not hidden from it."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = (q @ k.transpose(-1, -2)).masked_fill(padding, float("-inf"))
         return scores.softmax(-1) @ v
@@ -30,6 +31,7 @@ class Model(nn.Module):
         self.embed, self.attn, self.head = nn.Embedding(10, 16), Attention(), nn.Linear(16, 4)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """Logits of each position."""
         return self.head(self.attn(self.embed(tokens), padding))
 
 

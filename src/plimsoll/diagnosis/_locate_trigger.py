@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,9 @@ class OnTrigger(Generic[P, R]):
         self._scaler: Any = None
         self._began = self._busy = False
         _seams.listen(self)
-        ours = weakref.ref(self)  # the watch must not keep the model alive, which the function most likely has
+        ours = weakref.ref(
+            cast("OnTrigger[Any, Any]", self)
+        )  # the watch must not keep the model alive, which the function most likely has
         core.at_close.append(lambda: _close(ours))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
