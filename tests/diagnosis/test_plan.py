@@ -223,7 +223,7 @@ class Odd(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(9, 8)
         self.conv = nn.Conv1d(8, 8, 3, padding=1)
-        self.bn, self.rms, self.act = nn.BatchNorm1d(8), nn.RMSNorm(8), nn.PReLU()
+        self.bn, self.rms, self.last, self.act = nn.BatchNorm1d(8), nn.RMSNorm(8), nn.LayerNorm(8), nn.PReLU()
         self.attn, self.gru = nn.MultiheadAttention(8, 2, batch_first=True), nn.GRU(8, 8, batch_first=True)
         self.odd = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
         self.head = nn.Linear(8, 9, bias=False)
@@ -231,7 +231,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.rms(self.bn(self.conv(self.embed(x).mT)).mT))
-        return self.head(self.odd(self.gru(self.attn(h, h, h, need_weights=False)[0])[0]))
+        return self.head(self.last(self.odd(self.gru(self.attn(h, h, h, need_weights=False)[0])[0])))
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ def test_layer_scales_resume() -> None:
 
 
 def test_a_loaded_scale_is_not_set_back_to_the_plans() -> None:
-    stages = [(0, "fp32"), (1, plan(formats={"0": "fp16"}, scale=2.0**7))]
+    stages = [(0, plan(formats={"0": "fp16"}, scale=2.0**3)), (1, plan(formats={"0": "fp16"}, scale=2.0**7))]
     net = model()
     with prepare(net, sgd(net), stages) as loop:
         for _ in range(3):
