@@ -148,3 +148,14 @@ def test_under_compile() -> None:
 def test_mistakes(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         clamp_residuals(stream(), *arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:clamp_residuals")
+@pytest.mark.parametrize("first", [False, True])
+def test_who_looks_at_a_module_is_given_the_clamped_values_if_the_clamp_comes_first(first: bool) -> None:
+    model, seen = stream(3), []
+    model[2].register_forward_hook(lambda module, args, output: seen.append(output.max().item()))
+    with clamp_residuals(model, "2", first=first):
+        y = model(torch.tensor([0.0]))
+    assert y.item() == FP16_MAX
+    assert seen == [FP16_MAX if first else 90_000.0]

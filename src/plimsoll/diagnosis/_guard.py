@@ -279,6 +279,8 @@ class Guard:
 
     def _gather(self, step: int) -> bool:
         """All ranks' parts up to the step are on disk; on rank 0 alone it is true."""
+        if self._ranks.decides:
+            return self._ranks.gather(step, self._looker.closing) and self._beside.gather(_FLUSH_SECONDS)
         return self._beside.flush(_FLUSH_SECONDS) and self._ranks.gather(step, self._looker.closing)
 
     def _check_open(self, operation: str) -> None:

@@ -40,7 +40,9 @@ class Skip(Remedy):
             return
         from plimsoll.precision._interventions import DropsGradients
 
-        self._drops = DropsGradients(self.training.beside.optimizers)
+        beside = self.training.beside
+        if beside.model is not None:
+            self._drops = DropsGradients(beside.model, beside.optimizers)
 
     def between(self) -> None:
         """The step that was to be left out is over."""

@@ -22,9 +22,15 @@ Optimizer = torch.optim.Optimizer
 
 
 class DropsGradients:
-    """As a hook of optimizers: their steps find no gradients, and change neither weights nor state."""
+    """As a hook of optimizers: their steps find no gradients, and change neither weights nor state.
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
+    Each drops its own, so that a watch sees those of the others still; and with master weights those of the model's
+    16-bit weights, which no optimizer has.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+        self._masked = [p for p in model.parameters() if id(p) not in owned]
         self._handles = [optimizer.register_step_pre_hook(self._drop) for optimizer in optimizers]
 
     def remove(self) -> None:
@@ -32,10 +38,13 @@ class DropsGradients:
         while self._handles:
             self._handles.pop().remove()
 
-    @staticmethod
-    def _drop(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    def _drop(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for parameter in (*_parameters(optimizer), *self._masked):
             parameter.grad = None
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Interventions:
@@ -121,7 +130,7 @@ class Interventions:
     def _finish_skipping(self) -> Stepped:
         """A step as any, but that the optimizers find no gradients."""
         reason, self._skips = self._skips, None
-        drops = DropsGradients(self._given)
+        drops = DropsGradients(self._root, self._given)
         try:
             stepped = self._finish()
         finally:

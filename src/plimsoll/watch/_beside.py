@@ -12,6 +12,7 @@ from torch import nn
 
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import clean
+from plimsoll.watch._reduce import Collector
 from plimsoll.watch._steps import Steps
 
 
@@ -85,6 +86,11 @@ class Beside:
     def flush(self, seconds: float) -> bool:
         """Waits until what was handed over is in the run's folder; on any thread. Whether it was done in time."""
         return self._core.writer.flush(seconds)
+
+    def gather(self, seconds: float) -> bool:
+        """The same on rank 0, of what the other ranks have flushed too, where it writes for them."""
+        writer = self._core.writer
+        return (not isinstance(writer, Collector) or writer.take_sent(seconds)) and writer.flush(seconds)
 
     def record(self, kind: str, message: str, details: Mapping[str, Any], *, warn: bool = False) -> None:
         """Records an event of the present step; with `warn` it is said too."""

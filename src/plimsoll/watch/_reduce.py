@@ -177,6 +177,16 @@ class Collector(RunWriter):
             self._others[rank] = RunWriter(self.path, rank=rank, world_size=self._world, **self._options)
         return self._others[rank]
 
+    def take_sent(self, timeout: float) -> bool:
+        """Waits until all that other ranks have sent by now has been taken; whether it was in time."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(OSError):
+            sent = self._link.sent()
+            while sum(self._taken.values()) < sent and time.monotonic() < deadline:
+                self._stop.wait(_POLL_SECONDS / 4)
+            return sum(self._taken.values()) >= sent
+        return False
+
     # -- the end
 
     def flush(self, timeout: float | None = 60.0) -> bool:
