@@ -116,6 +116,14 @@ def heights(figure: Any, words: str) -> np.ndarray:
     return np.asarray(named(figure, words).y, dtype=np.float64) + 0.5
 
 
+def test_values_are_the_true_ones(tmp_path: Path) -> None:
+    path = told(gradient_fmt="fp32").write(tmp_path / "run", until=20)
+    scaled = report.spectrogram(path, "activation_gradients", f"{A}:output", formats=[])  # recorded times 2^10
+    plain = report.spectrogram(path, "gradients", f"{A}.weight", formats=[])
+    assert np.array_equal(scaled.data[0].customdata, plain.data[0].customdata, equal_nan=True)
+    assert np.array_equal(scaled.data[0].y, plain.data[0].y)
+
+
 def test_load_lines_stand_at_the_formats_limits(sound: Path) -> None:
     figure = report.spectrogram(sound, "activations", f"{A}:output", formats=["fp16", "e4m3"])
     assert heights(figure, "fp16: overflow") == pytest.approx(np.log2(65520), abs=1e-4)

@@ -57,6 +57,22 @@ def test_records_lost_has_its_figure(tmp_path: Path) -> None:
     assert "not measured (1)" in words and "weights &lt;b&gt;w&lt;/b&gt;: on no device" in words
 
 
+def test_a_gradient_ahead_of_adams_memory_is_shown_against_it(tmp_path: Path) -> None:
+    path = SOUND.write(tmp_path / "run", until=40)
+    name = "blocks.1.mlp.weight"
+    finding = Finding(
+        rule="spike-forerunner", severity="warning", since_step=25, until_step=25, advice="", meaning="",
+        figure="updates", collection="gradients", where=(name,),
+    )  # fmt: skip
+    figure = figure_for(path, finding)
+    assert marked_steps(figure) == {25} and "Adam's memory" in figure.layout.title.text
+    line = next(t for t in figure.data if t.name == name)
+    squares = Run(path).series("gradients", name, "norm")[1] ** 2
+    moments = Run(path).series("optimizer", f"{name}:exp_avg_sq", "sum")[1]
+    wanted = np.log2(squares / moments * (1 - 0.999 ** (np.asarray(line.x) + 1)))
+    assert np.asarray(line.y) == pytest.approx(wanted, abs=1e-4)
+
+
 def test_every_figure_that_a_rule_names_exists() -> None:
     assert {rule.figure for rule in RULES} <= set(FIGURES)
     covered = {rule for rule, _ in CASES} | {"records-lost"}

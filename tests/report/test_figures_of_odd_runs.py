@@ -1,5 +1,6 @@
 """Runs that lack something, and names that try to be something else."""
 
+import html
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from plimsoll import report
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
+from plimsoll.report._figure_words import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from tests.diagnosis.stories import SOUND, told
 from tests.report import hostile
@@ -154,6 +156,13 @@ def test_names_are_never_markup_in_a_findings_figure(hostile_run: Path) -> None:
     assert findings
     for finding in findings:
         check(figure_for(view, finding))
+
+
+@pytest.mark.parametrize("name", ["$x$", "<i>x</i>", "a &amp; b", "\u202ex", "y\x1b[2J", "z" * 10_000])
+def test_a_name_made_safe_is_text(name: str) -> None:
+    text = safe(name)
+    assert not set(text) & set("<>$\x1b\u202e") and not re.search("&(?!lt;|gt;|amp;|#36;)", text)
+    assert len(html.unescape(text)) <= 60 and (html.unescape(text) == name or not name.isprintable() or len(name) > 60)
 
 
 def test_names_that_look_alike_keep_rows_of_their_own(tmp_path: Path) -> None:
