@@ -20,7 +20,7 @@ How = Literal["max", "min", "sum", "mean"]
 MOST_CELLS = 18_000  # two numbers of four bytes each, in base 64: under 300 KB of JSON
 MOST_COLUMNS, MOST_ROWS = 400, 200
 _COLUMNS_KEPT = 150
-_SAID = {"max": "the highest", "min": "the lowest", "sum": "added up", "mean": "their mean"}
+_SAID = {"max": "the highest", "min": "the lowest", "sum": "their sum", "mean": "the mean"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -75,7 +75,7 @@ def spectrogram(
     near, far = in_reach(lines, *picture.span)
     far = far if chosen is not None or _narrow(cells) else []  # FP16's lines are then but a help
     near += [] if mark is None else [level(mark, picture.columns)]
-    subtitle = joined([said, *far[:2], picture.columns.said("sum")])
+    subtitle = joined([said, *far[:2], picture.columns.said("sum").replace("their sum", "added up")])
     return _painted(title, subtitle, picture, near, since_step, meta)
 
 

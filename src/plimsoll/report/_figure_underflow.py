@@ -148,5 +148,6 @@ def _verdict(view: View, collection: str, findings: Sequence[Finding] | None, ev
     last = everything[-max(len(everything) // 4, 1) :]
     level = float(np.median(last)) if len(last) else 0.0
     if level < _LEVELS[0][0]:
-        return f"<b>verdict: stay</b> ({percent(level)} lately, not rising)"
-    return f"<b>verdict: watch</b> ({percent(level)} lately, not rising)"
+        return f"<b>verdict: stay</b> ({percent(level)} lately, no steady rise)"
+    verdict = "watch" if level < _LEVELS[1][0] else "too much is lost"
+    return f"<b>verdict: {verdict}</b> ({percent(level)} lately, no steady rise)"
