@@ -145,7 +145,8 @@ def _table(plan: "Plan", groups: dict[tuple[str, str], list[str]], width: int) -
         table.add_column(role, justify="right", no_wrap=True)
     for formats, names in groups.items():
         cells = [_of_role(plan, names, role) for role in ROLES]
-        table.add_row(grouped(names).replace(", ", ",\n"), str(len(names)), "\n".join(dict.fromkeys(formats)), *cells, end_section=True)
+        told, kinds = grouped(names).replace(", ", ",\n"), "\n".join(dict.fromkeys(formats))
+        table.add_row(told, str(len(names)), kinds, *cells, end_section=True)
     return table
 
 

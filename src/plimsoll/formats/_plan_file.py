@@ -69,7 +69,7 @@ def _value(title: str, value: Any) -> str:
     if title == "scales":
         return _inline({role: _power(scale) for role, scale in value.items()})
     if title == "predicted":
-        return _inline({role: f"[{', '.join(repr(part).removesuffix('.0') for part in loss)}]" for role, loss in value.items()})
+        return _inline({role: f"[{', '.join(map(_fraction, loss))}]" for role, loss in value.items()})
     return _toml(value)
 
 
@@ -79,6 +79,10 @@ def _inline(pairs: Mapping[str, str]) -> str:
 
 def _power(scale: float) -> str:
     return f'"2^{math.frexp(scale)[1] - 1}"'
+
+
+def _fraction(part: float) -> str:
+    return repr(part).removesuffix(".0")
 
 
 def _toml(value: object) -> str:
