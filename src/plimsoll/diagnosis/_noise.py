@@ -77,11 +77,11 @@ class Noise:
 
     values: Populations
 
-    def of(self, fmt: Format, shift: int) -> tuple[Floats, Floats]:
-        """As `noise_and_signal`."""
+    def of(self, fmt: Format, shift: int, over: Floats | None = None) -> tuple[Floats, Floats]:
+        """As `noise_and_signal`; `over` is how many values of each row overflow, where that is known."""
         cells = self.values.cells
         noise = np.zeros(len(cells))
-        over = self.values.overflow(fmt, shift).estimate
+        over = self.values.overflow(fmt, shift).estimate if over is None else over
         for kin in self._kin:
             noise[kin.rows] = self._of_kin(kin, fmt, shift, over[kin.rows])
         undone = np.where(cells.nonzero > 0, 1 / cells.scale**2, 0.0)
@@ -108,13 +108,15 @@ class Noise:
 
         An even spread makes the top binades heavier than the sum of squares says: `_surplus` is the correction.
         """
-        rows, counts, top, binades = kin.rows[among], kin.counts[among], point // BINADE, _BINADES
+        rows, top, binades = kin.rows[among], point // BINADE, _BINADES
         with np.errstate(all="ignore"):
             largest = float(np.ldexp(fmt.max * kin.scale, int(np.clip(-shift, -1074, 1023))))
         starts = np.maximum(binades * BINADE, point)
         full = _saturation(starts, (binades + 1) * BINADE, point, largest)
         above = binades > top
-        sums: Floats = counts @ np.stack([above.astype(np.float64), np.where(above, full, 0.0)], axis=1)
+        columns = np.stack([above.astype(np.float64), np.where(above, full, 0.0)], axis=1)
+        few = 2 * len(among) < len(kin.rows)  # rows of a sparse matrix cost more to pick than to multiply
+        sums: Floats = kin.counts[among] @ columns if few else (kin.counts @ columns)[among]
         left = np.maximum(over - sums[:, 0], 0.0)
 
         cells, end = self.values.cells, self.values.last[rows]

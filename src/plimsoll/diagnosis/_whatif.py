@@ -148,7 +148,8 @@ class Predictor:
         low, high, stretches = self.windows(fmt)
         chosen = self.best_shift(fmt) if shift is None else shift
         lost = values.lost(fmt, chosen)
-        noise, signal = self._noise.of(fmt, chosen)
+        over = values.overflow(fmt, chosen)
+        noise, signal = self._noise.of(fmt, chosen, over.estimate)
         return WhatIf(
             path=path,
             format=fmt.name,
@@ -163,7 +164,7 @@ class Predictor:
                 hidden=self._hidden,
                 lost=_by_cell(cells, lost),
                 subnormal=_by_cell(cells, values.subnormal(fmt, chosen, lost)),
-                overflow=_by_cell(cells, values.overflow(fmt, chosen)),
+                overflow=_by_cell(cells, over),
                 noise=cells.total(noise),
                 signal=cells.total(signal),
             ),

@@ -1,9 +1,10 @@
 """`WhatIf`: the answer of `whatif`, as rows, a table, a sentence, or data."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +34,26 @@ class Prediction:
     overflow: _Tally
     noise: Floats
     signal: Floats
+
+    def each(self, change: Callable[[Floats], Floats]) -> "Prediction":
+        """The prediction with each of its numbers changed in one way."""
+
+        def all_of(tally: _Tally) -> _Tally:
+            return change(tally[0]), change(tally[1]), change(tally[2])
+
+        return Prediction(
+            nonzero=change(self.nonzero),
+            hidden=change(self.hidden),
+            lost=all_of(self.lost),
+            subnormal=all_of(self.subnormal),
+            overflow=all_of(self.overflow),
+            noise=change(self.noise),
+            signal=change(self.signal),
+        )
+
+    def summed(self, axis: int) -> "Prediction":
+        """The prediction with its layers (0) or its steps (1) added up."""
+        return self.each(lambda values: _summed(values, axis))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +116,15 @@ class WhatIf:
     @cached_property
     def rows(self) -> list[Row]:
         """A row for each layer."""
-        found = [self._row(self.names[i], np.array([i])) for i in range(len(self.names))]
+        found = self._rows(self.names, self.prediction, self.low, self.high)
         return sorted(found, key=lambda row: -(row.fit.lost.estimate + row.fit.overflow.estimate))
 
     @cached_property
     def overall(self) -> Row:
         """All layers together."""
-        return self._row("all", np.arange(len(self.names)))
+        low, high = _reduced(np.fmax, self.low, 0), _reduced(np.fmin, self.high, 0)
+        whole = self.prediction.summed(0)
+        return self._rows(("all",), whole.each(lambda steps: steps[None, :]), low[None, :], high[None, :])[0]
 
     @property
     def sentence(self) -> str:
@@ -119,7 +142,7 @@ class WhatIf:
             raise NotRecordedError(
                 f"WhatIf.at: expected a layer and a step of the table; got {name!r}, {step}. See rows."
             )
-        return self._fit(self.prediction, np.ix_([self.names.index(name)], place.tolist()))
+        return self._fit(self.prediction, (self.names.index(name), int(place[0])))
 
     def over_time(self, name: str | None = None) -> tuple[Ints, Floats, Floats]:
         """The steps, and at each the lost and the overflowing fraction (estimates) of a layer, or of all."""
@@ -221,59 +244,37 @@ class WhatIf:
             f"overflow {_fraction(fit.overflow)}."
         )
 
-    @cached_property
-    def _of_layers(self) -> Prediction:
-        """The prediction with the steps added up."""
-        p = self.prediction
-
-        def summed(tally: _Tally) -> _Tally:
-            low, high, estimate = (_summed(each, 1) for each in tally)
-            return low, high, estimate
-
-        return Prediction(
-            nonzero=_summed(p.nonzero, 1),
-            hidden=_summed(p.hidden, 1),
-            lost=summed(p.lost),
-            subnormal=summed(p.subnormal),
-            overflow=summed(p.overflow),
-            noise=_summed(p.noise, 1),
-            signal=_summed(p.signal, 1),
-        )
-
-    @cached_property
-    def _windows(self) -> tuple[Floats, Floats]:
-        """Of each layer the lowest and the highest shift that serve at all steps; NaN where it held nothing."""
-        return (
-            np.fmax.reduce(self.low, axis=1, initial=np.nan),
-            np.fmin.reduce(self.high, axis=1, initial=np.nan),
-        )
-
-    def _row(self, name: str, layers: Ints) -> Row:
-        p = self.prediction
+    def _rows(self, names: Sequence[str], p: Prediction, low: Floats, high: Floats) -> list[Row]:
+        """A row for each of some predictions over the steps."""
         with np.errstate(all="ignore"):
-            bad = _summed(p.lost[2][layers] + p.overflow[2][layers], 0) / _summed(p.nonzero[layers], 0)
-        bad = np.nan_to_num(bad)
-        low, high = (each[layers] for each in self._windows)
-        window = None if np.isnan(low).all() else (int(np.nanmax(low)), int(np.nanmin(high)))
-        return Row(
-            name=name,
-            fit=self._fit(self._of_layers, layers),
-            window=window if window is None or window[0] <= window[1] else None,
-            worst_step=int(self.steps[int(np.argmax(bad))]),
-            worst_lost=float(bad.max()),
-        )
+            bad = np.nan_to_num((p.lost[2] + p.overflow[2]) / p.nonzero)
+        worst = bad.argmax(axis=1)
+        whole = p.summed(1)
+        windows = zip(_reduced(np.fmax, low, 1).tolist(), _reduced(np.fmin, high, 1).tolist(), strict=True)
+        return [
+            Row(
+                name=name,
+                fit=self._fit(whole, i),
+                window=None if math.isnan(lowest) or lowest > highest else (int(lowest), int(highest)),
+                worst_step=int(self.steps[worst[i]]),
+                worst_lost=float(bad[i, worst[i]]),
+            )
+            for i, (name, (lowest, highest)) in enumerate(zip(names, windows, strict=True))
+        ]
 
-    def _fit(self, p: Prediction, chosen: Any) -> Fit:
-        nonzero, hidden = (float(np.nansum(each[chosen])) for each in (p.nonzero, p.hidden))
-        noise, signal = (float(np.nansum(each[chosen])) for each in (p.noise, p.signal))
+    def _fit(self, p: Prediction, place: int | tuple[int, int]) -> Fit:
+        def at(values: Floats) -> float:
+            value = float(values[place])
+            return 0.0 if math.isnan(value) else value
 
         def interval(tally: _Tally) -> Interval:
-            low, high, estimate = (float(np.nansum(each[chosen])) / nonzero if nonzero else 0.0 for each in tally)
+            low, high, estimate = (at(each) / nonzero if nonzero else 0.0 for each in tally)
             return Interval(low=low, high=high, estimate=estimate)
 
+        nonzero, hidden, noise, signal = at(p.nonzero), at(p.hidden), at(p.noise), at(p.signal)
         lost = interval(p.lost)
         if hidden:
-            high = (float(np.nansum(p.lost[1][chosen])) + hidden) / (nonzero + hidden)
+            high = (at(p.lost[1]) + hidden) / (nonzero + hidden)
             lost = Interval(low=lost.low, high=max(high, lost.high), estimate=lost.estimate)
         return Fit(
             format=self.format,
@@ -298,6 +299,10 @@ def _fraction(interval: Interval) -> str:
     if value == 0:
         return "0" if interval.high == 0 else "~0"
     return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
+
+
+def _reduced(choose: "np.ufunc", values: Floats, axis: int) -> Floats:
+    return choose.reduce(values, axis=axis, initial=np.nan)
 
 
 def _summed(values: Floats, axis: int) -> Floats:

@@ -103,7 +103,7 @@ class RunsList:
             self._forget(run_id)
             return None
         if run_id not in self._found or self._stamps.get(run_id) != stamp:
-            found = listed(run_id, path, self.folder)
+            found = listed(run_id, path, self.folder, stamp)
             if found != self._found.get(run_id):
                 self._found[run_id] = found
                 self.version += 1
@@ -129,11 +129,12 @@ class RunsList:
 def stamp_of(path: Path) -> Stamp | None:
     """What changes when something is written to a run: times and numbers of its folders and first manifest."""
     entries: list[tuple[int, int, int]] = []
-    for place in (path, *(path / kind for kind in KINDS), path / "run.json"):
+    whole = os.fspath(path)
+    for place in ("", *KINDS, "run.json"):
         try:
-            found = place.stat()
+            found = os.stat(f"{whole}{os.sep}{place}")  # noqa: PTH116  (a thousand runs at a time: paths cost more)
         except OSError:
-            if place is path:
+            if not place:
                 return None
             entries.append((0, 0, 0))
         else:
@@ -141,9 +142,9 @@ def stamp_of(path: Path) -> Stamp | None:
     return tuple(entries)
 
 
-def listed(run_id: str, path: Path, root: Path) -> Listed:
+def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
     """What manifests and names say of a run; whatever is wrong with it costs its own row."""
-    modified = max((entry[0] for entry in stamp_of(path) or ()), default=0) / 1e9
+    modified = max(entry[0] for entry in stamp) / 1e9
     name = path.name or str(path)
     shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     try:
@@ -166,7 +167,8 @@ def within(message: str, root: Path) -> str:
 def _of_catalog(catalog: Catalog, run_id: str, name: str, modified: float) -> Listed:
     manifests, head = catalog.manifests, catalog.head
     ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
-    series = {(s.collection, s.name) for manifest in manifests.values() for s in _manifest.series_of(manifest)}
+    series = [manifest.get("tensors", {}).items() for manifest in manifests.values()]
+    names = {(collection, name) for each in series for collection, entries in each for name in entries}
     unread = [] if head else catalog.problems
     return Listed(
         id=run_id,
@@ -177,7 +179,7 @@ def _of_catalog(catalog: Catalog, run_id: str, name: str, modified: float) -> Li
         closed=len(manifests) >= catalog.world_size and all(m.get("closed") for m in manifests.values()),
         created=seconds_of(head.get("created")),
         modified=modified,
-        tensors=len(series),
+        tensors=len(names),
         ranks=len(catalog.ranks),
         problem=unread[0][:_LONGEST] if unread else None,
     )

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from plimsoll.diagnosis import Finding, View, whatif
+from plimsoll.diagnosis._whatif import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
+from plimsoll.formats import get_element
 from plimsoll.formats._catalogue import ELEMENTS
 from plimsoll.report._live import Live
 from plimsoll.report._live_verdicts import Verdict, Verdicts
@@ -20,6 +22,7 @@ from plimsoll.runs import Event
 _ROWS = 50  # layers of a what-if
 _EVENTS = 200
 _LIST_SECONDS = 0.5  # how old the list may be
+_FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
 OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.name not in ("fp64", "fp32"))
 
 
@@ -124,7 +127,7 @@ class Answers:
         """What a stream tells of a run, or of the list (""); None where nothing can be told."""
         if not run_id:
             self.verdicts.looked_at()
-            self.live.list.runs(_LIST_SECONDS)
+            self.live.list.runs(_FOLLOWED_SECONDS)
             return {"version": self.version}
         found = self.live.list.run(run_id)
         if found is None:
@@ -221,15 +224,18 @@ def _with(head: Mapping[str, object], body: bytes) -> bytes:
 
 
 def _whatif(view: View, fmt: str, shift: int | None, collection: str) -> dict[str, object]:
-    best = whatif(view, fmt, None, collection)
-    found = best if shift is None else whatif(view, fmt, shift, collection)
+    found = whatif(view, fmt, shift, collection)
+    narrow = view.narrow(collection)
+    best = (
+        found.shift if shift is None or narrow is None else predictor_of(narrow).best_shift(get_element(fmt, "whatif"))
+    )
     steps, lost, over = found.over_time()
     return {
         "format": found.format,
         "collection": collection,
         "sentence": found.sentence,
         "shift": found.shift,
-        "best_shift": best.shift,
+        "best_shift": best,
         "chosen": found.chosen,
         "censored": found.censored,
         "overall": found.overall.to_dict(),
