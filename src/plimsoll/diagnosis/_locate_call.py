@@ -57,11 +57,15 @@ class Call:
         """Before it runs: notes where it was called from, and keeps what it will overwrite."""
         if self.backward:
             self.forward = self.witness.forward_of(self.node)
-        elif not self.facts.view:
+        elif not (self.facts.view or self.facts.collective or self.facts.name.startswith("profiler.")):
             number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self.place = look()
             self._roots(self.place)
             self.forward = self.witness.note(Forward(name=self.facts.name, place=self.place), number)
+        if self.facts.collective:  # its schema does not say what it writes
+            for x in tensors_in(self._actual):
+                self.witness.about_to_write(x)
+            return
         for name in self.facts.names:
             if name in self.facts.written and name in self.given:
                 self._keep(name)
@@ -87,6 +91,9 @@ class Call:
         """After it has run: looks at what it gave."""
         facts, self._result = self.facts, result
         outputs = self._outputs(result)
+        if facts.collective:
+            for x in [*(x for _, x in outputs), *tensors_in(self._actual)]:
+                self.trail.receive(x)
         self._bear(outputs)
         if facts.base == "lift_fresh":
             self._deliberate_constant(result)
@@ -109,7 +116,7 @@ class Call:
         if facts.view and facts.base != "lift_fresh":
             return
         known = set[int]() if facts.view else {m for _, x in flat(self._actual) for m in memory_of(x)}
-        how = "empty" if facts.uninitialised else "collective" if facts.collective else "made"
+        how = "empty" if facts.uninitialised else "made"
         for _, x in outputs:
             if not known.intersection(memory_of(x)):
                 self.trail.bear(x, how)
@@ -169,10 +176,16 @@ class Call:
             return known
         births = [self.trail.birth(memory) for memory in memory_of(self._real(name, x))]
         how = births[0] if births else None
-        mask = how is None and not isinstance(self._real(name, x), torch.nn.Parameter) and not s.nans and not s.pos_infs
+        own = how is not None or isinstance(self._real(name, x), torch.nn.Parameter)
+        if how is None and not own and self.backward and self.trail.collectives:
+            how = "collective"  # a copy that a process group has made by itself
+        if how == "collective" and self.trail.sent:
+            return frozenset(self.trail.sent)
+        mask = not own and not s.nans and not s.pos_infs
         origin = self._origin([], inputs, spectra)
         origin.what = "held" if how is None else _BIRTHS.get(how, "received")
         origin.phase = "before" if how is None else origin.phase
+        origin.forward = None
         origin.kind, origin.deliberate, origin.worst = ("nan" if s.nans else "inf"), mask, name
         origin.count, origin.total, origin.first_index = s.nonfinite, s.count, first_bad(x)
         origin.value = math.nan if s.nans else math.inf if s.pos_infs else -math.inf

@@ -68,6 +68,8 @@ class Trail:
     def __init__(self) -> None:
         self.origins: list[Origin] = []
         self.written: dict[int, Any] = {}
+        self.collectives = False
+        self.sent: set[Origin] = set()  # what other ranks were given of it
         self._alive: dict[int, Any] = {}  # keeps identities from being used again
         self._born: dict[int, str] = {}
         self._of: dict[int, frozenset[Origin]] = {}
@@ -78,6 +80,14 @@ class Trail:
             if memory not in self._born:
                 self._born[memory] = how
                 self._keep(memory, x)
+
+    def receive(self, x: Tensor) -> None:
+        """The tensor goes to other ranks, or comes from them."""
+        self.collectives = True
+        self.sent |= {origin for origin in self.of(x) if not origin.deliberate}
+        for memory in memory_of(x):
+            self._born[memory] = "collective"
+            self._keep(memory, x)
 
     def birth(self, memory: int) -> str | None:
         """How the memory was made; None if it was there before the closure began."""
