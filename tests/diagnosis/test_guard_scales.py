@@ -38,6 +38,20 @@ def test_a_scale_too_low_is_raised_and_nothing_underflows_any_more(make: object,
     assert finite(losses)
 
 
+@pytest.mark.parametrize("kind", [DynamicScaler, torch.amp.GradScaler])
+def test_to_the_watch_the_step_keeps_the_scale_that_it_was_made_at(kind: type, tmp_path: Path) -> None:
+    """The scaler's own update raises the scale after step 10, and the guard raises it again."""
+    model = net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), kind("cpu", init_scale=1.0, growth_interval=11)
+    watch = pl.watch(model, optimizer, run=tmp_path / "run", every=2)
+    guard = Guard(watch, ["raise_scale"], scaler=scaler, dry_run=False, every=NEVER)
+    by_hand(model, optimizer, scaler, range(13), factor=1e-6, between=looking(guard))
+    watch.close()
+    (act,) = guard.acts
+    assert (act.step, act.before) == (10, 2.0)
+    assert list(pl.Run(tmp_path / "run").scalars("scale")[1][9:]) == [1.0, 1.0, act.after, act.after]
+
+
 def test_two_findings_about_the_scale_raise_it_once(tmp_path: Path) -> None:
     """scale-low and underflow-high are both there, of the same trouble."""
     model = net()

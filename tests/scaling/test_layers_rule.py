@@ -7,6 +7,7 @@ import torch
 from scipy.special import erfinv
 from torch import Tensor, nn
 
+from plimsoll.errors import ArgumentError
 from plimsoll.formats import get
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling._layer_rule import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
@@ -97,3 +98,29 @@ def test_the_published_rule_helps_a_chain_by_what_it_may() -> None:
         assert lost["5"] < 0.1 and scaler.outcome.stepped
     assert max(found["zhao"].values()) == 1024.0
     assert found["spectra"]["0"] > 2.0**20
+
+
+def test_a_scaler_that_looks_again_goes_by_what_gradients_are_now() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = LayerScaler(model, every=1000)
+
+    def steps(factor: float) -> dict[str, float]:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return dict(scaler.scales)
+
+    at_first = steps(1.0)
+    assert steps(2.0**-12) == at_first  # nothing is measured for 1,000 steps
+    scaler.look_again(["0"])
+    later = steps(2.0**-12)
+    assert later["0"] >= 2.0**8 * at_first["0"] and later["1"] == at_first["1"]
+    scaler.look_again()
+    assert steps(2.0**-12)["1"] >= 2.0**8 * at_first["1"]
+    with pytest.raises(ArgumentError, match="look_again: expected modules that have a scale; got 2. There are 0, 1"):
+        scaler.look_again(["0", "2"])
+    scaler.close()
