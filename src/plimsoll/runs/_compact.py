@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _parquet
-from plimsoll.runs._arrow import ParquetFile, Table, array, pa, values_of
+from plimsoll.runs._arrow import ParquetFile, Schema, Table, array, pa, values_of
+from plimsoll.runs._block_columns import conformed
 from plimsoll.runs._order import ordered
 from plimsoll.runs._parts import Part
-from plimsoll.runs._tables import KEYS, SCHEMAS, Kind
+from plimsoll.runs._tables import KEYS, SCHEMAS, WIDE, Kind
 
 Key = tuple[str, ...]
 # Of a part's rows, by their steps, those to keep.
@@ -51,9 +52,10 @@ def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> None
 
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
     """The merged rows, in tables of whole row groups but for the last one."""
-    held = pa.Table.from_batches([], SCHEMAS[kind])
+    schema = WIDE if any("block" in source.file.schema_arrow.names for source in sources) else SCHEMAS[kind]
+    held = pa.Table.from_batches([], schema)
     for low, high in _ranges(sources):
-        joined = _joined(sources, kind, keep, low, high)
+        joined = _joined(sources, kind, keep, (low, high), schema)
         held = joined if not len(held) else pa.concat_tables([held, joined])
         whole = len(held) // _parquet.ROW_GROUP * _parquet.ROW_GROUP
         if whole:
@@ -80,10 +82,10 @@ def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
         yield chunk[0], chunk[-1]
 
 
-def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, low: Key, high: Key) -> Table:
-    pieces = [pa.Table.from_batches([], SCHEMAS[kind])]
+def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, ends: tuple[Key, Key], schema: Schema) -> Table:
+    pieces = [pa.Table.from_batches([], schema)]
     for source in sources:
-        piece = _read(source.part, lambda source=source: source.rows(low, high))
+        piece = _read(source.part, lambda source=source: source.rows(*ends, schema))
         kept = keep(source.part, values_of(piece["step"]))
         pieces.append(piece if kept.all() else piece.filter(array(kept)))
     return ordered(pa.concat_tables(pieces), kind)
@@ -107,19 +109,19 @@ class _Source:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         return cls(part=part, file=file, keys=keys, starts=starts, bounds=np.cumsum([0, *sizes]).tolist())
 
-    def rows(self, low: Key, high: Key) -> Table:
-        """The rows whose key is from `low` to `high`, these included."""
+    def rows(self, low: Key, high: Key, schema: Schema) -> Table:
+        """The rows whose key is from `low` to `high`, these included, with a schema's columns."""
         start = self.starts[bisect.bisect_left(self.keys, low)]
         stop = self.starts[bisect.bisect_right(self.keys, high)]
         if start == stop:
-            return pa.Table.from_batches([], SCHEMAS[self.part.kind])
+            return pa.Table.from_batches([], schema)
         groups = range(bisect.bisect_right(self.bounds, start) - 1, bisect.bisect_left(self.bounds, stop))
-        self.held = {i: self.held.get(i) or self._decoded(i) for i in groups}
+        self.held = {i: self.held.get(i) or self._decoded(i, schema) for i in groups}
         offset = self.bounds[groups[0]]
         return pa.concat_tables(self.held.values()).slice(start - offset, stop - start)
 
-    def _decoded(self, group: int) -> Table:
-        return self.file.read_row_group(group, use_threads=False).cast(SCHEMAS[self.part.kind])
+    def _decoded(self, group: int, schema: Schema) -> Table:
+        return conformed(self.file.read_row_group(group, use_threads=False), schema)
 
 
 def _runs(file: ParquetFile, key: Sequence[str]) -> tuple[list[Key], list[int]]:

@@ -21,6 +21,7 @@ class Content:
         self._catalog = catalog
         self._steps: dict[Part, NDArray[np.int64]] = {}
         self._words: dict[Part, Names] = {}
+        self._lengths: dict[Part, frozenset[int]] = {}
         self._tensors: Mapping[str, tuple[str, ...]] | None = None
         self.replicas: dict[tuple[str, str], bool] = {}
 
@@ -29,6 +30,7 @@ class Content:
         counting = set(self._catalog.parts)
         self._steps = {part: found for part, found in self._steps.items() if part in counting}
         self._words = {part: found for part, found in self._words.items() if part in counting}
+        self._lengths = {part: found for part, found in self._lengths.items() if part in counting}
         self._tensors = None
         self.replicas = {}
 
@@ -68,6 +70,19 @@ class Content:
         """The names of scalars, sorted."""
         found = self._catalog.read(lambda: self._catalog.of("scalars"), self._words_in)
         return tuple(sorted({key[0] for _, keys in found for key in keys}))
+
+    def block_lengths(self) -> tuple[int, ...]:
+        """The lengths of the blocks that records are of, ascending."""
+        found = self._catalog.read(lambda: self._catalog.of("spectra"), self._lengths_in)
+        return tuple(sorted({length for _, lengths in found for length in lengths}))
+
+    def _lengths_in(self, path: Path, part: Part) -> frozenset[int]:
+        if part not in self._lengths:
+            file, found = pq.ParquetFile(path), list[int | None]()
+            if "block" in file.schema_arrow.names:
+                found = pc.unique(file.read(columns=["block"])["block"]).to_pylist()
+            self._lengths[part] = frozenset(length for length in found if length is not None)
+        return self._lengths[part]
 
     def _words_in(self, path: Path, part: Part) -> Names:
         if part not in self._words:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from plimsoll.runs._decode import true_spectrum
 from plimsoll.runs._entries import Entries
 from plimsoll.runs._records import Event, Scalars, Sink, StepRecord
@@ -95,8 +97,9 @@ def _lazily(entries: Entries, series: Sequence[Series]) -> Callable[[], Spectra]
     def spectra() -> Spectra:
         if not decoded:
             found: dict[tuple[str, str], Spectrum] = {}
-            for s, scale, row in zip(named, entries.scales, entries.rows, strict=True):
-                spectrum, key = true_spectrum(row, s.format, float(scale)), (s.collection, s.name)
+            blocks = np.zeros(len(entries), dtype=np.int64) if entries.blocks is None else entries.blocks
+            for s, scale, row, block in zip(named, entries.scales, entries.rows, blocks.tolist(), strict=True):
+                spectrum, key = true_spectrum(row, s.format, float(scale), block), (s.collection, s.name)
                 found[key] = found[key] + spectrum if key in found else spectrum
             decoded.update(found)
         return decoded

@@ -19,11 +19,13 @@ EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural")
 class Batch:
     """Measured rows of one step, the writer's own from now on.
 
-    - `rows`: int64[n, 288], rows of a bank (`plimsoll.kernels._layout`).
+    - `rows`: int64[n, 288], rows of a bank (`plimsoll.kernels._layout`); int64[n, 848] if `blocks` is given.
     - `index` and `series`, one per entry: which row, and the number that `RunWriter.series` gave. Several entries may
       name one row (a tensor that two taps see); several of one series are merged into one spectrum.
     - `scales`: per entry, the factor that the stored values carry beyond the true ones; None where all are 1.
     - `extras`: numbers per entry, NaN for none, under names of `EXTRAS`.
+    - `blocks`: per entry, the block length that its wide row was measured with, 0 where it was without; None for narrow
+      rows.
     - `last`: whether this is the step's last batch; a step's batches are merged before they are stored.
     """
 
@@ -33,6 +35,7 @@ class Batch:
     series: NDArray[np.int64]
     scales: NDArray[np.float64] | None = None
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
+    blocks: NDArray[np.int64] | None = None
     last: bool = True
 
 

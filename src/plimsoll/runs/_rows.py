@@ -4,13 +4,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.runs._arrow import Table, pa, values_of
+from plimsoll.runs import _block_columns, _ragged
+from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
 
 
 def rows_of(table: Table) -> NDArray[np.int64]:
-    """The rows that spectra were made of, exactly, but for the sign of a zero sum."""
-    rows = np.zeros((len(table), layout.NARROW), dtype=np.int64)
+    """The rows that spectra were made of, exactly, but for the sign of a zero sum; wide where one has a block record.
+
+    The end of a wide row without a record is zero; `blocks_of` says which these are.
+    """
+    wide = _block_columns.blocks_of(table) is not None
+    rows = np.zeros((len(table), layout.WIDE if wide else layout.NARROW), dtype=np.int64)
     for i, name in enumerate(COUNTS):
         rows[:, i] = values_of(table[name])
     low, high, absmin = (numbers(table, name) for name in EXTREMES[:3])
@@ -21,7 +26,14 @@ def rows_of(table: Table) -> NDArray[np.int64]:
         rows[:, layout.SUM + i] = _bits(numbers(table, name))
     places, counts = _occupied(table)
     rows[places // layout.BINADES, layout.HISTOGRAM + places % layout.BINADES] = counts
+    if wide:
+        _block_columns.fill_ends(table, rows)
     return rows
+
+
+def blocks_of(table: Table) -> NDArray[np.int64] | None:
+    """The block length of each spectrum's record, 0 for none; None where no row has one, and rows are narrow."""
+    return _block_columns.blocks_of(table)
 
 
 def digests(table: Table) -> NDArray[np.uint64]:
@@ -40,14 +52,12 @@ def numbers(table: Table, name: str) -> NDArray[np.float64]:
 
 def _occupied(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """All stored counts of all rows, and where each belongs: row * 277 + index of the binade."""
-    lists = table["binades"].combine_chunks()
-    if isinstance(lists, pa.ChunkedArray):
-        lists = lists.chunk(0) if lists.num_chunks else pa.nulls(0, lists.type)
-    lengths = np.diff(values_of(lists.offsets)).astype(np.int64)
+    start, counts = _ragged.flat(table["binades"])
+    lengths = np.diff(start)
     first = np.nan_to_num(numbers(table, "lowest")).astype(np.int64) - layout.LOWEST_BINADE
     begins = np.arange(len(table)) * layout.BINADES + first
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(begins, lengths) + within, values_of(lists.flatten())
+    within = np.arange(len(counts)) - np.repeat(start[:-1], lengths)
+    return np.repeat(begins, lengths) + within, counts
 
 
 def _bits(values: NDArray[np.float64]) -> NDArray[np.int64]:

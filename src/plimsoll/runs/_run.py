@@ -75,6 +75,11 @@ class Run:
         return self._content.tensors()
 
     @property
+    def block_lengths(self) -> tuple[int, ...]:
+        """The lengths of the blocks that spectra have records of (`plimsoll.watch` with `block`); none without."""
+        return self._content.block_lengths()
+
+    @property
     def scalar_names(self) -> tuple[str, ...]:
         """The names of the scalars."""
         return self._content.scalar_names()
@@ -199,12 +204,21 @@ class Run:
         events = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
         return sorted(events, key=lambda event: (event.step, event.time))
 
-    def table(self, collection: str | None = None, name: str | None = None, steps: slice | None = None) -> Table:
+    def table(
+        self,
+        collection: str | None = None,
+        name: str | None = None,
+        steps: slice | None = None,
+        *,
+        blocks: bool = True,
+    ) -> Table:
         """The recorded spectra as one table (docs/reference/run-format.md), ranks merged, replaced rows left out.
 
-        Values are as stored: the column "scale" says what they carry.
+        Values are as stored: the column "scale" says what they carry. Block records are columns too, where
+        spectra have them and `blocks` is true.
         """
-        return _spectra.table(self._catalog, self._content, self._chosen(collection, name), Steps.of(_checked(steps)))
+        chosen = self._chosen(collection, name)
+        return _spectra.table(self._catalog, self._content, chosen, Steps.of(_checked(steps)), blocks=blocks)
 
     def refresh(self) -> list[int]:
         """Looks for what was added; returns the steps that are new. Reads only parts that are."""

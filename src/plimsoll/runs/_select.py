@@ -1,6 +1,6 @@
 """Reading rows of the parts: only what is asked for, without what was replaced, each as often as it counts."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.runs import _order
+from plimsoll.runs import _block_columns, _order
 from plimsoll.runs._arrow import Table, array, pa, pc, pq, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
-from plimsoll.runs._tables import SCHEMAS, Kind
+from plimsoll.runs._tables import SCHEMAS, WIDE, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +48,27 @@ def select(
     catalog: Catalog,
     kind: Kind,
     *,
-    equal: dict[str, Collection[str]] | None = None,
+    equal: Mapping[str, Collection[str]] | None = None,
     steps: Steps | None = None,
     columns: Sequence[str] | None = None,
+    blocks: bool = True,
 ) -> Table:
     """Rows whose words are among those of `equal`, with a column `rank`; sorted by key, step and rank.
 
-    Row groups that cannot hold any are not read.
+    Row groups that cannot hold any are not read. Where a part has records of blocks the table has their columns, unless
+    `columns` or `blocks` leave them out.
     """
     wanted = steps or Steps()
     names = list(columns or SCHEMAS[kind].names)
+    more = _block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
 
     def load(path: Path, part: Part) -> Table:
-        return _load(path, part, names, _filter(equal or {}, wanted, catalog.visible_end(part), part))
+        return _load(path, part, names, more, _filter(equal or {}, wanted, catalog.visible_end(part), part))
 
     found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
     tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
-    table = pa.concat_tables([pa.Table.from_batches([], schema), *tables])
+    table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
     if wanted.every != 1:
         table = table.filter(array(wanted.mask(values_of(table["step"]))))
     return _order.ordered(table, kind, ("rank",))
@@ -75,14 +78,20 @@ def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
     return steps.may_be_in(part) and catalog.visible_end(part) >= part.min_step
 
 
-def _load(path: Path, part: Part, names: list[str], condition: Any) -> Table:
-    schema = pa.schema([SCHEMAS[part.kind].field(name) for name in names])
+def _load(path: Path, part: Part, names: list[str], more: Sequence[str], condition: Any) -> Table:
+    """The columns `names`, and those of `more` that the part has."""
     if condition is None:
-        return pq.ParquetFile(path).read(columns=names).select(names).cast(schema)
-    return pq.read_table(path, columns=names, filters=condition).select(names).cast(schema)
+        source = pq.ParquetFile(path)
+        there = source.schema_arrow.names
+    else:
+        source = pq.ParquetDataset(path, filters=condition)
+        there = source.schema.names
+    wanted = [*names, *(name for name in more if name in there)]
+    schema = pa.schema([(WIDE if part.kind == "spectra" else SCHEMAS[part.kind]).field(name) for name in wanted])
+    return source.read(columns=wanted).select(wanted).cast(schema)
 
 
-def _filter(equal: dict[str, Collection[str]], steps: Steps, end: int, part: Part) -> Any:
+def _filter(equal: Mapping[str, Collection[str]], steps: Steps, end: int, part: Part) -> Any:
     """The condition that pyarrow skips row groups by; None for none."""
     conditions: list[Any] = []
     for name, values in equal.items():

@@ -10,9 +10,9 @@ from plimsoll.runs._arrow import Table, array, pa, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
 from plimsoll.runs._records import EXTRAS
-from plimsoll.runs._rows import numbers, rows_of
+from plimsoll.runs._rows import blocks_of, numbers, rows_of
 from plimsoll.runs._select import Steps, select
-from plimsoll.runs._tables import SCHEMAS, Series, chunk_of, spectra_table
+from plimsoll.runs._tables import SCHEMAS, WIDE, Series, chunk_of, spectra_table
 from plimsoll.spectrum import Spectrum
 
 _ROWS = 1 << 14  # rows that are read, and decoded, at a time: some 40 MB as rows of a bank
@@ -35,18 +35,23 @@ def rows(catalog: Catalog, content: Content, collection: str, name: str, columns
     return next(_pieces(catalog, content, collection, [name], Steps()))
 
 
-def table(catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps) -> Table:
-    """The rows of some series as one table with the columns of a part, one row for each series, step and scale."""
+def table(
+    catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
+) -> Table:
+    """The rows of some series as one table with the columns of a part, one row for each series, step and scale.
+
+    Block records are left out unless `blocks`; there are columns of them only if one of the rows has one.
+    """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
         if len(catalog.ranks) == 1 and list(names) == list(content.tensors()[collection]):
             # All of it is wanted and held anyway: one pass over the parts, and no search for names.
-            whole = select(catalog, "spectra", equal={"collection": [collection]}, steps=steps)
+            whole = select(catalog, "spectra", equal={"collection": [collection]}, steps=steps, blocks=blocks)
             tables.append(whole.drop_columns(["rank"]))
             continue
-        for piece in _pieces(catalog, content, collection, names, steps):
+        for piece in _pieces(catalog, content, collection, names, steps, blocks=blocks):
             tables += _summed(piece) if len(catalog.ranks) > 1 else [piece.drop_columns(["rank"])]
-    return pa.concat_tables(tables)
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def _summed(piece: Table) -> Iterator[Table]:
@@ -59,23 +64,29 @@ def _summed(piece: Table) -> Iterator[Table]:
             continue
         first = table.take(array(starts))
         series = [Series(**row) for row in first.select(["collection", "name", "format", "shared"]).to_pylist()]
+        merged, blocks = _entries.merged_rows(rows_of(table), blocks_of(table), starts)
         entries = _entries.Entries(
             series=np.arange(len(starts)),
             scales=numbers(first, "scale"),
-            rows=_entries.merged_rows(rows_of(table), starts),
+            rows=merged,
             extras=_entries.merged_extras(np.stack([numbers(table, name) for name in EXTRAS], axis=1), starts),
+            blocks=blocks,
         )
-        yield spectra_table([chunk_of(values_of(first["step"]), entries)], series).cast(SCHEMAS["spectra"])
+        made = spectra_table([chunk_of(values_of(first["step"]), entries)], series)
+        yield made.cast(WIDE if "block" in made.column_names else SCHEMAS["spectra"])
 
 
-def _pieces(catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps) -> Iterator[Table]:
+def _pieces(
+    catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
+) -> Iterator[Table]:
     """Rows of whole series, sorted by name and step, replicas counted once; as many series at a time as are small."""
     ahead = list(names)
     per_series = max(1, len(content.steps()) * len(catalog.ranks)) if len(ahead) > 1 else 1
     at_once = max(1, _ROWS // per_series)
     for start in range(0, len(ahead), at_once):
         some = ahead[start : start + at_once]
-        found = select(catalog, "spectra", equal={"collection": [collection], "name": some}, steps=steps)
+        wanted = {"collection": [collection], "name": some}
+        found = select(catalog, "spectra", equal=wanted, steps=steps, blocks=blocks)
         if len(catalog.ranks) > 1:
             found = _without_replicas(catalog, content, collection, found, steps)
         yield found
@@ -100,7 +111,8 @@ def _are_replicas(catalog: Catalog, content: Content, collection: str, series: T
     if key not in content.replicas:
         whole = series
         if steps != Steps():
-            whole = select(catalog, "spectra", equal={"collection": [collection], "name": [key[1]]})
+            only = {"collection": [collection], "name": [str(key[1])]}
+            whole = select(catalog, "spectra", equal=only, blocks=False)
         parts = _ranks.parts_of_batch(catalog.manifests, collection)
         content.replicas[key] = _ranks.are_replicas(whole, parts)
     return content.replicas[key]
@@ -124,14 +136,17 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
     """Rows of one step and name merged: those of one scale and format as rows, the others as spectra."""
     columns = [_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
     starts = _order.starts(columns)
-    banked = _entries.merged_rows(rows_of(table), starts) if len(starts) < len(table) else rows_of(table)
+    banked, blocks = rows_of(table), blocks_of(table)
+    if len(starts) < len(table):
+        banked, blocks = _entries.merged_rows(banked, blocks, starts)
+    lengths = [0] * len(banked) if blocks is None else blocks.tolist()
     kept = table.select(["collection", "name", "step", "format", "scale"]).take(array(starts)).to_pylist()
     held: tuple[int, str, str, Spectrum] | None = None
-    for row, entry in zip(banked, kept, strict=True):
+    for row, block, entry in zip(banked, lengths, kept, strict=True):
         spectrum = (
-            _decode.stored_spectrum(row, entry["format"])
+            _decode.stored_spectrum(row, entry["format"], block)
             if raw
-            else _decode.true_spectrum(row, entry["format"], entry["scale"])
+            else _decode.true_spectrum(row, entry["format"], entry["scale"], block)
         )
         key = (entry["step"], entry["collection"], entry["name"])
         if held is not None and held[:3] == key:
@@ -147,5 +162,5 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
 def choices(catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]]) -> Iterator[None]:
     """Decides which of these plain series are replicas (`Content.replicas`), a piece at each step."""
     for collection, names in chosen:
-        for _ in _pieces(catalog, content, collection, names, Steps()):
+        for _ in _pieces(catalog, content, collection, names, Steps(), blocks=False):
             yield

@@ -1,7 +1,8 @@
 """The columns of a run's parts, and the arrays of merged entries that become them.
 
 Between a step and its part a spectrum is a slice of a few flat arrays (`Chunk`), its binades trimmed to the occupied
-ones; pyarrow takes these as they are.
+ones; pyarrow takes these as they are. What block formats need to know is in columns of its own (`_block_columns`),
+which a table has where one of its rows has such a record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.kernels import _layout as layout
+from plimsoll.runs import _block_columns, _ragged
 from plimsoll.runs._arrow import Array, Schema, Table, array, pa, strings
 from plimsoll.runs._entries import Entries
 from plimsoll.runs._records import EXTRAS
@@ -38,6 +40,8 @@ SCHEMAS: Mapping[Kind, Schema] = {
         [("step", pa.int64()), *((n, pa.string()) for n in ("kind", "message", "details")), ("time", pa.float64())]
     ),
 }
+# Those of a table of spectra that has records of blocks.
+WIDE: Schema = pa.schema([*SCHEMAS["spectra"], *_block_columns.FIELDS])
 # What a part is sorted by before the step, so that one series lies together.
 KEYS: Mapping[Kind, tuple[str, ...]] = {"spectra": ("collection", "name"), "scalars": ("name",), "events": ()}
 # What tells two rows of one key and step apart; of two that agree here, the later one counts.
@@ -68,6 +72,7 @@ class Chunk:
     lengths: NDArray[np.int64]
     binades: NDArray[np.int64]
     extras: NDArray[np.float64]
+    blocks: _block_columns.BlockChunk | None
 
     def __len__(self) -> int:
         return len(self.step)
@@ -75,7 +80,11 @@ class Chunk:
     @property
     def size_bytes(self) -> int:
         """Memory of the arrays."""
-        return sum(getattr(self, f.name).nbytes for f in fields(self))
+        beside = 0 if self.blocks is None else self.blocks.size_bytes
+        return beside + sum(getattr(self, name).nbytes for name in _ARRAYS)
+
+
+_ARRAYS = tuple(f.name for f in fields(Chunk) if f.name != "blocks")
 
 
 def chunk(step: int, entries: Entries) -> Chunk:
@@ -85,8 +94,8 @@ def chunk(step: int, entries: Entries) -> Chunk:
 
 def chunk_of(steps: NDArray[np.int64], entries: Entries) -> Chunk:
     """The chunk of merged entries of several steps."""
-    rows = entries.rows
-    first, lengths, binades = trimmed(rows[:, layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES])
+    rows, blocks = entries.rows, entries.blocks
+    first, lengths, binades = _ragged.trimmed(rows[:, layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES])
     return Chunk(
         step=steps,
         series=entries.series,
@@ -98,18 +107,8 @@ def chunk_of(steps: NDArray[np.int64], entries: Entries) -> Chunk:
         lengths=lengths,
         binades=binades,
         extras=entries.extras,
+        blocks=None if blocks is None or not blocks.any() else _block_columns.chunk_of_ends(rows, blocks),
     )
-
-
-def trimmed(histogram: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
-    """Of each row the first occupied index, the number of indices to the last one, and all those counts, flat."""
-    occupied = histogram != 0
-    first = occupied.argmax(axis=1)
-    lengths = np.where(occupied.any(axis=1), layout.BINADES - occupied[:, ::-1].argmax(axis=1) - first, 0)
-    width = int((first + lengths).max(initial=0))
-    columns = np.arange(width)
-    kept = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
-    return first, lengths.astype(np.int64), histogram[:, :width][kept]
 
 
 def extremes(rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -147,8 +146,9 @@ def spectra_table(chunks: Sequence[Chunk], series: Sequence[Series]) -> Table:
             **{n: array(whole.sums[order, i]) for i, n in enumerate(SUMS)},
             "scale": array(whole.scale[order]),
             "lowest": array(whole.lowest[order], missing=whole.lengths[order] == 0),
-            "binades": _lists(whole, order),
+            "binades": _ragged.lists(whole.lengths, whole.binades, order),
             **{n: _nullable(whole.extras[order, i]) for i, n in enumerate(EXTRAS)},
+            **({} if whole.blocks is None else _block_columns.columns(whole.blocks, order)),
         }
     )
 
@@ -173,18 +173,9 @@ def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
-    return Chunk(**{f.name: np.concatenate([getattr(c, f.name) for c in chunks]) for f in fields(Chunk)})
+    blocks = _block_columns.joined([(len(c), c.blocks) for c in chunks])
+    return Chunk(**{name: np.concatenate([getattr(c, name) for c in chunks]) for name in _ARRAYS}, blocks=blocks)
 
 
 def _nullable(values: NDArray[np.float64]) -> Array:
     return array(values, missing=np.isnan(values))
-
-
-def _lists(whole: Chunk, order: NDArray[np.intp]) -> Array:
-    """The binades in another order of rows."""
-    starts = np.cumsum(whole.lengths) - whole.lengths
-    lengths = whole.lengths[order]
-    ends = np.cumsum(lengths)
-    within = np.arange(len(whole.binades)) - np.repeat(ends - lengths, lengths)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int32), ends.astype(np.int32)])
-    return pa.ListArray.from_arrays(array(offsets), array(whole.binades[np.repeat(starts[order], lengths) + within]))
