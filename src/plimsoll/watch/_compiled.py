@@ -59,8 +59,8 @@ def is_capturing() -> bool:
 class _Sites:
     """The sites of one device: two banks at fixed addresses, and what each row belongs to."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        self.values, self.gradients = _fixed(device, capacity), _fixed(device, capacity)
+    def __init__(self, device: torch.device, capacity: int, block: int) -> None:
+        self.values, self.gradients = _fixed(device, capacity, block), _fixed(device, capacity, block)
         self.names: list[list[str]] = []  # of the tensor, for each site
         self.dtypes: list[torch.dtype] = []
         self.tapped: list[bool] = []  # whether the gradient is counted too
@@ -91,11 +91,11 @@ class CompiledTaps:
     """The sites of one watch."""
 
     def __init__(self, core: Core, devices: set[torch.device], taps: int) -> None:
-        self.core = core
+        self.core, self.block = core, core.settings.block
         self.number = next(_numbers)
         self.mark = f"_plimsoll_site_{self.number}"
         # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
-        self.sites = {str(device): _Sites(device, 8 * taps + 256) for device in devices}
+        self.sites = {str(device): _Sites(device, 8 * taps + 256, self.block) for device in devices}
         self.captured = False  # there are taps in a CUDA graph
         _known[self.number] = self
 
@@ -144,7 +144,7 @@ class CompiledTaps:
         if site < 0:
             return x
         gradients = self.sites[str(x.device)].gradients
-        y = cast("Tensor", _TapGradient.apply(x, gradients, site)) if tapped else x.clone()
+        y = cast("Tensor", _TapGradient.apply(x, gradients, site, self.block)) if tapped else x.clone()
         if _may_mark():
             setattr(y, self.mark, site)
         return y
@@ -152,7 +152,7 @@ class CompiledTaps:
     def _count(self, name: str, x: Tensor, *, tapped: bool) -> int:
         site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
         if site >= 0 and self.core.due.activations:
-            kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site])
+            kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site], block=self.block)
         return site
 
     def capture(self, name: str, x: Tensor) -> None:
@@ -164,12 +164,12 @@ class CompiledTaps:
         if sites is None or site < 0:
             return
         if self.core.due.activations:
-            kernels.measure_into([x.detach()], sites.values, [site])
+            kernels.measure_into([x.detach()], sites.values, [site], block=self.block)
         if tapped:
-            rows = sites.gradients
+            rows, block = sites.gradients, self.block
 
             def count(g: Tensor) -> None:
-                kernels.measure_into([g.detach()], rows, [site])
+                kernels.measure_into([g.detach()], rows, [site], block=block)
 
             x.register_hook(count)
 
@@ -223,20 +223,20 @@ class _TapGradient(torch.autograd.Function):
     """Its input, whose gradient is counted on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int) -> Tensor:
-        ctx.rows, ctx.site = rows, site
+    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int, block: int) -> Tensor:
+        ctx.rows, ctx.site, ctx.block = rows, site, block
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kernels.measure_into([grads[0]], ctx.rows, [ctx.site])
-        return grads[0], None, None
+        kernels.measure_into([grads[0]], ctx.rows, [ctx.site], block=ctx.block)
+        return grads[0], None, None, None
 
 
-def _fixed(device: torch.device, rows: int) -> Tensor:
+def _fixed(device: torch.device, rows: int, block: int) -> Tensor:
     if device.type == "cpu":  # memory that is not touched is not used
-        return torch.from_numpy(np.zeros((rows, layout.NARROW), np.int64))
-    bank = kernels.new_bank(rows, device=device)
+        return torch.from_numpy(np.zeros((rows, layout.width(block)), np.int64))
+    bank = kernels.new_bank(rows, block, device)
     if device.type == "cuda":  # lets the CUDA graphs of compiled code write into it
         cast("Any", torch)._dynamo.mark_static_address(bank)  # noqa: SLF001
     return bank

@@ -53,7 +53,7 @@ class Core:
         self.on_request = 0  # so many further steps are sampled whole
         self.open = True
         self.at_close: list[Callable[[], None]] = []  # what others have to end with the watch
-        self.pool = Pool()
+        self.pool = Pool(settings.block)
         self.sample: Sample | None = None
         self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone
         self.muted = False
@@ -131,7 +131,10 @@ class Core:
         assert self.sample is not None
         rows = self.sample.rows(x.device)
         bank, row = rows.take()
-        kernels.measure_one(x, bank, row)
+        if self.settings.block:  # what is measured one by one is activations and gradients
+            kernels.measure_into([x], bank, [row], accumulate=False, block=self.settings.block)
+        else:
+            kernels.measure_one(x, bank, row)
         return rows, rows.used - 1
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:

@@ -163,31 +163,39 @@ class Parameters:
         if not ready or not core.has_room(len(ready)):
             return []
         counts = collection == "gradients" and core.ranks.counts_plain
-        self._launch(ready, series, scaled=scaled, counts=counts)
+        block = core.settings.block_of(collection)
+        self._launch(ready, series, scaled=scaled, counts=counts, block=block)
         return list(ready)
 
-    def _launch(self, ready: Mapping[str, Tensor], series: Mapping[str, int], *, scaled: bool, counts: bool) -> None:
+    def _launch(
+        self, ready: Mapping[str, Tensor], series: Mapping[str, int], *, scaled: bool, counts: bool, block: int
+    ) -> None:
         sample = self.core.sample
         assert sample is not None
         for device, names in by_device(ready).items():
             rows = sample.rows(device)
             for first, number, bank, span in rows.spans(len(names)):
                 part = names[first : first + len(span)]
-                kernels.measure_into([ready[name] for name in part], bank, span, accumulate=False)
+                kernels.measure_into([ready[name] for name in part], bank, span, accumulate=False, block=block)
                 if counts:
                     nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
                     self._nonfinite_on(device).add_(nonfinite.sum())
                 rows.enter_all(number, [series[name] for name in part], scaled=scaled)
 
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
-        """Counts what is stored, and as zeros what is not."""
+        """Counts what is stored, and as zeros what is not; blocks where the last axis is a dense one."""
         values = g.coalesce().values()
         core = self.core
         if not core.has_room():
             return
         rows, row = core.measure(values.detach())
-        missing = g.numel() - values.numel()
-        rows.banks[-1][row % len(rows.banks[-1]), [layout.COUNT, layout.ZEROS]] += missing
+        missing, here = g.numel() - values.numel(), rows.banks[-1][row % len(rows.banks[-1])]
+        here[[layout.COUNT, layout.ZEROS]] += missing
+        if core.settings.block and g.dense_dim():
+            length = max(g.shape[-1], 1)
+            here[[layout.BLOCKS, layout.ZERO_BLOCKS]] += missing // length * -(-length // core.settings.block)
+        elif core.settings.block:
+            here[layout.NARROW :] = 0  # its neighbours along the last axis are not next to it in memory
         rows.enter(row, core.series_of("gradients", name, values), scaled=scaled)
 
     def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars
 from plimsoll.runs._arrow import Table, array, values_of
 from plimsoll.runs._records import EXTRAS
-from plimsoll.runs._rows import numbers, rows_of
+from plimsoll.runs._rows import blocks_of, numbers, rows_of
 from plimsoll.watch._link import Link, decoded
 from plimsoll.watch._outbox import Sender
 
@@ -219,7 +219,7 @@ class Collector(RunWriter):
 def _as_part(batch: Batch, *, last: bool) -> Batch:
     return Batch(
         step=batch.step, rows=batch.rows, index=batch.index, series=batch.series, scales=batch.scales,
-        extras=batch.extras, last=last,
+        extras=batch.extras, blocks=batch.blocks, last=last,
     )  # fmt: skip
 
 
@@ -230,12 +230,13 @@ def _batches(table: Table, writer: RunWriter) -> Iterator[Batch]:
     columns = (table[name].to_pylist() for name in ("collection", "name", "format", "shared"))
     series = np.array([writer.series(c, n, format=f, shared=s) for c, n, f, s in zip(*columns, strict=True)], np.int64)
     rows, scales, steps = rows_of(table), numbers(table, "scale"), values_of(table["step"])
-    extras = {name: numbers(table, name) for name in EXTRAS}
+    extras, blocks = {name: numbers(table, name) for name in EXTRAS}, blocks_of(table)
     for step in np.unique(steps):
         here = np.flatnonzero(steps == step)
         yield Batch(
             step=int(step), rows=rows[here], index=np.arange(len(here)), series=series[here], scales=scales[here],
-            extras={name: values[here] for name, values in extras.items()}, last=True,
+            extras={name: values[here] for name, values in extras.items()},
+            blocks=None if blocks is None else blocks[here], last=True,
         )  # fmt: skip
 
 

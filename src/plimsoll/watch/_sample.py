@@ -20,14 +20,14 @@ from plimsoll.runs import Batch
 from plimsoll.watch._later import Later, resolved
 
 BANK_ROWS = 1024
-_ROW_BYTES = layout.NARROW * 8
 _MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.update_into` counts beside a row
 
 
 class Pool:
-    """Banks that no sample uses at present."""
+    """Banks that no sample uses at present; of wide rows where a block length is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 0) -> None:
+        self.block, self.row_bytes = block, 8 * layout.width(block)
         self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
 
     def take(self, device: torch.device) -> Tensor:
@@ -35,7 +35,7 @@ class Pool:
         try:
             return self._free[device].pop()
         except IndexError:
-            return kernels.new_bank(BANK_ROWS, device=device)
+            return kernels.new_bank(BANK_ROWS, self.block, device)
 
     def give_back(self, banks: Sequence[Tensor]) -> None:
         """Takes banks back; a few are kept."""
@@ -152,7 +152,7 @@ class Sample:
     @property
     def size_bytes(self) -> int:
         """About how much memory it holds."""
-        return sum(rows.used for rows in self._rows.values()) * _ROW_BYTES
+        return sum(rows.used for rows in self._rows.values()) * self._pool.row_bytes
 
     def rescale(self, factor: float) -> None:
         """Says that the scaled values so far carry one more factor."""
@@ -187,7 +187,7 @@ class _Part:
     @property
     def size_bytes(self) -> int:
         """About how much memory its rows take."""
-        return self.rows.used * _ROW_BYTES
+        return self.rows.used * self._pool.row_bytes
 
     def host_rows(self) -> NDArray[np.int64]:
         """All rows, the caller's own."""
@@ -212,6 +212,13 @@ class _Part:
         host: NDArray[np.int64] = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
         self._pool.give_back(banks)
         return host
+
+    def blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Of each entry the block length that its row was measured with, 0 for none."""
+        if not self._pool.block:
+            return None
+        measured = rows[np.array(self.rows.index, np.int64), layout.BLOCKS] > 0  # a row is emptied whole before
+        return np.where(measured, self._pool.block, 0)
 
     def scales(self, loss_scale: float | None) -> NDArray[np.float64] | None:
         """The factor that each entry's values carry."""
@@ -281,7 +288,7 @@ class Sealed:
     def _batch(self, part: _Part, loss_scale: float | None, last: bool) -> Batch:
         index, series = np.array(part.rows.index, np.int64), np.array(part.rows.series, np.int64)
         scales, extras, rows = part.scales(loss_scale), part.extras(), part.host_rows()
-        kept = np.ones(len(index), bool)
+        blocks, kept = part.blocks(rows), np.ones(len(index), bool)
         if self._takes is not None:
             kept[:] = [self._takes(number) for number in part.rows.series]
         if part.rows.unless_empty:
@@ -290,4 +297,8 @@ class Sealed:
             index, series = index[kept], series[kept]
             scales = None if scales is None else scales[kept]
             extras = {name: values[kept] for name, values in extras.items()}
-        return Batch(step=self.step, rows=rows, index=index, series=series, scales=scales, extras=extras, last=last)
+            blocks = None if blocks is None else blocks[kept]
+        return Batch(
+            step=self.step, rows=rows, index=index, series=series, scales=scales, extras=extras,
+            blocks=blocks, last=last,
+        )  # fmt: skip

@@ -10,6 +10,8 @@ from plimsoll.errors import ArgumentError
 
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
 FACTS = ("loss", "scale", "nonfinite")
+BLOCKED = ("weights", "gradients", "activations", "activation_gradients")  # what `block` measures in blocks
+BLOCKS = (16, 32)  # NVFP4's block length, and MX's
 SHADOWED = ("gradients", "activations", "activation_gradients")
 Pattern = str | type[nn.Module]
 
@@ -28,6 +30,11 @@ class Settings:
     ranks: Literal["each", "reduce"] = "each"
     max_tensors: int = 100_000
     max_bytes: int = 1 << 30
+    block: int = 0  # length of the blocks that are recorded; 0 for none
+
+    def block_of(self, collection: str) -> int:
+        """The block length that a collection is measured with; 0 for none."""
+        return self.block if collection in BLOCKED else 0
 
     @property
     def recorded(self) -> tuple[str, ...]:
@@ -57,6 +64,7 @@ class Settings:
             "ranks": self.ranks,
             "max_tensors": self.max_tensors,
             "max_bytes": self.max_bytes,
+            "block": self.block or None,
         }
 
 
@@ -73,10 +81,12 @@ def checked(
     ranks: object,
     max_tensors: object,
     max_bytes: object,
+    block: object = None,
 ) -> Settings:
     """The settings; `ArgumentError` names the first argument that cannot be."""
+    intervals = _intervals(collect, _at_least("every", every, 1))
     return Settings(
-        intervals=_intervals(collect, _at_least("every", every, 1)),
+        intervals=intervals,
         include=None if include is None else _patterns("include", include),
         exclude=() if exclude is None else _patterns("exclude", exclude),
         warmup=_at_least("warmup", warmup, 0),
@@ -86,6 +96,7 @@ def checked(
         ranks=_ranks(ranks),
         max_tensors=_at_least("max_tensors", max_tensors, 1),
         max_bytes=_at_least("max_bytes", max_bytes, 1),
+        block=_block(block, intervals),
     )
 
 
@@ -143,6 +154,22 @@ def _ranks(value: object) -> Literal["each", "reduce"]:
     raise ArgumentError(
         f'watch: expected ranks to be "each" or "reduce"; got ranks={value!r}. "each" writes one part set a rank.'
     )
+
+
+def _block(value: object, intervals: Mapping[str, int]) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int) or value not in BLOCKS:
+        raise ArgumentError(
+            f"watch: expected block to be 32 (MX formats), 16 (NVFP4) or None; got block={value!r}. "
+            "It is the number of values that share a scale."
+        )
+    if not set(BLOCKED) & set(intervals):
+        raise ArgumentError(
+            f"watch: expected collect to have some of {', '.join(BLOCKED)} where block is given; got "
+            f"collect={list(intervals)}. Collect one of them, or leave block out."
+        )
+    return value
 
 
 def _shown(pattern: Pattern) -> str:

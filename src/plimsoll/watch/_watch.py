@@ -49,6 +49,7 @@ def watch(
     start_step: int | None = None,
     max_tensors: int = 100_000,
     max_bytes: int = 1 << 30,
+    block: Literal[16, 32] | None = None,
 ) -> "Watch":
     """Records a model's numbers while it trains, every so many optimizer steps, into the folder `run`.
 
@@ -65,6 +66,8 @@ def watch(
     - `recorder`: what is kept of every one of the last `recorder_steps` steps and written when something breaks; naming
       a collection means to measure it at every step (`Watch.recorder_bytes` says what it holds).
     - `ranks`: of several processes each writes its part ("each"), or rank 0 writes for all ("reduce").
+    - `block`: measures weights, gradients, activations and their gradients in blocks of 32 values (MX formats) or 16
+      (NVFP4) along the last axis too, which is what `whatif` and `plan` need to answer for block formats.
     - `sinks`: where else the run goes: see `plimsoll.runs`.
     - `start_step`: the number of the first step; by default 0, or where the run that is there already has ended. Giving
       the step of a restored checkpoint replaces what the run has from there on.
@@ -76,6 +79,7 @@ def watch(
     settings = checked(
         every=every, collect=collect, include=include, exclude=exclude, warmup=warmup, shadow_every=shadow_every,
         recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
+        block=block,
     )  # fmt: skip
     _check_model(model)
     optimizers = _optimizers(optimizer)
