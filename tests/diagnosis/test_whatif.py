@@ -154,7 +154,10 @@ def test_the_answer_is_data_and_a_table(trained: tuple) -> None:
 
 def test_what_cannot_be_asked_is_refused(trained: tuple, tmp_path: Path) -> None:
     path, _ = trained
-    with pytest.raises(NotRecordedError, match="whatif: expected an element format; got the block format mxfp8_e4m3"):
+    with pytest.raises(
+        NotRecordedError,
+        match="whatif: expected block records of gradients for mxfp8_e4m3, whose blocks have 32 values; got none",
+    ):
         whatif(path, "mxfp8_e4m3")
     with pytest.raises(FormatError, match="whatif: expected a format for values; got e8m0"):
         whatif(path, "e8m0")

@@ -55,19 +55,15 @@ class Cells:
     def __len__(self) -> int:
         return len(self.layer)
 
-    def only(self, name: str) -> "Cells":
-        """The cells of one layer."""
-        rows = np.flatnonzero(self.layer == self.names.index(name))
+    def of_rows(self, rows: Ints) -> "Cells":
+        """The cells with these rows only; names and steps stay."""
         start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.length[rows])])
         moved: Ints = self.start[:-1][rows] - start[:-1]
         places: Ints = np.repeat(moved, self.length[rows]) + np.arange(int(start[-1]), dtype=np.int64)
-        steps, at = np.unique(self.steps[self.at[rows]], return_inverse=True)
         return replace(
             self,
-            names=(name,),
-            steps=steps,
-            layer=np.zeros(len(rows), dtype=np.int64),
-            at=at.astype(np.int64),
+            layer=self.layer[rows],
+            at=self.at[rows],
             format=self.format[rows],
             scale=self.scale[rows],
             columns={each: column[rows] for each, column in self.columns.items()},
@@ -75,6 +71,12 @@ class Cells:
             start=start,
             flat=self.flat[places],
         )
+
+    def only(self, name: str) -> "Cells":
+        """The cells of one layer."""
+        held = self.of_rows(np.flatnonzero(self.layer == self.names.index(name)))
+        steps, at = np.unique(self.steps[held.at], return_inverse=True)
+        return replace(held, names=(name,), steps=steps, layer=np.zeros(len(held), dtype=np.int64), at=at)
 
     @cached_property
     def running(self) -> Ints:
@@ -173,7 +175,7 @@ def read(run: Run, collection: str, until: int | None = None, name: str | None =
     """A collection of a run, or one layer of it, up to and with step `until`; None where there is nothing by then."""
     if collection not in run.tensors:
         return None
-    table = run.table(collection, name, steps=None if until is None else slice(None, until + 1))
+    table = run.table(collection, name, steps=None if until is None else slice(None, until + 1), blocks=False)
     return from_table(collection, table, run.tensors[collection]) if len(table) else None
 
 

@@ -33,7 +33,7 @@ class Tallies:
         """The numbers of the others."""
         return Tallies(low=total - self.high, high=total - self.low, estimate=total - self.estimate)
 
-    def minus(self, other: "Tallies", total: Ints) -> "Tallies":
+    def minus(self, other: "Tallies", total: NDArray[Any]) -> "Tallies":
         """The numbers in this and not in the other, which is a part of it."""
         low = np.maximum(self.low - other.high, 0)
         high = np.clip(self.high - other.low, 0, total)

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.diagnosis._block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, read
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.formats import Format, get_element
@@ -26,6 +27,7 @@ class View:
         self.run, self.until = run, until
         self._cells: dict[str, Cells | None] = {}
         self._narrow: dict[str, Narrow] = {}
+        self._blocks: dict[str, tuple[BlockCells, Narrow] | None] = {}
         self._scalars: dict[str, tuple[Ints, Floats]] = {}
 
     def cells(self, collection: str) -> Cells | None:
@@ -93,6 +95,15 @@ class View:
         if collection not in self._narrow:
             self._narrow[collection] = Narrow(cells=cells, held=self._held(cells))
         return self._narrow[collection]
+
+    def in_blocks(self, collection: str) -> tuple[BlockCells, Narrow] | None:
+        """The spectra of a collection with their block records; None where there are none."""
+        if collection not in self._blocks:
+            found = read_blocks(self.run, collection, self.until)
+            self._blocks[collection] = None
+            if found is not None:
+                self._blocks[collection] = found, Narrow(cells=found.cells, held=self._held(found.cells))
+        return self._blocks[collection]
 
     def formats(self, collection: str) -> Mapping[str, Format]:
         """The format of each layer of a collection: the narrowest that it was recorded in."""

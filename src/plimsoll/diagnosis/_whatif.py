@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.diagnosis import _whatif_blocks
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._noise import Noise
@@ -43,10 +44,14 @@ def whatif(
     What the run's own format has flushed to zero is not seen: then `WhatIf.censored` is true, and zeros count in the
     upper bound of what is lost, as in `Spectrum.fit`.
 
-    Raises `NotRecordedError` for a collection that the run lacks and for block formats, whose record runs do not keep;
+    Block formats are answered by the block records of a run that was watched with ``block=32`` (MX) or ``block=16``
+    (NVFP4). They scale each block by themselves: a shift only moves what is at the ends of the scales' range, and 0 is
+    the best.
+
+    Raises `NotRecordedError` for a collection that the run lacks and for a block format without its records;
     `FormatError` for a format that does not exist or holds scales only; `ArgumentError` for a shift that is none.
     """
-    chosen, view = _element(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
+    chosen, view = _format(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
     if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"whatif: expected shift to be an integer from -2200 to 2200, or None; got {shift!r}. "
@@ -72,27 +77,24 @@ def _has(view: View, collection: str) -> bool:
     return view.cells(collection) is not None
 
 
-def _element(fmt: object) -> Format:
+def _format(fmt: object) -> Format | BlockFormat:
     found = get(fmt)
-    if isinstance(found, BlockFormat):
-        raise NotRecordedError(
-            f"whatif: expected an element format; got the block format {found.name}, for which runs keep no record. "
-            f"Measure tensors with pl.measure(x, block={found.block}) and ask Spectrum.fit."
-        )
-    if not found.signed:
+    if isinstance(found, Format) and not found.signed:
         raise FormatError(
             f"whatif: expected a format for values; got {found.name}, which holds scales. Ask for another."
         )
     return found
 
 
-def _part(view: View, collection: str, fmt: Format, shift: int | None) -> WhatIf:
+def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | None) -> WhatIf:
     narrow = view.narrow(collection)
     if narrow is None:
         there = ", ".join(view.run.tensors) or "none"
         raise NotRecordedError(
             f"whatif: expected a collection that the run has; got {collection!r}. It has {there}. Choose one of these."
         )
+    if isinstance(fmt, BlockFormat):
+        return _whatif_blocks.answer(view, collection, fmt, shift)
     return predictor_of(narrow).answer(str(view.run.path), fmt, shift)
 
 

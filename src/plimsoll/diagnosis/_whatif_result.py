@@ -10,7 +10,7 @@ import numpy as np
 
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
-from plimsoll.diagnosis._windows import Stretch, sentence, stretches_of
+from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.spectrum import Fit, Interval
 
@@ -60,7 +60,8 @@ class Prediction:
 class Row:
     """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window that serves.
 
-    `worst_step` is the step at which most is lost or overflows.
+    `worst_step` is the step at which most is lost or overflows. A block format scales each block itself: its window is
+    the shift that was asked about, or None if that does not serve.
     """
 
     name: str
@@ -97,6 +98,8 @@ class WhatIf:
       then count in the upper bounds of what is lost.
     - `rows`: the layers, those that lose most first; `overall`: all of them.
     - `stretches`: over time, the shifts that serve all layers (nothing overflows, less than 1 % of any layer is lost).
+    - `block`: of a block format the block length, else 0; `unrecorded`: how many layers at steps have no block record
+      and are left out. A block format serves where less than 1 % of a layer is lost; that values saturate is its way.
     - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
     """
 
@@ -112,6 +115,8 @@ class WhatIf:
     low: Floats
     high: Floats
     stretches: list[Stretch]
+    block: int = 0
+    unrecorded: int = 0
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -130,6 +135,10 @@ class WhatIf:
     def sentence(self) -> str:
         """What the format needs, in one sentence."""
         said = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+        if self.block:
+            said = block_sentence(self.format, self.stretches)
+            if self.unrecorded:
+                said += f" Layers without a block record at a step ({self.unrecorded:,} times) are left out."
         if not self.censored:
             return said
         hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
@@ -194,6 +203,7 @@ class WhatIf:
             prediction=prediction,
             low=low,
             high=high,
+            unrecorded=self.unrecorded + other.unrecorded,
             stretches=stretches_of(
                 steps, np.fmax.reduce(low, axis=0, initial=np.nan), np.fmin.reduce(high, axis=0, initial=np.nan)
             ),
@@ -221,16 +231,16 @@ class WhatIf:
         from rich import box
         from rich.table import Table
 
-        how = ", the best single one" if self.chosen else ""
+        how = ", the best single one" if self.chosen and not self.block else ""
         title = f"{self.format} at 2^{self.shift}{how}: {', '.join(self.collections)}"
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
                       pad_edge=False, width=width)  # fmt: skip
         table.add_column("layer", overflow="ellipsis", no_wrap=True, ratio=1)
-        for head in ("lost", "subnormal", "overflow", "SNR dB", "shifts"):
+        for head in ("lost", "subnormal", "overflow", "SNR dB", "serves" if self.block else "shifts"):
             table.add_column(head, justify="right", no_wrap=True)
         kept = self.rows[:most]
         for row in [self.overall, *kept]:
-            table.add_row(*_cells_of(row), end_section=row is self.overall)
+            table.add_row(*_cells_of(row, in_blocks=self.block > 0), end_section=row is self.overall)
         if len(self.rows) > len(kept):
             table.caption = f"and {len(self.rows) - len(kept)} layers that lose less"
             table.caption_justify = "left"
@@ -286,9 +296,11 @@ class WhatIf:
         )
 
 
-def _cells_of(row: Row) -> list[str]:
+def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
     fit = row.fit
     window = "none" if row.window is None else f"2^{row.window[0]}..2^{row.window[1]}"
+    if in_blocks:
+        window = "no" if row.window is None else "yes"
     noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
     return [shown(row.name), *(_fraction(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
 

@@ -35,10 +35,10 @@ def tallies(
 ) -> tuple[Tally, Tally, Tally, float]:
     """Lost, subnormal and overflowing values of the finite blocks, and the signal-to-noise ratio."""
     depths, total = record.depths, int(record.depths.sum())
-    table = _table(fmt)
+    outcomes = table(fmt)
     lost, subnormal, overflow = (
         Tally.within(int(depths[certain].sum()), int(depths[possible].sum()), float(depths @ share))
-        for certain, possible, share in (table.lost, table.subnormal, table.overflow)
+        for certain, possible, share in (outcomes.lost, outcomes.subnormal, outcomes.overflow)
     )
     small = _small_scales(s, record, fmt, shift)
     loose = min(small.unsure + misplaced, total)
@@ -47,7 +47,7 @@ def tallies(
     lost = Tally.within(
         lost.low + small.dead_blocks, lost.high, lost.estimate * (1 - small.dead_share) + total * small.dead_share
     )
-    return lost, subnormal, overflow, _snr_db(record, table)
+    return lost, subnormal, overflow, _snr_db(record, outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ _Depths = tuple[_Flags, _Flags, _Floats]  # by depth: all values surely so; some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
+class Outcomes:
     """What becomes of the values at each depth, by the format alone; `energy` and `noise` are expected squares.
 
     `maximum_energy` and `maximum_noise` speak of the blocks' largest values, which are at depth 0 too.
@@ -102,7 +102,8 @@ class _Table:
 
 
 @functools.lru_cache(maxsize=16)
-def _table(fmt: BlockFormat) -> _Table:
+def table(fmt: BlockFormat) -> Outcomes:
+    """What becomes of values by their depth, in a format."""
     element = fmt.element
     down = np.ldexp(1.0, -np.arange(layout.BINADES))
     rounding = 2.0 ** -(fmt.scale.mantissa_bits + 1)
@@ -121,7 +122,7 @@ def _table(fmt: BlockFormat) -> _Table:
 
     errors = [_round(values, element) - values for values in landed]
     largest = element.max * maxima
-    return _Table(
+    return Outcomes(
         lost=(highest < lost_at, lowest < lost_at, share(lambda y: y <= lost_at)),
         subnormal=(
             (lowest > lost_at) & (highest < normal_at),
@@ -159,10 +160,10 @@ def _round(values: _Floats, fmt: Format) -> _Floats:
     return np.minimum(np.rint(values / spacing) * spacing, fmt.max)
 
 
-def _snr_db(record: BlockRecord, table: _Table) -> float:
+def _snr_db(record: BlockRecord, outcomes: Outcomes) -> float:
     counts = record.depths.astype(np.float64)
     maxima = float(record.maxima.sum())
     counts[0] -= maxima  # each finite nonzero block's largest value
-    energy = float(counts @ table.energy) + maxima * table.maximum_energy
-    noise = float(counts @ table.noise) + maxima * table.maximum_noise
+    energy = float(counts @ outcomes.energy) + maxima * outcomes.maximum_energy
+    noise = float(counts @ outcomes.noise) + maxima * outcomes.maximum_noise
     return 10 * math.log10(energy / noise) if noise > 0 else math.inf
