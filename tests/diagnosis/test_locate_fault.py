@@ -229,3 +229,10 @@ def test_memory_written_behind_torch_is_told_as_such():
     fault = found(closure)
     assert fault.operation == "unknown"
     assert "torch's dispatcher does not show" in fault.sentence
+
+
+def test_a_copy_into_a_narrower_tensor():
+    x, narrow = torch.tensor([1.0, 7e4]), torch.zeros(2, dtype=torch.float16)
+    fault = found(lambda: narrow.copy_(x).float().sum())
+    assert (fault.operation, fault.expected) == ("aten.copy_", 7e4)
+    assert "the cast of 70,000 to fp16 exceeds fp16's 65,504" in fault.sentence

@@ -194,3 +194,23 @@ def test_gradients_that_overflow_only_when_added_up(tmp_path: Path):
     assert (fault.phase, fault.reached, fault.kind) == ("backward", "the gradient of weight", "inf")
     assert fault.expected == 8e4
     assert fault.module == "model"
+
+
+def test_the_repetition_draws_the_same_numbers(tmp_path: Path):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    drawn: list[float] = []
+
+    def loss_of() -> Tensor:
+        x = torch.rand(4)
+        drawn.append(x.sum().item())
+        return (model(x) * 0 + (x.sum() > 2.5) * float("inf")).mean()
+
+    with pl.watch(model, optimizer, run=tmp_path / "run") as watch:
+        step_loss = locate_on_trigger(watch, loss_of)
+        while not step_loss.faults and len(drawn) < 50:
+            optimizer.zero_grad()
+            step_loss().backward()
+            optimizer.step()
+    assert drawn[-1] == drawn[-2]
