@@ -147,7 +147,7 @@ def test_the_numbers_are_those_of_the_runs(measured: Measured) -> None:
     for training in measured.trainings:
         run = Run(training.run)
         steps, loss = run.scalars("loss")
-        expected = torch.tensor(loss[-40:]).median().item() * GLOBAL_BATCH / SMALL.batch
+        expected = torch.tensor(loss[-60:]).median().item() * GLOBAL_BATCH / SMALL.batch
         assert training.numbers["loss_end"] == pytest.approx(expected, rel=0.1)
         assert len(steps) == SMALL.steps + training.numbers["repeated"]
     scale = Run(measured.trainings[0].run).scalars("scale")[1]
@@ -170,7 +170,7 @@ def test_all_trainings_begin_alike(measured: Measured) -> None:
         (0, {"scale-collapse_since": 69.0}, "collapse-found"),
         (0, {"underflow-high_since": 121.0}, "underflow-found"),
         (1, {"gradient_rise": 1.0}, "bf16-gradient-rises"),
-        (1, {"progress": 0.1}, "bf16-goes-on"),
+        (1, {"progress": 0.04}, "bf16-goes-on"),
         (1, {"underflow_findings": 1.0}, "bf16-nothing-found"),
         (2, {"batches_lost": 1.0}, "spectral-no-batch-lost"),
         (2, {"scale_back_after": math.inf}, "spectral-recovers"),

@@ -99,8 +99,9 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
     from plimsoll.diagnosis import shown
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("training", "loss over time", "lost", "at the end", "it"):
-        table.add_column(head, no_wrap=True, justify="right" if head in ("lost", "at the end") else "left")
+    drawn = next((training.series_of for training in trainings if training.series_of), "")
+    for head in ("training", drawn, "lost", "loss", ""):
+        table.add_column(Text(shown(head)), no_wrap=True, justify="right" if head in ("lost", "loss") else "left")
     known = [value for training in trainings for value in training.series if value > 0]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     bars = _ASCII_BARS if target.options.ascii_only else _BARS
@@ -109,7 +110,7 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
         colour = "green" if training.good else "bold red"
         table.add_row(
             Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
-            "" if math.isnan(lost) else f"{lost:.1%}", number(loss), Text(shown(training.verdict), style=colour),
+            "" if math.isnan(lost) else f"{lost:.0%}", number(loss), Text(shown(training.verdict), style=colour),
         )  # fmt: skip
     return table
 
@@ -136,7 +137,7 @@ def _found(training: "Training") -> list[Text]:
 def _finding(finding: "Finding") -> Text:
     from plimsoll.diagnosis import grouped
 
-    line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (finding.rule, "bold"))
+    line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (f"{finding.rule:<14}", "bold"))
     line.append(f" since step {finding.since_step:,}")
     if finding.where:
         line.append(f" in {grouped(finding.where, 1)}", style="cyan")

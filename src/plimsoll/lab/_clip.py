@@ -1,6 +1,6 @@
 """Experiment `clip` (T3, T4, T7): ten hard batches in a row, in FP16 and in BF16, and what keeps FP16 training.
 
-Four trainings from the same weights on the same batches. In the hard batches a quarter of the pictures is black, as
+Four trainings from the same weights on the same batches. In the hard batches an eighth of the pictures is black, as
 where a shard fails to decode. The gradient of a black patch is divided by 1e-8 (`_clip_model`): far beyond FP16 at any
 usual scale, and nothing to BF16.
 
@@ -58,7 +58,7 @@ def _of_fp16(setup: Setup, fp16: Numbers, bf16: Numbers) -> tuple[Claim, ...]:
         ),
         Claim(
             id="fp16-gradients-zero", says="FP16: most gradients are zero from then on",
-            measured=fp16["lost_after"], at_least=0.5, unit="of gradients",
+            measured=fp16["lost_after"], at_least=0.8, unit="of gradients",
         ),
         Claim(
             id="fp16-stalls", says="FP16: training stalls; its loss ends above that of BF16",
@@ -83,7 +83,7 @@ def _of_bf16(bf16: Numbers) -> tuple[Claim, ...]:
         ),
         Claim(
             id="bf16-goes-on", says="BF16: then training goes on",
-            measured=bf16["progress"], at_least=0.15, unit="of the loss before",
+            measured=bf16["progress"], at_least=0.05, unit="of the loss before",
         ),
         Claim(
             id="bf16-nothing-found", says="BF16: no rule tells of underflow or of the scale",
@@ -134,7 +134,8 @@ def _said(fp16: Training, bf16: Training, spectral: Training, layer: Training) -
     serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
-        f"{fp16.numbers['lost_after']:.0%} of the gradients are zero from then on. No error, no NaN in the weights."
+        f"{fp16.numbers['lost_after']:.0%} of what FP16 holds of gradients is zero from then on. No error, no NaN in a "
+        "weight."
     )
     advice = {
         (True, True): "LayerScaler serves best: one layer's scale gives way, all others keep theirs. SpectralScaler "

@@ -14,9 +14,8 @@ from plimsoll.runs import Run
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
-_TAIL = 40  # steps that a loss is the median of
-_COLUMNS = 30  # of the picture in one line
-_STALLED = 0.1  # of the loss: what a training that goes on loses many times over
+_TAIL = 60  # steps that a loss is the median of
+_COLUMNS = 22  # of the picture in one line
 _LOST = 0.05  # T6: above 5 % is not sound
 _OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-rising", "no-single-scale")
 
@@ -28,9 +27,11 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
     numbers = measured(view, setup, findings)
     verdict, good = _verdict(numbers)
     steps, loss = _losses(view, setup)
+    start = setup.hard_at // 2
+    later = steps >= start
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
-        series=_columns(steps, loss), findings=findings,
+        series=_columns(steps[later], loss[later]), series_of=f"loss since step {start}", findings=findings,
     )  # fmt: skip
 
 
@@ -70,13 +71,18 @@ def _losses(view: View, setup: Setup) -> Series:
 
 
 def _lost(view: View) -> Series:
-    """Of all gradients of activations that are not zero in FP32, the part that is in the run, at each sample."""
+    """Of the gradients of activations that are held in a narrow format, the part it has lost, at each sample.
+
+    Norms and residual sums have gradients in FP32, and BF16 has FP32's range: these lose nothing, and do not count.
+    """
     narrow = view.narrow("activation_gradients")
     if narrow is None:
         return np.empty(0, dtype=np.int64), np.empty(0)
-    there = narrow.cells.total(narrow.cells.nonzero)
-    lost = np.nan_to_num(narrow.lost_of_cell)
-    return narrow.cells.steps, lost.sum(axis=0) / np.maximum((lost + there).sum(axis=0), 1.0)
+    cells, held = narrow.cells, narrow.censors
+    samples = len(cells.steps)
+    lost = np.bincount(cells.at[held], np.nan_to_num(narrow.lost[held]), samples)
+    there = np.bincount(cells.at[held], cells.nonzero[held], samples)
+    return cells.steps, lost / np.maximum(lost + there, 1.0)
 
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
@@ -118,16 +124,16 @@ def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
 
 def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
     lost_for = numbers["lost_for_steps"]
-    if numbers["progress"] <= _STALLED:
-        return "stalls in silence" if lost_for == math.inf else "stalls", False
     if lost_for == math.inf:
-        return "loses gradients to the end", False
-    return (f"back after {lost_for:.0f} steps" if lost_for else "trains on"), True
+        return "gradients stay zero", False
+    if not numbers["progress"] > 0:
+        return "does not come back", False
+    return (f"back in {lost_for:.0f} steps" if lost_for else "trains on"), True
 
 
 def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
     """The loss as so many medians of as many steps each."""
-    place = steps * _COLUMNS // (steps[-1] + 1)
+    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
     return tuple(_median(loss[place == column]) for column in range(_COLUMNS))
 
 

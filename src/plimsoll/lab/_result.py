@@ -15,7 +15,7 @@ class Training:
 
     - `name`: of its run folder; `title`: for people; `run`: the folder.
     - `numbers`: what was measured, by name. `verdict`: what became of it, in a few words; `good`: whether that is well.
-    - `series`: what its picture in one line shows, such as the loss over steps.
+    - `series`: what its picture in one line shows, `series_of` in words: the loss since some step, say.
     - `findings`: of `diagnose`, the gravest first.
     """
 
@@ -26,6 +26,7 @@ class Training:
     verdict: str
     good: bool
     series: Sequence[float] = ()
+    series_of: str = ""
     findings: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
@@ -38,6 +39,7 @@ class Training:
             "verdict": self.verdict,
             "good": self.good,
             "series": [plain(value) for value in self.series],
+            "series_of": self.series_of,
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
