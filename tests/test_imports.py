@@ -36,3 +36,20 @@ def test_casting_and_measuring_load_neither_triton_nor_the_command_line() -> Non
     loaded = loaded_by("import plimsoll; plimsoll.cast, plimsoll.measure")
     assert "torch" in loaded
     assert not loaded & {"triton", "typer", "rich", "plotly", "fastapi"}
+
+
+def test_judging_a_recorded_run_loads_nothing_of_live_training() -> None:
+    probe = (
+        "import sys, plimsoll; plimsoll.diagnose, plimsoll.whatif, plimsoll.plan, plimsoll.diff; print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert not {"plimsoll.watch", "plimsoll.precision", "torch._dynamo"} & set(result.stdout.split())
+
+
+def test_names_of_live_training_come_when_asked_for() -> None:
+    from plimsoll import diagnosis
+
+    assert {"Guard", "locate", "Limits", "locate_on_trigger"} <= set(dir(diagnosis))
+    assert diagnosis.Guard.__name__ == "Guard" and callable(diagnosis.locate)
+    with pytest.raises(AttributeError, match="module 'plimsoll.diagnosis' has no attribute 'guard'"):
+        getattr(diagnosis, "guard")  # noqa: B009  (a name that type checkers know is not there)

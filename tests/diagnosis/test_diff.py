@@ -166,7 +166,8 @@ def test_a_skipped_step_is_named_before_what_comes_of_it(runs: Callable[..., Pat
     at_step = diff(runs("gpt", "fp16"), runs("gpt", "fp16", scale=2.0**40)).partings
     assert {p.kind for p in at_step} == {"nonfinite", "skipped"}
     skipped = next(p for p in at_step if p.kind == "skipped")
-    assert (skipped.a, skipped.b) == (0, 1) and "b skipped the step" in skipped.reason and "1.09951e+12" in skipped.reason
+    assert (skipped.a, skipped.b) == (0, 1)
+    assert "b skipped the step" in skipped.reason and "1.09951e+12" in skipped.reason
 
 
 def losses(path: Path, values: list[float]) -> Path:

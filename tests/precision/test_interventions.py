@@ -122,7 +122,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was() -> None:
     model = net()
     loop = prepare(model, adamw(model), "amp-fp16")
     with pytest.raises(ArgumentError, match="expected each module of the policy to be in the model"):
-        loop.change(policy=Policy().with_module("hiden", "bf16"))
+        loop.change(policy=Policy().with_module("hid", "bf16"))
     with pytest.raises(ArgumentError, match="expected a level"):
         loop.change("bf16")
     assert loop.policy == Policy() and loop.precision == "amp-fp16"

@@ -25,11 +25,11 @@ from plimsoll.diagnosis._divergence import Kind, Parting
 from plimsoll.diagnosis._pairs import Pair, few
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import get_element
-from plimsoll.watch._names import ROOT
 
 BEFORE_LOSS = ("weights", "activations")
 AFTER_LOSS = ("activation_gradients", "gradients")
 AFTER_STEP = ("updates", "optimizer")
+_ROOT = "model"  # what the root module is called where the manifest does not say
 _AMPLIFIED = 8.0  # how much further apart than what it was computed from a tensor may be
 _FAR = 0.1  # runs that are so far apart, explained or not, are two different trainings
 _CHANCE = (
@@ -248,7 +248,7 @@ class Search:
 def _given(views: tuple[View, View], names: Sequence[str]) -> Floats:
     """Of the model's inputs, what rounding to the formats that hold them allows; NaN of all that is computed."""
     formats = [view.formats("activations") for view in views]
-    root = f"{views[0].run.manifest.get('root', ROOT)}:input"
+    root = f"{views[0].run.manifest.get('root', _ROOT)}:input"
     bounds = [_UNITS * max(held[name].epsilon / 2 for held in formats) for name in names if name.startswith(root)]
     result = np.full(len(names), np.nan)
     result[[i for i, name in enumerate(names) if name.startswith(root)]] = bounds
