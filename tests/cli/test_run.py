@@ -144,6 +144,7 @@ def test_a_script_that_is_not_there_is_a_message_and_status_2(tmp_path: Path) ->
 
 def test_the_names_it_takes_are_those_of_watch() -> None:
     assert (_run.COLLECTIONS, _run.FACTS) == (_settings.COLLECTIONS, _settings.FACTS)
+    assert _run.BLOCKS == _settings.BLOCKS
 
 
 # -- what is trained is recorded

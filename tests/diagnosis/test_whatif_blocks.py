@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from plimsoll.diagnosis import View, whatif
+from plimsoll.diagnosis import View, plan, whatif
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
@@ -190,3 +190,31 @@ def test_zeros_of_a_narrow_run_count_in_the_upper_bound(tmp_path: Path) -> None:
     answer = whatif(tmp_path / "run", "mxfp8_e4m3", collection="weights")
     assert answer.censored and answer.overall.fit.lost.high >= 0.25 and answer.stretches[0].window is None
     assert_same(answer.at("w", 0), Run(tmp_path / "run").spectrum("weights", "w", 0).fit("mxfp8_e4m3"))
+
+
+def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path) -> None:
+    """Blocks of one size each, far apart: blocks lose nothing of them, where the tensor's own range tells nothing."""
+    torch.manual_seed(5)
+    apart = torch.exp2(torch.arange(16.0) * 2 - 16).repeat_interleave(32)
+
+    def weights(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return (1 + torch.rand(8, 512)) * apart
+
+    for name, block in (("with", 32), ("without", None), ("other", 16)):
+        with RunWriter(tmp_path / name) as writer:
+            named = {"weights": "a.weight", "activations": "a:input", "activation_gradients": "a:output"}
+            ids = [writer.series(collection, each, format="fp32") for collection, each in named.items()]
+            ids.append(writer.series("gradients", "a.weight", format="fp32"))
+            measured = [weights(i) for i in range(4)]
+            rows = wide_rows(measured, block or 32)
+            rows = rows if block else rows[:, :288].copy()
+            blocks = None if block is None else np.full(4, block)
+            writer.write(Batch(step=0, rows=rows, index=np.arange(4), series=np.array(ids), blocks=blocks))
+    made = plan(tmp_path / "with", "mxfp4", include=["a"])
+    assert made.formats == {"a": "mxfp4"}
+    real = (pl.cast(weights(0), "mxfp4") == 0).double().mean().item()
+    assert real == 0 and made.predicted["a"]["weights"][2] < 0.01
+    for name in ("without", "other"):
+        told = plan(tmp_path / name, "mxfp4", include=["a"])
+        assert told.formats == {"a": "bf16"} and "what blocks hold is not recorded" in told.notes["a"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The names that `plimsoll.watch` takes, which cannot be asked before torch is imported; a test compares them.
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
 FACTS = ("loss", "scale", "nonfinite")
+BLOCKS = (16, 32)
 _ALL = ",".join(COLLECTIONS)
 # The levels that a script can be trained at as it is, with their aliases; likewise.
 PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "o0", "o1")
@@ -35,6 +36,7 @@ def run(
     include: Annotated[list[str] | None, typer.Option(help="Only modules and parameters like this glob.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="No modules and parameters like this glob.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
+    block: Annotated[int | None, typer.Option(help="Measure in blocks of 32 (MX) or 16 (NVFP4) too.")] = None,
     recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
     precision: Annotated[str | None, typer.Option(help="Train at this level: fp32, tf32, amp-bf16, amp-fp16.")] = None,
 ) -> None:
@@ -45,6 +47,7 @@ def run(
         "include": include or None,
         "exclude": exclude or None,
         "warmup": warmup,
+        "block": _block(block),
         "recorder": _names("--recorder", recorder, (*FACTS, *COLLECTIONS)),
     }
     if precision is not None and precision.lower() not in PRECISIONS:
@@ -167,6 +170,14 @@ def _interval(name: str, text: str) -> int:
             f"run: expected --collect {name}=N with N a number of steps, 1 or more; got {name}={text}. Correct it."
         )
     return int(text)
+
+
+def _block(given: int | None) -> int | None:
+    if given not in (None, *BLOCKS):
+        raise ArgumentError(
+            f"run: expected --block 32 (MX formats) or 16 (NVFP4); got {given}. Give one, or leave it out."
+        )
+    return given
 
 
 def _names(option: str, given: str, known: Sequence[str]) -> list[str]:

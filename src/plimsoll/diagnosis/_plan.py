@@ -51,8 +51,8 @@ def plan(
     - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
       each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
       for weights and activations, E5M2 for gradients, with a power of two for each of the three in each module.
-      "mxfp8", "mxfp6", "mxfp4", "nvfp4": blocks; until runs keep a record of blocks, by an upper bound of what they
-      lose. "cheapest": for each module the one of these (but FP16) with the fewest bits.
+      "mxfp8", "mxfp6", "mxfp4", "nvfp4": blocks, by the run's block records (`plimsoll.watch` with `block`), or without
+      by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16) with the fewest bits.
     - `fallback`: "bf16", "tf32" or "fp32".
     - `include`, `exclude`: names of modules, or globs: those that are judged although they do not look as if they
       multiplied, or multiply inside what is not recorded; those that are left as they are.

@@ -157,13 +157,13 @@ class Judge:
         return result
 
     def _why_not_in_blocks(self, parts: Parts, fmt: BlockFormat, role: Role) -> str | None:
-        worst, step = max(collection.worst_of_blocks(names, fmt) for collection, names in parts)
+        worst, step, recorded = max(collection.worst_of_blocks(names, fmt) for collection, names in parts)
         if worst < self.tolerance:
             return None
-        return (
-            f"{_WORDS[role]}: up to {percent(worst)} may be lost in {fmt.name.upper()} (step {step:,}); what blocks "
-            "hold is not recorded, and this is what the tensors' own range allows"
-        )
+        why = f"{_WORDS[role]}: up to {percent(worst)} may be lost in {fmt.name.upper()} (step {step:,})"
+        if recorded:
+            return why
+        return f"{why}; what blocks hold is not recorded, and this is what the tensors' own range allows"
 
 
 def percent(fraction: float) -> str:

@@ -1,20 +1,23 @@
 """The recorded series of a plan's modules against formats: which shifts serve at every step, and what is lost in all.
 
-Element formats have windows of shifts. A block format scales each block by itself, and runs keep no record of blocks:
-of them a bound is known. No block's largest value is beyond the tensor's absmax, and a block's scale rises with its
-largest value, so that a value is lost at most if it would be at the scale of the tensor's absmax.
+Element formats have windows of shifts. A block format scales each block by itself: what it loses is in the run's block
+records, if it has any of that block length. Without, a bound is known. No block's largest value is beyond the tensor's
+absmax, and a block's scale rises with its largest value, so that a value is lost at most if it would be at the scale of
+the tensor's absmax.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.diagnosis._block_cells import BlockCells
+from plimsoll.diagnosis._block_tallies import BlockTallies
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._narrow import Narrow
-from plimsoll.diagnosis._tallies import Populations, ordinals
+from plimsoll.diagnosis._tallies import Populations, Tallies, ordinals
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.spectrum import Interval
@@ -78,16 +81,19 @@ class Bad:
 class Collection:
     """One collection of a run, asked about by the names of its series."""
 
-    def __init__(self, narrow: Narrow, tolerance: float) -> None:
-        self.narrow, self.cells, self.tolerance = narrow, narrow.cells, tolerance
+    def __init__(self, narrow: Narrow, tolerance: float, blocks: BlockCells | None = None) -> None:
+        self.narrow, self.cells, self.tolerance, self.blocks = narrow, narrow.cells, tolerance, blocks
         self.values = Populations(cells=narrow.cells)
         self._place = {name: layer for layer, name in enumerate(self.cells.names)}
         self._windows: dict[str, tuple[Ints, Ints]] = {}
-        self._blocks: dict[str, Floats] = {}
+        self._blocks: dict[str, Tallies] = {}
 
     @classmethod
     def of(cls, view: View, collection: str, tolerance: float) -> "Collection | None":
         """That of a run; None where it was not recorded."""
+        recorded = view.in_blocks(collection)
+        if recorded is not None:
+            return cls(recorded[1], tolerance, recorded[0])
         narrow = view.narrow(collection)
         return None if narrow is None else cls(narrow, tolerance)
 
@@ -119,24 +125,27 @@ class Collection:
             low=int(low[worst]), low_step=int(steps[worst]), high=int(high[least]), high_step=int(steps[least])
         )
 
-    def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int]:
-        """The largest fraction that one series can lose at one step in a block format, and that step."""
+    def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int, bool]:
+        """The largest fraction that a series can lose at a step in a block format, the step, and if it is recorded."""
         rows = self._rows(names)
         known = self.cells.nonzero[rows] + self.hidden[rows]
         rows, known = rows[known > 0], known[known > 0]
         if not len(rows):
-            return 0.0, -1
-        share = (self._lost_in_blocks(fmt)[rows] + self.hidden[rows]) / known
-        return float(share.max()), int(self.cells.steps[self.cells.at[rows[np.argmax(share)]]])
+            return 0.0, -1, True
+        share = (self._lost_in_blocks(fmt).high[rows] + self.hidden[rows]) / known
+        worst = rows[np.argmax(share)]
+        recorded = self.blocks is not None and bool(self.blocks.length[worst] == fmt.block)
+        return float(share.max()), int(self.cells.steps[self.cells.at[worst]]), recorded
 
     def bad(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> Bad:
         """What a format loses of the series over the whole run, times ``2**shift``."""
         rows = self._rows(names)
         values, hidden = float(self.cells.nonzero[rows].sum()), float(self.hidden[rows].sum())
         if isinstance(fmt, BlockFormat):
-            upper = float(self._lost_in_blocks(fmt)[rows].sum())
-            return Bad(lost=(0.0, upper / 2, upper), values=values, hidden=hidden)
-        among = Populations(cells=_selected(self.cells, rows))
+            found = self._lost_in_blocks(fmt)
+            least, about, most = (float(each[rows].sum()) for each in (found.low, found.estimate, found.high))
+            return Bad(lost=(least, about, most), values=values, hidden=hidden)
+        among = Populations(cells=self.cells.of_rows(rows))
         lost, over = among.lost(fmt, shift), among.overflow(fmt, shift)
         low, estimate, high = (float(each.sum()) for each in (lost.low, lost.estimate, lost.high))
         beyond = (float(over.low.sum()), float(over.high.sum()))
@@ -166,14 +175,27 @@ class Collection:
             self._windows[fmt.name] = low, self.values.highest_shift(fmt)
         return self._windows[fmt.name]
 
-    def _lost_in_blocks(self, fmt: BlockFormat) -> Floats:
-        """Of each row at most so many values: those lost at its absmax's scale, and those in blocks with NaN or Inf."""
+    def _lost_in_blocks(self, fmt: BlockFormat) -> Tallies:
+        """Of each row the values that are lost; in the upper end those in blocks with NaN or Inf too."""
         if fmt.name not in self._blocks:
-            point = ordinals(_flushed_below(self.cells, fmt))
-            lost = self.values.below(point, inclusive=True).high
-            poisoned = self.cells.column("nans") + self.cells.column("pos_infs") + self.cells.column("neg_infs")
-            self._blocks[fmt.name] = np.minimum(lost + poisoned * (fmt.block - 1), self.cells.nonzero)
+            found = self._lost_at_most(fmt)
+            if self.blocks is not None:
+                rows = np.flatnonzero(self.blocks.length == fmt.block)
+                recorded = self.blocks.of_rows(rows)
+                lost = BlockTallies(blocks=recorded).fit(fmt, 0).lost
+                high = np.minimum(lost.high + recorded.poisoned, recorded.cells.nonzero)
+                for whole, part in ((found.low, lost.low), (found.high, high), (found.estimate, lost.estimate)):
+                    whole[rows] = part
+            self._blocks[fmt.name] = found
         return self._blocks[fmt.name]
+
+    def _lost_at_most(self, fmt: BlockFormat) -> Tallies:
+        """Without a record: at most those lost at the absmax's scale, and those in blocks with NaN or Inf."""
+        point = ordinals(_flushed_below(self.cells, fmt))
+        lost = self.values.below(point, inclusive=True).high
+        poisoned = self.cells.column("nans") + self.cells.column("pos_infs") + self.cells.column("neg_infs")
+        upper = np.minimum(lost + poisoned * (fmt.block - 1), self.cells.nonzero).astype(np.float64)
+        return Tallies(low=np.zeros_like(upper), high=upper, estimate=upper / 2)
 
 
 def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
@@ -187,21 +209,3 @@ def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
             exponent = np.frexp(absmax)[1].astype(np.int64) - 1 - element.max_exponent
             scale = np.ldexp(1.0, np.clip(exponent, fmt.scale.min_exponent, fmt.scale.max_exponent).astype(np.int32))
         return np.where(absmax > 0, element.smallest_subnormal / 2 * scale * cells.scale, 0.0)
-
-
-def _selected(cells: Cells, rows: NDArray[np.intp]) -> Cells:
-    """The cells with these rows only."""
-    length = cells.length[rows]
-    start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length)])
-    place: Ints = np.arange(int(start[-1])) + np.repeat(cells.start[:-1][rows] - start[:-1], length)
-    return replace(
-        cells,
-        layer=cells.layer[rows],
-        at=cells.at[rows],
-        format=cells.format[rows],
-        scale=cells.scale[rows],
-        columns={name: column[rows] for name, column in cells.columns.items()},
-        lowest=cells.lowest[rows],
-        start=start,
-        flat=cells.flat[place],
-    )

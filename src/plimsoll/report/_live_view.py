@@ -13,6 +13,7 @@ from plimsoll.diagnosis._cells import Cells, from_table
 from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._whatif import predictor_bytes
+from plimsoll.diagnosis._whatif_blocks import size_bytes as block_bytes
 from plimsoll.runs import Run
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
@@ -38,6 +39,7 @@ class LiveView(View):
         narrow = list(self._narrow.values())
         beside = sum(getattr(value, "nbytes", 0) for each in narrow for value in vars(each).values())
         beside += sum(predictor_bytes(each) for each in narrow)
+        beside += sum(block_bytes(each) for each in self._blocks.values() if each is not None)
         return beside + sum(size_bytes(cells) for cells in self._cells.values() if cells is not None)
 
     def copied(self) -> "LiveView":
@@ -68,6 +70,7 @@ class LiveView(View):
         for collection in list(self._cells):
             self._extend(collection, since)
         self._narrow.clear()
+        self._blocks.clear()
         self._scalars.clear()
         for name in _COMPUTED:
             self.__dict__.pop(name, None)
@@ -78,7 +81,7 @@ class LiveView(View):
             del self._cells[collection]  # read again when it is asked for
         elif since is not None:
             order = self.run.tensors[collection]
-            table = self.run.table(collection, steps=slice(since, None))
+            table = self.run.table(collection, steps=slice(since, None), blocks=False)
             kept = before(cells, since)
             added = from_table(collection, table, order) if len(table) else None
             self._cells[collection] = kept if added is None else joined(kept, added, order)

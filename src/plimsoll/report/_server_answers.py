@@ -9,8 +9,8 @@ from pathlib import Path
 from plimsoll.diagnosis import Finding, View, whatif
 from plimsoll.diagnosis._whatif import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
-from plimsoll.formats import get_element
-from plimsoll.formats._catalogue import ELEMENTS
+from plimsoll.formats import BlockFormat, get, get_element
+from plimsoll.formats._catalogue import BLOCKS, ELEMENTS
 from plimsoll.report._live import Live
 from plimsoll.report._live_verdicts import Verdict, Verdicts
 from plimsoll.report._live_view import LiveView
@@ -63,7 +63,7 @@ class Answers:
                 "collections": dict(view.run.tensors),
                 "scalars": view.run.scalar_names,
                 "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
-                "formats": OFFERED,
+                "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
                 "settings": view.run.settings,
                 "events": [_event(event) for event in view.events[-_EVENTS:]],
             })  # fmt: skip
@@ -225,10 +225,10 @@ def _with(head: Mapping[str, object], body: bytes) -> bytes:
 
 def _whatif(view: View, fmt: str, shift: int | None, collection: str) -> dict[str, object]:
     found = whatif(view, fmt, shift, collection)
-    narrow = view.narrow(collection)
-    best = (
-        found.shift if shift is None or narrow is None else predictor_of(narrow).best_shift(get_element(fmt, "whatif"))
-    )
+    narrow, in_blocks = view.narrow(collection), isinstance(get(fmt), BlockFormat)
+    best = 0 if in_blocks else found.shift  # which block formats choose for themselves
+    if shift is not None and narrow is not None and not in_blocks:
+        best = predictor_of(narrow).best_shift(get_element(fmt, "whatif"))
     steps, lost, over = found.over_time()
     return {
         "format": found.format,
@@ -238,6 +238,7 @@ def _whatif(view: View, fmt: str, shift: int | None, collection: str) -> dict[st
         "best_shift": best,
         "chosen": found.chosen,
         "censored": found.censored,
+        "block": found.block,
         "overall": found.overall.to_dict(),
         "rows": [row.to_dict() for row in found.rows[:_ROWS]],
         "more": max(len(found.rows) - _ROWS, 0),

@@ -143,7 +143,7 @@ export class WhatIfPart {
     const name = this.#tensor();
     const shift = this.shift ?? this.answer?.shift;
     if (name === null || !(this.run.collections[this.collection.value] ?? []).includes(name)) return null;
-    return address(["runs", this.page.id, "figure", "spectrogram"], { collection: this.collection.value, name, formats: this.format.value, shift });
+    return address(["runs", this.page.id, "figure", "spectrogram"], { collection: this.collection.value, name, formats: this.answer?.block ? null : this.format.value, shift });
   }
 
   #fill() {
@@ -156,7 +156,7 @@ export class WhatIfPart {
     this.best.disabled = best && this.shift === null;
     this.best.replaceChildren("Best scale ", power(answer.best_shift));
     const { overall } = answer;
-    const serves = overall.window === null ? "none serves all" : [power(overall.window[0]), " to ", power(overall.window[1])];
+    const serves = answer.block ? "each block's own" : overall.window === null ? "none serves all" : [power(overall.window[0]), " to ", power(overall.window[1])];
     const facts = [
       ...["lost", "subnormal", "overflow"].map((kind) => [title(kind), [estimate(overall[kind]), el("span", { class: "soft" }, between(overall[kind]))], kind]),
       ["SNR", [decibels(overall.snr_db)], "snr"], ["Scales", [serves], "scales"],
@@ -165,7 +165,7 @@ export class WhatIfPart {
       (node, [, content]) => node.lastElementChild.replaceChildren(...content.flat()));
     keep(this.rows, answer.rows, (row) => row.name, (row) => this.#row(row), (node, row) => this.#fillRow(node, row));
     say(this.more, answer.more ? `and ${whole(answer.more)} layers that lose less.` : "");
-    keep(this.stretches, answer.stretches, (stretch, index) => index, () => el("li"), (node, stretch) => node.replaceChildren(...told(stretch)));
+    keep(this.stretches, answer.stretches, (stretch, index) => index, () => el("li"), (node, stretch) => node.replaceChildren(...told(stretch, answer.block)));
     this.#lines();
     this.#overTime();
     if (this.picture.address() !== this.asked) { this.asked = this.picture.address(); this.picture.refresh(); }
@@ -198,7 +198,8 @@ export class WhatIfPart {
       cell.classList.toggle("much", kind !== "subnormal" && row[kind].estimate > 0.01);
     }
     say(snr, decibels(row.snr_db));
-    words.replaceChildren(...(row.window ? [power(row.window[0]), " to ", power(row.window[1])] : ["none"]));
+    const range = row.window ? [power(row.window[0]), " to ", power(row.window[1])] : ["none"];
+    words.replaceChildren(...(this.answer.block ? [row.window ? "serves" : "loses too much"] : range));
     node.window = row.window;
   }
 
@@ -240,7 +241,8 @@ function decibels(value) {
   return typeof value === "number" ? value.toFixed(0).replace("-", "\u2212") : value === "inf" ? "\u221E" : String(value);
 }
 
-function told({ from_step: from, to_step: until, window }) {
+function told({ from_step: from, to_step: until, window }, block) {
   const steps = from === until ? `Step ${whole(from)}: ` : `Steps ${whole(from)} to ${whole(until)}: `;
+  if (block) return [steps, window ? "serves all layers" : "loses too much of some layer"];
   return window ? [steps, power(window[0]), " to ", power(window[1])] : [steps, "no single scale serves all layers"];
 }
