@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from plimsoll.errors import RunError
 from plimsoll.report._security import ANY_ADDRESS, HEADERS, cookie_of
 from plimsoll.report._server import App, app
 from plimsoll.runs import RunWriter, Scalars
@@ -261,6 +262,14 @@ def test_errors_and_answers_say_nothing_of_where_the_folder_lies(page: App, fold
     asked = client(page)
     for path in ("/api/runs", "/api/runs/a", "/api/runs/newer", "/api/compare?a=a&b=newer", "/api/runs/a/figure/x"):
         assert str(folder.parent) not in asked.get(path).text
+
+
+def test_paths_in_messages_begin_at_the_folder(page: App, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: str) -> bytes:
+        raise RunError(f"Run: expected parts; got none in {folder}/a/spectra, {folder}.")
+
+    monkeypatch.setattr(page.answers, "run", gone)
+    assert client(page).get("/api/runs/a").json()["error"] == "Run: expected parts; got none in a/spectra, .."
 
 
 def test_nothing_is_unpickled(page: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
         ("/api/runs/sound/figure/record?finding=0&collection=x", 422, "got collection"),
         ("/api/runs/sound/whatif", 422, "expected format"),
         ("/api/runs/sound/whatif?format=fp17", 422, "Nearest: fp16"),
-        ("/api/runs/sound/whatif?format=nvfp4", 404, "block format"),
+        ("/api/runs/sound/whatif?format=nvfp4", 404, "Spectrum.fit"),
         ("/api/runs/sound/whatif?format=fp16&shift=1e3", 422, "got '1e3'"),
         ("/api/runs/sound/whatif?format=fp16&shift=99999", 422, "got 99999"),
         ("/api/runs/sound/whatif?format=fp16&scale=8", 422, "got format, scale"),
@@ -293,9 +293,11 @@ def test_another_run_in_its_place_is_another_run(tmp_path: Path) -> None:
     made = app(tmp_path)
     asked = TestClient(made, base_url="http://localhost")
     first = asked.get("/api/runs/run").json()
+    before = asked.get("/api/runs/run/whatif?format=fp16").json()
     shutil.rmtree(tmp_path / "run")
     LOW.write(tmp_path / "run")
     later = asked.get("/api/runs/run/whatif?format=fp16").json()
+    assert later["overall"] != before["overall"]
     assert later["overall"] == pl.whatif(tmp_path / "run", "fp16").to_dict()["overall"]
     assert later["token"].partition("-")[0] != first["token"].partition("-")[0]
     while made.answers.verdicts.judge_next() is not None:

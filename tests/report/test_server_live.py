@@ -133,13 +133,14 @@ def test_steps_that_a_resumed_training_records_again(tmp_path: Path) -> None:
     as_if_read_now(view)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_ranks_that_come_one_after_the_other(tmp_path: Path, shared: bool) -> None:
+@pytest.mark.parametrize(("shared", "differ", "count"), [(True, 9, 8), (False, 9, 4), (False, 4, 8)])
+def test_ranks_that_come_one_after_the_other(tmp_path: Path, shared: bool, differ: int, count: int) -> None:
+    """Plain tensors that differ on two ranks from a step on were never replicas: all steps are added up then."""
     writers = [RunWriter(tmp_path, rank=rank, world_size=2, flush_seconds=600) for rank in range(2)]
     view: LiveView | None = None
     for step in range(6):
-        for writer in writers:
-            tensor = torch.full((4,), 2.0 + step)
+        for rank, writer in enumerate(writers):
+            tensor = torch.full((4,), 2.0 + step + (rank if step >= differ else 0))
             writer.write(making.batch(writer, step, {("weights", "w"): tensor}, shared=shared))
             writer.flush()
             if view is not None:
@@ -147,7 +148,7 @@ def test_ranks_that_come_one_after_the_other(tmp_path: Path, shared: bool) -> No
             view = opened(tmp_path, view)
             fresh = View(Run(tmp_path, warn=False))
             same(view.cells("weights"), fresh.cells("weights"))
-    assert set(view.cells("weights").column("count").tolist()) == {8 if shared else 4}
+    assert set(view.cells("weights").column("count").tolist()) == {count}
     for writer in writers:
         writer.close()
 

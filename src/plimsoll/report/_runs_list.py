@@ -79,13 +79,13 @@ class RunsList:
                 self._looked = now
             return sorted(self._found.values(), key=lambda run: (-run.modified, run.id))
 
-    def run(self, id: str) -> Listed | None:  # noqa: A002  (the API's own word)
+    def run(self, run_id: str) -> Listed | None:
         """The run of that id as it is now; None where there is none."""
         with self._lock:
-            known = self._found.get(id)
+            known = self._found.get(run_id)
         if known is None:
             self.runs()
-            return self._found.get(id)
+            return self._found.get(run_id)
         with self._lock:
             return self._update(known.id, known.path)
 

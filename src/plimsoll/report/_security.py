@@ -138,15 +138,15 @@ def cookie_of(token: str) -> tuple[str, str]:
     return f"plimsoll-{value[:12]}", value[12:]
 
 
-def is_error_for_api(path: str) -> bool:
+def is_api(path: str) -> bool:
     """Whether who asked expects JSON."""
     return path.startswith("/api/")
 
 
 async def _answer(scope: Scope, send: Send, status: int, text: str, more: list[_Header]) -> None:
-    is_api = is_error_for_api(scope["path"])
-    body = json.dumps({"error": text}).encode() if is_api else f"{text}\n".encode()
-    kind = b"application/json" if is_api else b"text/plain; charset=utf-8"
+    as_json = is_api(scope["path"])
+    body = json.dumps({"error": text}).encode() if as_json else f"{text}\n".encode()
+    kind = b"application/json" if as_json else b"text/plain; charset=utf-8"
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *HEADERS, *more]})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

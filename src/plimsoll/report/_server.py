@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report._live_streams import EventStream, Streams
 from plimsoll.report._runs_list import within
-from plimsoll.report._security import LOOPBACK, Gate, Receive, Scope, Send, is_error_for_api
+from plimsoll.report._security import LOOPBACK, Gate, Receive, Scope, Send, is_api
 from plimsoll.report._server_answers import Answers, encoded
 from plimsoll.report._server_assets import Asset, assets
 
@@ -154,7 +154,7 @@ def _add_page(inner: FastAPI, files: dict[str, Asset]) -> None:
 
 def _add_errors(inner: FastAPI, answers: Answers) -> None:
     def told(request: Request, status: int, text: str) -> Response:
-        if is_error_for_api(request.url.path):
+        if is_api(request.url.path):
             return Response(encoded({"error": text}), status, media_type="application/json")
         return Response(f"{text}\n", status, media_type="text/plain")
 
