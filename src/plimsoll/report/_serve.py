@@ -98,9 +98,8 @@ class _Place:
 def _words(folder: Path, address: str, place: _Place, token: str | None) -> str:
     lines = [f"Runs in {folder.absolute()}", f"Live page: {address}"]
     if token is not None:
-        lines.append(
-            "Whoever has this address can read the runs. It goes unencrypted: in an open network, use a tunnel."
-        )
+        lines.append("Whoever has this address can read the runs. Nothing is encrypted: outside")
+        lines.append("a network that you trust, leave --host out and use a tunnel.")
     if place.is_loopback:
         lines.append(f"From another machine: ssh -L {place.port}:localhost:{place.port} {socket.gethostname()}")
     return "\n".join([*lines, "Ctrl-C ends it."])
