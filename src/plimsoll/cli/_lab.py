@@ -91,7 +91,7 @@ def _show(result: "Result", target: Console) -> None:
     target.print(_verdict(result.measured.claims))
     for path in list(result.reports.values())[:1]:
         target.print(Text.assemble(("report  ", "dim"), str(path)), soft_wrap=True)
-    rest = f"{result.folder}: {len(result.reports) - 1} more reports, runs/, result.json; {result.seconds:.0f} s"
+    rest = f"{result.folder}: {len(result.reports) - 1} more reports, runs/, result.json"
     target.print(Text(rest, style="dim"), soft_wrap=True)
 
 
@@ -138,7 +138,7 @@ def _finding(finding: "Finding") -> Text:
     from plimsoll.diagnosis import grouped
 
     line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (f"{finding.rule:<14}", "bold"))
-    line.append(f" since step {finding.since_step:,}")
+    line.append(f" since {finding.since_step:,}")
     if finding.where:
         line.append(f" in {grouped(finding.where, 1)}", style="cyan")
     return line
