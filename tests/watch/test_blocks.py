@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import _layout as layout
-from plimsoll.runs import Run
+from plimsoll.runs import Run, RunWriter
+from plimsoll.watch import _reduce
 from plimsoll.watch._sample import Pool, Rows
 
 STEPS = 3
@@ -175,3 +176,15 @@ def test_other_block_lengths_are_refused(tmp_path: Path, block: object) -> None:
 def test_blocks_of_nothing_that_is_collected_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"watch: expected collect to have some of weights, gradients, .* given"):
         pl.watch(nn.Linear(2, 2), run=tmp_path / "run", collect=("updates",), block=32)
+
+
+def test_what_ranks_send_each_other_has_the_records(tmp_path: Path) -> None:
+    """`ranks="reduce"`: tables become batches again."""
+    tensors = train(model_of(), tmp_path / "sent", block=32)
+    with RunWriter(tmp_path / "taken") as writer:
+        for batch in _reduce._batches(Run(tmp_path / "sent").table(), writer):
+            writer.write(batch)
+    run = Run(tmp_path / "taken")
+    for (where, name, step), x in tensors.items():
+        assert run.spectrum(where, name, step).blocks == pl.measure(x, block=32).blocks
+    assert all(s.blocks is None for *_, s in run.spectra("optimizer"))

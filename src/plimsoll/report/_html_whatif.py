@@ -4,6 +4,8 @@ Over all steps of a run a layer is one histogram for each format and scale that 
 So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
 binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. Windows and
 sentences are `whatif`'s own.
+
+Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
 """
 
 import base64
@@ -16,11 +18,13 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import View, shown, whatif
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._tallies import Populations
+from plimsoll.diagnosis._whatif_blocks import has_records
 from plimsoll.diagnosis._whatif_result import WhatIf
-from plimsoll.diagnosis._windows import sentence
-from plimsoll.formats import get_element
+from plimsoll.diagnosis._windows import block_sentence, sentence
+from plimsoll.formats import MXFP4, MXFP8_E4M3, NVFP4, get_element
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
+BLOCK_FORMATS = (MXFP8_E4M3, MXFP4, NVFP4)  # of runs that have block records
 SHIFTS = range(-24, 41)
 LAYERS = 300  # most that are kept of each format, those that are hardest to serve
 _GROUPS = 20_000  # histograms; with a scale of its own at every step there would be one a row
@@ -53,6 +57,8 @@ class Offline:
     @property
     def sentence(self) -> str:
         """What the format needs; `WhatIf.sentence` without what it is judged by."""
+        if self.answer.block:
+            return block_sentence(self.answer.format, self.answer.stretches)
         return sentence(self.answer.format, self.answer.stretches, scaled="gradients" in self.answer.collections[0])
 
     @property
@@ -97,7 +103,9 @@ def offline(view: View, collection: str, formats: Sequence[str] = FORMATS) -> li
     if cells is None:
         return []
     values = Populations(cells=merged(cells))
-    return [_answers(whatif(view, fmt, collection=collection), values) for fmt in formats]
+    in_blocks = [fmt for fmt in BLOCK_FORMATS if has_records(view, collection, fmt)]
+    found = [_answers(whatif(view, fmt, collection=collection), values) for fmt in formats]
+    return found + [_in_blocks(whatif(view, fmt, collection=collection)) for fmt in in_blocks]
 
 
 def merged(cells: Cells) -> Cells:
@@ -159,6 +167,28 @@ def _answers(answer: WhatIf, values: Populations) -> Offline:
         answer=answer,
         names=tuple(answer.names[i] for i in kept),
         windows=tuple(_window(answer, i) for i in kept),
+        lost=np.stack(found["lost"], axis=1)[kept],
+        overflow=np.stack(found["overflow"], axis=1)[kept],
+        overall=overall,
+        left_out=int((nonzero > 0).sum()) - len(kept),
+    )
+
+
+def _in_blocks(answer: WhatIf) -> Offline:
+    """The answer of a block format: that of the unscaled values, at every shift."""
+    p = answer.prediction
+    nonzero: Floats = np.nansum(p.nonzero, axis=1)
+    found: dict[str, list[Floats]] = {}
+    overall: dict[str, list[float]] = {}
+    for name, (low, high, estimate) in (("lost", p.lost), ("overflow", p.overflow)):
+        found[name] = [np.nansum(estimate, axis=1) / np.maximum(nonzero, 1)] * len(SHIFTS)
+        for bound, each in (("", estimate), ("_low", low), ("_high", high)):
+            overall[name + bound] = [float(np.nansum(each) / max(nonzero.sum(), 1))] * len(SHIFTS)
+    kept = _hardest(answer, found, nonzero)
+    return Offline(
+        answer=answer,
+        names=tuple(answer.names[i] for i in kept),
+        windows=tuple((SHIFTS[0], SHIFTS[-1]) if _window(answer, i) else None for i in kept),
         lost=np.stack(found["lost"], axis=1)[kept],
         overflow=np.stack(found["overflow"], axis=1)[kept],
         overall=overall,
