@@ -1,7 +1,8 @@
 """Draws what a command prints in a colour terminal, as an SVG that fetches no font.
 
 python docs/images/terminal.py formats.svg "plimsoll formats e4m3" plimsoll formats e4m3
-python docs/images/terminal.py tour.svg "make demo" python examples/00_tour.py
+python docs/images/terminal.py tour.svg "python examples/00_tour.py" python examples/00_tour.py
+python docs/images/terminal.py demo.svg "make demo" plimsoll lab clip --out demo
 """
 
 import os

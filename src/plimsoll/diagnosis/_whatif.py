@@ -14,9 +14,10 @@ from plimsoll.diagnosis import _whatif_blocks
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._noise import Noise
+from plimsoll.diagnosis._prediction import Prediction
 from plimsoll.diagnosis._tallies import Populations, Tallies
 from plimsoll.diagnosis._view import View
-from plimsoll.diagnosis._whatif_result import Prediction, WhatIf
+from plimsoll.diagnosis._whatif_result import WhatIf
 from plimsoll.diagnosis._windows import Stretch, stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get

@@ -10,9 +10,10 @@ from plimsoll.diagnosis._block_cells import BlockCells
 from plimsoll.diagnosis._block_tallies import BlockTallies
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis._prediction import Prediction
 from plimsoll.diagnosis._tallies import Tallies
 from plimsoll.diagnosis._view import View
-from plimsoll.diagnosis._whatif_result import Prediction, WhatIf
+from plimsoll.diagnosis._whatif_result import WhatIf
 from plimsoll.diagnosis._windows import stretches_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BlockFormat

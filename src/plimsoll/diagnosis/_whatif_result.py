@@ -1,7 +1,7 @@
 """`WhatIf`: the answer of `whatif`, as rows, a table, a sentence, or data."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,50 +10,13 @@ import numpy as np
 
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
+from plimsoll.diagnosis._prediction import Prediction, Tally, summed
 from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.spectrum import Fit, Interval
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_Tally = tuple[Floats, Floats, Floats]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prediction:
-    """Numbers of values by cell, layers x steps: at least, at most, about; NaN where nothing was recorded.
-
-    `hidden` are zeros that a narrow format may have made of values; `noise` and `signal` are sums of squares.
-    """
-
-    nonzero: Floats
-    hidden: Floats
-    lost: _Tally
-    subnormal: _Tally
-    overflow: _Tally
-    noise: Floats
-    signal: Floats
-
-    def each(self, change: Callable[[Floats], Floats]) -> "Prediction":
-        """The prediction with each of its numbers changed in one way."""
-
-        def all_of(tally: _Tally) -> _Tally:
-            return change(tally[0]), change(tally[1]), change(tally[2])
-
-        return Prediction(
-            nonzero=change(self.nonzero),
-            hidden=change(self.hidden),
-            lost=all_of(self.lost),
-            subnormal=all_of(self.subnormal),
-            overflow=all_of(self.overflow),
-            noise=change(self.noise),
-            signal=change(self.signal),
-        )
-
-    def summed(self, axis: int) -> "Prediction":
-        """The prediction with its layers (0) or its steps (1) added up."""
-        return self.each(lambda values: _summed(values, axis))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +121,10 @@ class WhatIf:
         if name is not None and name not in self.names:
             raise NotRecordedError(f"WhatIf.over_time: expected a layer of the table; got {name!r}. See rows.")
         layers = np.arange(len(self.names)) if name is None else np.array([self.names.index(name)])
-        total = _summed(self.prediction.nonzero[layers], 0)
+        total = summed(self.prediction.nonzero[layers], 0)
         with np.errstate(all="ignore"):
             lost, over = (
-                np.where(total > 0, _summed(each[2][layers], 0) / total, 0.0)
+                np.where(total > 0, summed(each[2][layers], 0) / total, 0.0)
                 for each in (self.prediction.lost, self.prediction.overflow)
             )
         return self.steps, lost, over
@@ -179,7 +142,7 @@ class WhatIf:
                 start += len(part)
             return result
 
-        def tally(name: str) -> _Tally:
+        def tally(name: str) -> Tally:
             mine, theirs = getattr(self.prediction, name), getattr(other.prediction, name)
             return stacked(mine[0], theirs[0]), stacked(mine[1], theirs[1]), stacked(mine[2], theirs[2])
 
@@ -277,7 +240,7 @@ class WhatIf:
             value = float(values[place])
             return 0.0 if math.isnan(value) else value
 
-        def interval(tally: _Tally) -> Interval:
+        def interval(tally: Tally) -> Interval:
             low, high, estimate = (at(each) / nonzero if nonzero else 0.0 for each in tally)
             return Interval(low=low, high=high, estimate=estimate)
 
@@ -315,7 +278,3 @@ def _fraction(interval: Interval) -> str:
 
 def _reduced(choose: "np.ufunc", values: Floats, axis: int) -> Floats:
     return choose.reduce(values, axis=axis, initial=np.nan)
-
-
-def _summed(values: Floats, axis: int) -> Floats:
-    return np.nansum(values, axis=axis)
