@@ -45,7 +45,7 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
     found: dict[str, float] = {
         "loss_before": before,
         "loss_end": _median(loss[-_TAIL:]),
-        "lost_before": _mean(lost[(lost_steps > setup.warmup) & (lost_steps < setup.hard_at)]),
+        "lost_before": _mean(lost[(lost_steps > min(setup.warmup, setup.hard_at // 2)) & (lost_steps < setup.hard_at)]),
         "lost_after": _mean(lost[lost_steps >= end]),
         "lost_for_steps": _time_lost(lost_steps, lost, end),
         "skipped": float(sum(event.kind == "skip" for event in view.events)),
