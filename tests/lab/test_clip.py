@@ -206,3 +206,20 @@ def test_sizes_for_other_lengths() -> None:
     assert (setup_for(150, full=False).hard_at, setup_for(2000, full=False).hard_at) == (100, 300)
     assert setup_for(None, full=True).width > Setup().width
     assert setup_for(500, full=True).steps == 500
+
+
+def test_threads_are_afterwards_as_many_as_before(measured: Measured, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            seen: list[int] = []
+            patch.setattr(_clip, "train", lambda *_, **__: seen.append(torch.get_num_threads()))
+            patch.setattr(_clip, "Run", lambda folder: folder)
+            patch.setattr(
+                _clip, "judged", lambda kind, *_: measured.trainings[[k.name for k in KINDS].index(kind.name)]
+            )
+            assert measure_with(bench(tmp_path / "runs"), SMALL).trainings == measured.trainings
+        assert seen == [1] * 4 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -9,7 +9,10 @@ What this needs is stated, not hidden. A stock scaler leaves 2^6 after ten halvi
 its batch; a small one has them since its loss is the share of a batch of 32,768, and its activations are large.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
+
+import torch
 
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._clip_judge import judged
@@ -29,12 +32,24 @@ def measure(bench: Bench) -> Measured:
 def measure_with(bench: Bench, setup: Setup) -> Measured:
     """Likewise, with sizes of one's own."""
     trainings: list[Training] = []
-    for kind in KINDS:
-        folder = bench.runs / kind.name
-        train(kind, setup, folder, seed=bench.seed, device=bench.device, progress=bench.progress)
-        trainings.append(judged(kind, setup, Run(folder)))
+    with contextlib.nullcontext() if bench.full else _one_thread():
+        for kind in KINDS:
+            folder = bench.runs / kind.name
+            train(kind, setup, folder, seed=bench.seed, device=bench.device, progress=bench.progress)
+            trainings.append(judged(kind, setup, Run(folder)))
     numbers = [training.numbers for training in trainings]
     return Measured(trainings=tuple(trainings), claims=claims(setup, *numbers), said=_said(*trainings))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Generator[None]:
+    """A model so small gains nothing from a second thread; and sums have one order on all machines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
