@@ -221,3 +221,14 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     for ask in (summary, markdown):
         with pytest.raises(ArgumentError, match="summary: expected until=None with a View"):
             ask(view, until=3)
+
+
+def test_a_loss_that_came_back_late_is_not_said_to_be_up_still(tmp_path: Path) -> None:
+    up = {fault.name: fault for fault in FAULTS}["loss stays up and comes back"].story
+    whole = summary(up.write(tmp_path / "whole"))
+    assert whole.verdict == (
+        "Stop: the loss rose from 2.03 to 9 at step 90 and came back only after step 129; look at the batches there."
+    )
+    assert "did not come back" in summary(tmp_path / "whole", until=125).verdict
+    finding = next(f for f in whole.findings if f.rule == "loss-spike")
+    assert finding.until_step == 129 and "before it came back" in finding.meaning

@@ -46,15 +46,20 @@ class LossSpike(Rule):
         diverged = self._diverged(loss, level, spikes)
         first = int(spikes[0]) if diverged is None else diverged
         height = float((loss[spikes] / np.maximum(np.abs(level[spikes]), 1e-300)).max())
-        evidence = {"spikes": len(spikes), "loss": float(loss[first]), "level": float(level[first]), "highest": height}
+        usual = float(np.median(loss[max(0, first - int(self.window)) : first]))
+        evidence = {"spikes": len(spikes), "loss": float(loss[first]), "usual": usual, "level": float(level[first]),
+                    "highest": height}  # fmt: skip
         since = int(steps[first])
         if diverged is None:
             until = int(steps[spikes[-1]])
             yield self.finding("warning", (), evidence, since_step=since, until_step=until)
             return
+        above = int(np.flatnonzero(loss > level[first])[-1])
+        meaning = "The loss rose and has not come back: the run diverges."
+        if above < len(loss) - 1:
+            meaning = f"The loss rose and stayed there for {int(self.lasting)} steps or more before it came back."
         yield self.finding(
-            "alarm", (), evidence, since_step=since, until_step=int(steps[-1]),
-            meaning="The loss rose and has not come back: the run diverges.",
+            "alarm", (), evidence, since_step=since, until_step=int(steps[above]), meaning=meaning
         )  # fmt: skip
 
     def _level(self, loss: Floats) -> Floats:

@@ -269,15 +269,17 @@ def _epsilon_dominates(case: Case) -> Said:
 
 
 def _loss_spike(case: Case) -> Said:
-    loss, level = case.number("loss"), case.number("level")
+    loss, usual = case.number("loss"), case.number("usual")
     if case.finding.severity == "alarm":
+        rose, until = f"the loss rose from {usual:.3g} to {loss:.3g} {case.at}", case.finding.until_step
+        if until < int(case.view.scalar("loss")[0][-1]):
+            return Said(what=f"{rose} and came back only after step {until:,}", remedy="look at the batches there")
         return Said(
-            what=f"the loss rose from {level:.3g} to {loss:.3g} {case.at} and did not come back",
-            remedy="go back to the checkpoint before it and leave out its batches",
+            what=f"{rose} and did not come back", remedy="go back to the checkpoint before it and leave out its batches"
         )
     spikes = int(case.number("spikes"))
     return Said(
-        what=f"the loss spiked to {loss:.3g} (usually {level:.3g}) {case.at}",
+        what=f"the loss spiked to {loss:.3g} (usually {usual:.3g}) {case.at}",
         effect=f"at {spikes:,} steps in all" if spikes > 1 else "",
         remedy="clip gradients or lower the learning rate",
     )
