@@ -37,7 +37,9 @@ def said_here() -> list[str]:
 def start(said_here: list[str]) -> Iterator[Start]:
     """Puts a model and its optimizers at a level, as the command does at the model's first call."""
     made: list[Unmodified] = []
-    gc.collect()  # scalers of other tests are none of a script's
+    gc.collect()  # scalers of other tests are none of a script's, also those that something there still holds
+    for scaler in [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]:
+        scaler._enabled = False
     before = torch.autograd.backward, torch.autocast.__enter__, torch.amp.GradScaler.__init__
 
     def at(level: str, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Unmodified:

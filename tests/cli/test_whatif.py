@@ -41,7 +41,7 @@ def test_a_shift_and_a_collection_are_taken(path: Path) -> None:
     ("arguments", "message"),
     [
         (["--format", "fp17"], "Nearest: fp16"),
-        (["--format", "nvfp4"], "whatif: expected an element format; got the block format nvfp4"),
+        (["--format", "nvfp4"], "whatif: expected block records of gradients for nvfp4"),
         (["--format", "fp16", "--collection", "cats"], "whatif: expected a collection that the run has; got 'cats'"),
     ],
 )
