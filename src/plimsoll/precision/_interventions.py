@@ -4,6 +4,7 @@
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class Interventions:
+class Interventions(ABC):
     """A loop, as far as others may change it."""
 
     _model: nn.Module
@@ -118,14 +119,14 @@ class Interventions:
             self._applied = Applied(self._model, self._given, schedule.at(self._step_index), policy)
             raise
 
-    def _check_stages(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_stages(self) -> None: ...
 
-    def _check_open(self, operation: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_open(self, operation: str) -> None: ...
 
-    def _finish(self) -> Stepped:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self) -> Stepped: ...
 
     def _finish_skipping(self) -> Stepped:
         """A step as any, but that the optimizers find no gradients."""
