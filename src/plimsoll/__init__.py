@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         emulate,
         errors,
         formats,
+        fp8,
         lab,
         precision,
         report,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         runs,
         scaling,
         spectrum,
+        unit,
         watch,
     )
     from plimsoll.diagnosis import Finding, Guard, check_plan, diagnose, diff, locate, plan, whatif
@@ -86,6 +88,7 @@ __all__ = [
     "errors",
     "fake_quantize",
     "formats",
+    "fp8",
     "lab",
     "locate",
     "measure",
@@ -98,6 +101,7 @@ __all__ = [
     "runs",
     "scaling",
     "spectrum",
+    "unit",
     "unpack",
     "watch",
     "whatif",
@@ -105,8 +109,8 @@ __all__ = [
 
 # Where each lazy name lives: the same as the block for type checkers above (a test compares them).
 _ROOMS = (
-    "diagnosis", "emulate", "errors", "formats", "lab", "precision", "report", "rounding", "runs", "scaling",
-    "spectrum", "watch",
+    "diagnosis", "emulate", "errors", "formats", "fp8", "lab", "precision", "report", "rounding", "runs", "scaling",
+    "spectrum", "unit", "watch",
 )  # fmt: skip
 _HOMES = {
     "diagnosis": ("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"),
