@@ -11,7 +11,8 @@ from typing import Literal
 # How a parameter is drawn anew: unit variance, zeros, ones, or left as it was.
 Draw = Literal["normal", "zeros", "ones", "keep"]
 
-Port = int | str  # an input of a node: its position among the arguments, or its keyword
+# An input of a node: its position among the arguments, its keyword, or (position, member) of an argument that is a list.
+Port = int | str | tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

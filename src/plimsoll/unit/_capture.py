@@ -1,0 +1,234 @@
+"""The graph of a model, as `torch.export` captures it for training, and where in the source a capture fails.
+
+The captured program is only read: what is built from it is ordinary modules. Sizes are left open (`Dim.AUTO`), so that a
+factor that depends on the batch can be told from a constant.
+"""
+
+import inspect
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A model's graph, and what it was captured with.
+
+    - `training`: the mode that the model was in. `args`, `kwargs`: the example as the model was called with it.
+    - `strict`: whether the bytecode had to be analysed, since running the model's own code was not enough.
+    - `ties`: groups of names of one and the same parameter, the name that comes first in the model before the others.
+    """
+
+    program: torch.export.ExportedProgram
+    training: bool
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    strict: bool
+    ties: tuple[tuple[str, ...], ...]
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The captured graph."""
+        return self.program.graph
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The placeholder of each parameter that the graph names, and the parameter's name in the model."""
+        return dict(self.program.graph_signature.inputs_to_parameters)
+
+    @property
+    def buffers(self) -> dict[str, str]:
+        """The placeholder of each buffer, and the buffer's name in the model."""
+        return dict(self.program.graph_signature.inputs_to_buffers)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The placeholders of the model's own inputs, in their order."""
+        return tuple(str(name) for name in self.program.graph_signature.user_inputs if name is not None)
+
+
+def capture(model: nn.Module, example: object, *, training: bool = True, operation: str = "convert") -> Captured:
+    """The graph of `model`, called with `example`, all sizes of whose tensors are open where the model allows.
+
+    The model is left as it was: flags of training, buffers, gradients, random state.
+
+    Args:
+        model: any module, on any device, meta too.
+        example: a tensor; a tuple of positional arguments; or a mapping of keyword arguments. The first dimension of
+            its tensors is the batch, of at least 2: export takes a size of 1 for a constant.
+        training: whether the model is captured as it trains, or as it evaluates.
+        operation: whose errors these are.
+
+    Raises `ArgumentError`: the example is none; or the graph cannot be captured, since its control flow depends on
+    data, its batch is fixed, or it does what torch.export does not know. The message names the place.
+    """
+    if not isinstance(cast("object", model), nn.Module):
+        raise ArgumentError(
+            f"{operation}: expected an nn.Module; got {type(model).__name__}. Give the model that would be trained."
+        )
+    args, kwargs = _arguments(example, operation)
+    batch = _batch(args, kwargs, operation)
+    with _mode(model, training), _quiet():
+        program, strict = _export(model, args, kwargs, operation)
+    _check_batch(program, batch, model, operation)
+    return Captured(
+        program=program, training=training, args=args, kwargs=kwargs, strict=strict, ties=_ties(model),
+    )  # fmt: skip
+
+
+def _arguments(example: object, operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, tuple):
+        return cast("tuple[Any, ...]", example), {}
+    if isinstance(example, Mapping):
+        named = dict(cast("Mapping[Any, Any]", example))
+        if all(isinstance(name, str) for name in named):
+            return (), named
+    raise ArgumentError(
+        f"{operation}: expected an example that is a tensor, a tuple of arguments or a mapping of keyword arguments; "
+        f"got {type(example).__name__}. Write a batch as the model is called with it: (x, y) for model(x, y)."
+    )
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    shaped = [tensor for tensor in tensors if tensor.dim()]
+    if not shaped:
+        raise ArgumentError(
+            f"{operation}: expected an example with a tensor that has a batch dimension; got {len(tensors)} tensors, "
+            "none with a dimension. Give a batch as the model trains on it."
+        )
+    for tensor in shaped:
+        if tensor.layout is not torch.strided:
+            raise UnsupportedTensorError(
+                f"{operation}: expected an example of dense tensors; got one of layout {tensor.layout} "
+                f"({tensor.dtype}, {tuple(tensor.shape)}). Convert it with .to_dense()."
+            )
+    if shaped[0].shape[0] < 2:
+        raise ArgumentError(
+            f"{operation}: expected an example whose first tensor has a batch of at least 2; got shape "
+            f"{tuple(shaped[0].shape)}. A size of 1 would be taken for a constant: repeat the row."
+        )
+    return shaped[0].shape[0]
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Generator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Export logs what fails before it falls back; what matters is raised."""
+    logger = logging.getLogger("torch.export")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operation: str
+) -> tuple[torch.export.ExportedProgram, bool]:
+    shapes = _open_shapes(model, args, kwargs)
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False), False
+    except Exception as first:  # noqa: BLE001  (whatever torch.export raises; it has no tree of its own)
+        try:
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=True), True
+        except Exception:  # noqa: BLE001  (the first failure names the model's own line, the second the analyser's)
+            raise _refusal(first, model, operation) from first
+
+
+def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    signature = inspect.signature(model.forward).parameters
+
+    def opened(leaf: object) -> object:
+        return [torch.export.Dim.AUTO] * leaf.dim() if isinstance(leaf, Tensor) else None
+
+    shapes: dict[str, Any] = {}
+    for name, value in bound.items():
+        if signature[name].kind is inspect.Parameter.VAR_KEYWORD:
+            shapes |= {key: pytree.tree_map(opened, part) for key, part in value.items()}
+        else:
+            shapes[name] = pytree.tree_map(opened, value)
+    return shapes
+
+
+def _refusal(error: BaseException, model: nn.Module, operation: str) -> ArgumentError:
+    names = {id(module): name for name, module in model.named_modules()}
+    place = _place(error.__traceback__, names)
+    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        return ArgumentError(
+            f"{operation}: expected a model whose control flow does not depend on the values of tensors; got a branch "
+            f"on data{place}: {what} Write it with torch.where, or convert the modules on both sides of it."
+        )
+    return ArgumentError(
+        f"{operation}: expected a model whose graph torch.export can capture; got {type(error).__name__}{place}: "
+        f"{what} Change that line, or convert the parts of the model that can be captured."
+    )
+
+
+def _place(trace: TracebackType | None, names: Mapping[int, str]) -> str:
+    """The last line of the model's own code on the way to an error, and the module that it belongs to."""
+    line, module = "", None
+    while trace is not None:
+        frame = trace.tb_frame
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and id(own) in names:
+            module = names[id(own)]
+        if module is not None and not _in_torch(frame):
+            line = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    if module is None:
+        return ""
+    where = f"module '{module}'" if module else "the root module"
+    return f" in {where} at {line}" if line else f" in {where}"
+
+
+def _in_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__
+
+
+def _check_batch(program: torch.export.ExportedProgram, batch: int, model: nn.Module, operation: str) -> None:
+    own = set(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or node.name not in own or not isinstance(value, Tensor) or not value.dim():
+            continue
+        if isinstance(value.shape[0], int):
+            raise ArgumentError(
+                f"{operation}: expected a model that takes any batch size; got {type(model).__name__}, which takes "
+                f"only {batch} rows of '{node.name}'. Write sizes from the input's shape: x.view(x.shape[0], -1)."
+            )
+        return
+
+
+def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)

@@ -1,0 +1,135 @@
+"""Residual additions: which additions join a branch to the path it left, and how both are weighted.
+
+A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. Its gradient would be small by sqrt(tau) all the way through;
+so it enters the branch unscaled and is multiplied by sqrt(tau) where it leaves it, at the branch's start.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import networkx as nx
+from torch import fx
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit._changes import Port
+from plimsoll.unit._graph import Edge, Flow, base_name
+from plimsoll.unit._ideal import VIEWS, Ideal
+
+Tau = float | Mapping[str, float] | None
+_KEEPING = VIEWS | {"dropout"}
+_ATTENTION = frozenset({"scaled_dot_product_attention", "softmax", "_softmax"})
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A residual addition: where the skip path began, which port brings it, and the branch's weight."""
+
+    addition: str
+    start: str
+    skip: Port
+    branch: Port
+    tau: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The residual additions of a graph, and the potential c of every node inside a branch."""
+
+    joins: dict[str, Join] = field(default_factory=dict[str, Join])
+    potential: dict[str, float] = field(default_factory=dict[str, float])
+
+    def weighted(self, name: str, ideal: Ideal) -> Ideal:
+        """The rule's word on a node, with the weights of a residual addition where it is one."""
+        join = self.joins.get(name)
+        if join is None:
+            return ideal
+        weights = {join.skip: (1 - join.tau) ** 0.5, join.branch: join.tau**0.5}
+        return replace(ideal, weights=weights, why=f"residual ({join.kind}), tau {join.tau:.4g}")
+
+    def ratio(self, edge: Edge) -> float:
+        """What the gradient is multiplied by on an edge beyond what the value is: 1 but at a branch's ends."""
+        return self.potential.get(edge.source, 1.0) / self.potential.get(edge.target, 1.0)
+
+
+def residuals(graph: Flow, tau: Tau) -> Residuals:
+    """The residual additions of `graph`, weighted by `tau`."""
+    _check(tau)
+    found = Residuals()
+    depth: dict[str, int] = {}
+    for name, node in graph.nodes.items():
+        join = _join(node, graph, tau, depth)
+        if join is None:
+            continue
+        found.joins[name] = join
+        _enter(join, graph, found.potential)
+    return found
+
+
+def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join | None:
+    edges = graph.into[node.name] if node.op == "call_function" else []
+    if base_name(node) != "add" or len(edges) != 2:
+        return None
+    for skip, branch in (edges, edges[::-1]):
+        start = _behind(skip.source, graph)
+        if graph.is_parameter(branch.source) or graph.is_parameter(start) or branch.source == start:
+            continue
+        if nx.has_path(graph.directed, start, branch.source):
+            depth[node.name] = depth.get(start, 0) + 1
+            kind = _kind(start, branch.source, graph)
+            return Join(node.name, start, skip.port, branch.port, _tau(tau, kind, depth[node.name]), kind)
+    return None
+
+
+def _behind(name: str, graph: Flow) -> str:
+    """The node that a skip path shows, through views and dropout."""
+    node = graph.nodes[name]
+    while node.op == "call_function" and base_name(node) in _KEEPING and len(graph.into[node.name]) == 1:
+        node = graph.nodes[graph.into[node.name][0].source]
+    return node.name
+
+
+def _region(start: str, end: str, graph: Flow) -> set[str]:
+    """Every node on a way from `start` to `end`, the start left out."""
+    return (nx.descendants(graph.directed, start) & nx.ancestors(graph.directed, end)) | {end}
+
+
+def _kind(start: str, end: str, graph: Flow) -> str:
+    operations = {base_name(graph.nodes[name]) for name in _region(start, end, graph)}
+    if operations & _ATTENTION:
+        return "attention"
+    return "mlp" if operations & _PRODUCTS else "other"
+
+
+def _tau(tau: Tau, kind: str, k: int) -> float:
+    if tau is None:
+        return 1 / (k + 1)
+    return tau[kind] if isinstance(tau, Mapping) else tau
+
+
+def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
+    end = next(edge.source for edge in graph.into[join.addition] if edge.port == join.branch)
+    region = _region(join.start, end, graph)
+    leaving = [
+        edge for name in region for edge in graph.out_of[name]
+        if edge.target not in region and (edge.target, edge.port) != (join.addition, join.branch)
+    ]  # fmt: skip
+    if leaving:  # another use of the branch's inside: its gradient has to be at the same scale as outside
+        return
+    for name in region:
+        potential[name] = potential.get(name, 1.0) / join.tau**0.5
+
+
+def _check(tau: Tau) -> None:
+    given = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
+    for kind, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+            raise ArgumentError(
+                f"convert: expected residual_tau to lie between 0 and 1; got {value!r}{f' for {kind}' if kind else ''}. "
+                "0.5 weights a branch as its skip path; None weights all branches alike."
+            )
+    if isinstance(tau, Mapping) and set(tau) != {"attention", "mlp", "other"}:
+        raise ArgumentError(
+            f"convert: expected residual_tau for the kinds attention, mlp and other; got {sorted(tau)}. Name all three."
+        )
