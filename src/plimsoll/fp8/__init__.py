@@ -1,1 +1,5 @@
-"""Matrix products in FP8: E4M3 forward, E5M2 for gradients, at constant scales or at one per tensor."""
+"""FP8 training of linear layers: 8-bit products, with constant scales on unit-scaled models or scales from the data."""
+
+from plimsoll.fp8._convert import convert as convert
+from plimsoll.fp8._linear import Linear as Linear
+from plimsoll.fp8._product import check as check
