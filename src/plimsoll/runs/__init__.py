@@ -4,6 +4,7 @@ A run is a folder of Parquet parts and a manifest (docs/reference/run-format.md)
 what goes into it.
 """
 
+from plimsoll.runs._casts import Cast as Cast
 from plimsoll.runs._records import (
     EXTRAS as EXTRAS,
     Batch as Batch,

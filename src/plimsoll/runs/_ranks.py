@@ -5,7 +5,8 @@ spectrum of it at every step that they have in common; otherwise ranks hold diff
 Of activations this is asked among the ranks that share a part of the batch: those of different parts are always added
 up. Which part a rank has is in its manifest (`data_index`).
 
-Of scalars that several ranks recorded, "nonfinite" is added up, "scale" is the lowest rank's, any other is their mean.
+Of scalars that several ranks recorded, "nonfinite" is added up; "scale", and the scale of a cast ("cast:..."), is the
+lowest rank's; any other is their mean.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from plimsoll.runs import _order
 from plimsoll.runs._arrow import Table, array, pc, values_of
+from plimsoll.runs._casts import PREFIX
 from plimsoll.runs._rows import digests, numbers
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
 
@@ -70,7 +72,7 @@ def one_of_scalars(
     order = np.lexsort((ranks, steps))
     steps, values = steps[order], values[order]
     starts = _order.starts([steps])
-    if name == "scale" or len(starts) == len(steps):
+    if name == "scale" or name.startswith(PREFIX) or len(starts) == len(steps):
         return steps[starts], values[starts]
     with np.errstate(all="ignore"):
         total = np.add.reduceat(values, starts)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs import _manifest, _names, _ranks, _spectra, _statistics
+from plimsoll.runs import _casts, _manifest, _names, _ranks, _spectra, _statistics
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
@@ -197,6 +197,15 @@ class Run:
         table = select(self._catalog, "scalars", equal={"name": [name]})
         columns = (values_of(table[column]) for column in ("step", "value", "rank"))
         return _ranks.one_of_scalars(name, *columns)
+
+    def casts(self, module: str | None = None) -> list[_casts.Cast]:
+        """What modules cast before they multiply: one record for each module, role and stretch of steps.
+
+        `module` is a name or a glob. Without FP8 there are none.
+        """
+        names = [name for name in self.scalar_names if name.startswith(_casts.PREFIX)]
+        found = _casts.casts_of(self.events(), {name: self.scalars(name) for name in names})
+        return [each for each in found if each.module in _names.matching(list({c.module for c in found}), module)]
 
     def events(self) -> list[Event]:
         """All events, by step and time."""

@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from plimsoll.watch._casting import Casting as Casting
 from plimsoll.watch._watch import Watch as Watch, watch as watch
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.watch import _seams
+from plimsoll.watch._casting import Casts
 from plimsoll.watch._compiled import is_capturing
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._later import Later, number
@@ -32,6 +33,7 @@ class Steps:
     def __init__(self, core: Core, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
         self.core, self.parameters, self.recorder = core, parameters, recorder
         self.taps: Taps | None = None
+        self.casts: Casts | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
         self._ended = False
         self._sealed = False
@@ -262,6 +264,8 @@ class Steps:
         self._sealed = True
         if self.taps is not None:
             self.taps.compiled.seal()
+        if self.casts is not None:
+            self.casts.tell()
         self.core.plan_forward(self.core.step + 1)
 
     def settle(self) -> None:

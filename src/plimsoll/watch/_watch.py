@@ -15,6 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.watch import _seams, _shadow
 from plimsoll.watch._beside import Beside
+from plimsoll.watch._casting import Casts
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
@@ -116,6 +117,7 @@ class Watch:
         for optimizer in optimizers:
             parameters.adopt(optimizer)
         self._steps = Steps(core, parameters, recorder, optimizers=bool(optimizers))
+        self._steps.casts = Casts(core, selection.takes)
         self._recorder = recorder
         _forget_compiled(core)
         begin = root.register_forward_pre_hook(_RootBegins(self._steps), with_kwargs=True, prepend=True)
