@@ -1,0 +1,89 @@
+"""The ideal factors of every operation, as functions of its shapes: numbers in, numbers out, no tensors.
+
+An ideal factor makes one tensor's scale 1 where all tensors that come in have scale 1 and are independent: normal
+values, mean zero, variance one. Forward, the scale is the standard deviation about the mean. Backward, the gradient
+that comes in has mean zero and is independent of the values, so the scale is the root of the second moment.
+
+Sizes may be a compiler's symbols, so they are only multiplied, divided and raised to powers.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """What multiplies an operation's tensors: its output, the gradient of each input, those of its parameters.
+
+    - `weight`: for the gradients of weight and bias; None: ``rows ** -1/2`` at run time, whatever batch comes.
+
+    >>> linear(256, 64)
+    Factors(output=0.0625, inputs=(0.125,), weight=None)
+    """
+
+    output: float
+    inputs: tuple[float, ...]
+    weight: float | None = None
+
+
+def root(terms: float) -> float:
+    """``terms ** -1/2``, the factor of a sum of so many independent terms; 1 where there are none.
+
+    >>> root(16), root(0)
+    (0.25, 1.0)
+    """
+    return terms**-0.5 if terms else 1.0
+
+
+def linear(fan_in: int, fan_out: int) -> Factors:
+    """A product with a weight of (fan_out, fan_in): sums over the one forward, over the other backward."""
+    return Factors(output=root(fan_in), inputs=(root(fan_out),))
+
+
+def readout(fan_in: int, fan_out: int) -> Factors:
+    """The last product of a model: fan_in ** -1 forward, so that outputs start small at any width, alike in u-muP."""
+    return Factors(output=1 / fan_in if fan_in else 1.0, inputs=(root(fan_out),))
+
+
+def matmul(inner: int, left: int, right: int, out: int) -> Factors:
+    """A product that sums over `inner`; the others are numbers of elements: of both operands and of the result.
+
+    An element of an operand meets ``out * inner / its elements`` gradients, whatever is broadcast.
+
+    >>> matmul(64, 8 * 64, 64 * 16, 8 * 16)  # (8, 64) by (64, 16)
+    Factors(output=0.125, inputs=(0.25, 0.35...), weight=None)
+    """
+    return Factors(
+        output=root(inner), inputs=tuple(root(out * inner / size) if size else 1.0 for size in (left, right))
+    )
+
+
+def convolution(fan_in: int, fan_out: int, stride: int = 1) -> Factors:
+    """A convolution, at positions away from the border.
+
+    `fan_in` is of one output value (input channels of its group times the kernel's size), `fan_out` of one input value
+    (output channels of its group times the kernel's size), of which a stride leaves one in so many.
+    """
+    return Factors(output=root(fan_in), inputs=(root(fan_out / stride),))
+
+
+def total(weights: tuple[float, ...], spread: tuple[float, ...]) -> Factors:
+    """A weighted sum of independent terms, its weights made one in norm before.
+
+    `spread`: how many elements of the sum one of a term goes to, 1 where nothing is broadcast.
+    """
+    return Factors(output=1.0, inputs=tuple(root(n) / abs(w) for w, n in zip(weights, spread, strict=True)))
+
+
+def embedding(vocabulary: int, looked_up: int) -> float:
+    """The factor of a table's gradient: of so many gradients an average row gets looked_up / vocabulary."""
+    return root(looked_up / vocabulary) if vocabulary else 1.0
+
+
+def cross_entropy(classes: int) -> float:
+    """The factor of the logits' gradient, probability minus one-hot: s / sqrt(s - 1) where all are equally likely."""
+    return classes / (classes - 1) ** 0.5 if classes > 1 else 1.0
+
+
+MSE = 8**-0.5  # the gradient is 2 (x - y), and x - y has variance 2
+RELU = Factors(output=math.sqrt(2 / (1 - 1 / math.pi)), inputs=(math.sqrt(2.0),))

@@ -1,0 +1,66 @@
+"""Ideal factors of functions of one number, by integration under the normal density.
+
+Forward ``1 / std f(m x)``, about the mean; backward ``1 / sqrt(E (m f'(m x))^2)``, for x normal. The trapezoid rule
+converges faster than any power for smooth functions that a normal density ends: 16,001 points hold 12 digits.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import erf, expit
+
+from plimsoll.unit._formulas import RELU, Factors
+
+Reals = NDArray[np.float64]
+_X = np.linspace(-12.0, 12.0, 16_001)
+_DENSITY = np.exp(-(_X**2) / 2) / math.sqrt(2 * math.pi) * (_X[1] - _X[0])
+
+
+def _gelu(x: Reals) -> tuple[Reals, Reals]:
+    below = (1 + erf(x / math.sqrt(2))) / 2
+    return x * below, below + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(x: Reals) -> tuple[Reals, Reals]:
+    c = math.sqrt(2 / math.pi)
+    t = np.tanh(c * (x + 0.044715 * x**3))
+    return x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t**2) / 2 * c * (1 + 3 * 0.044715 * x**2)
+
+
+def _silu(x: Reals) -> tuple[Reals, Reals]:
+    s = expit(x)
+    return x * s, s * (1 + x * (1 - s))
+
+
+def _tanh(x: Reals) -> tuple[Reals, Reals]:
+    t = np.tanh(x)
+    return t, 1 - t**2
+
+
+def _sigmoid(x: Reals) -> tuple[Reals, Reals]:
+    s = expit(x)
+    return s, s * (1 - s)
+
+
+_FUNCTIONS: dict[str, Callable[[Reals], tuple[Reals, Reals]]] = {
+    "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu, "tanh": _tanh, "sigmoid": _sigmoid,
+}  # fmt: skip
+
+
+@functools.cache
+def nonlinear(name: str, mult: float = 1.0) -> Factors:
+    """The factors of ``f(mult * x)``: of gelu, gelu_tanh, silu, tanh, sigmoid or relu.
+
+    >>> factors = nonlinear("gelu")
+    >>> round(factors.output, 3), round(factors.inputs[0], 3)
+    (1.701, 1.481)
+    """
+    if name == "relu":
+        return Factors(output=RELU.output / mult, inputs=(RELU.inputs[0] / mult,))
+    value, slope = _FUNCTIONS[name](mult * _X)
+    mean = float(value @ _DENSITY)
+    variance, squared = float((value - mean) ** 2 @ _DENSITY), float((mult * slope) ** 2 @ _DENSITY)
+    return Factors(output=variance**-0.5, inputs=(squared**-0.5,))

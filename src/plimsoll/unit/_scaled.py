@@ -1,0 +1,105 @@
+"""`scaled`: a multiplication by one constant forward and by another one backward, which unit scaling is built from."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+
+
+def scaled(x: Tensor, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
+    """`x * alpha`, whose gradient is multiplied by `beta` instead.
+
+    In the dtype of `x`, forward and backward; each product is rounded once. NaN and Inf pass through. With both
+    constants 1 it is `x` itself, with equal ones an ordinary product; a constant of 1 costs nothing in its direction.
+    Differentiable twice: the gradient of the gradient is multiplied by `beta` again. Works under torch.compile,
+    torch.func.vmap and checkpointing; forward-mode differentiation is refused by torch where the two constants differ.
+
+    Args:
+        x: floating point.
+        alpha: what multiplies forward: finite, a number or a 0-d tensor.
+        beta: what multiplies the gradient, likewise.
+
+    Raises `UnsupportedTensorError` for a tensor that is not floating point, and `ArgumentError`.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = scaled(x, 0.5, 3.0)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.5, 0.5], [3.0, 3.0])
+    """
+    check_floating("scaled", x=x)
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        _check_factor(name, factor)
+    return multiplied(x, alpha, beta)
+
+
+def multiplied(x: Tensor, alpha: float | Tensor, beta: float | Tensor) -> Tensor:
+    """`scaled` without its checks: for factors that formulas gave."""
+    if _same(alpha, beta):
+        return x if _is_one(alpha) else _times(x, alpha)
+    return cast("Tensor", _Scaled.apply(x, alpha, beta))
+
+
+class _Scaled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, alpha: float | Tensor, _beta: float | Tensor) -> Tensor:
+        return x.view_as(x) if _is_one(alpha) else _times(x, alpha)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004  (torch's names)
+        ctx.beta = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # An ordinary product: what differentiates this once more multiplies by beta, as the gradient was.
+        return gradient if _is_one(ctx.beta) else _times(gradient, ctx.beta), None, None
+
+
+def check_floating(operation: str, **tensors: Tensor | None) -> None:
+    """Refuses what unit scaling has no meaning for; None is an argument that was left out."""
+    for name, x in tensors.items():
+        if x is not None and not (isinstance(x, Tensor) and x.dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UnsupportedTensorError(
+                f"{operation}: expected a floating-point tensor; got {name}={_say(x)}. Convert it first: a scale is of "
+                "real numbers."
+            )
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """The product in the dtype of `x`."""
+    product = x * factor
+    return product if product.dtype == x.dtype else product.to(x.dtype)
+
+
+def _is_one(factor: float | Tensor) -> bool:
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def _same(alpha: float | Tensor, beta: float | Tensor) -> bool:
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        return alpha is beta
+    return alpha == beta
+
+
+def _check_factor(name: str, factor: object) -> None:
+    if isinstance(factor, Tensor):
+        if factor.dim() != 0 or factor.requires_grad or not factor.dtype.is_floating_point:
+            raise ArgumentError(
+                f"scaled: expected {name} to be a number, or a 0-d tensor that needs no gradient; got "
+                f"{_say(factor)}. Multiply with * where it is a tensor or is trained."
+            )
+        return
+    if isinstance(factor, bool) or not isinstance(factor, int | float | torch.SymFloat | torch.SymInt):
+        raise ArgumentError(f"scaled: expected {name} to be a number; got {_say(factor)}. Give a float.")
+    if not isinstance(factor, torch.SymFloat | torch.SymInt) and not -float("inf") < factor < float("inf"):
+        raise ArgumentError(f"scaled: expected {name} to be finite; got {factor}. Give a finite number.")
+
+
+def _say(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor ({value.dtype}, {tuple(value.shape)})"
+    return f"{value!r} ({type(value).__name__})"

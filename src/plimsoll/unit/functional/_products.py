@@ -1,0 +1,133 @@
+"""Matrix products at unit scale."""
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit import _formulas
+from plimsoll.unit._constraints import Constraint, check_constraint, constrained
+from plimsoll.unit._formulas import Factors, root
+from plimsoll.unit._scaled import check_floating, multiplied
+
+
+def matmul(
+    input: Tensor,  # noqa: A002  (torch's name)
+    other: Tensor,
+    *,
+    constraint: Constraint | None = "gmean",
+    factors: Factors | None = None,
+) -> Tensor:
+    """`torch.matmul` at unit scale: of (..., b, m) by (..., m, n), m^-1/2 forward; n^-1/2 and b^-1/2 backward.
+
+    Either operand may have one dimension, and batches broadcast: every factor counts the terms that are really summed.
+    Computed in torch's own product, whose sums grow to sqrt(m) before they are scaled: in FP16 that is 256 of 65,504
+    for m = 65,536. NaN and Inf pass through.
+
+    Args:
+        input: the left operand, floating point.
+        other: the right one.
+        constraint: how the three factors become one; None leaves each ideal.
+        factors: factors of one's own, output and both inputs; they stand in for the ideal ones and the constraint.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+
+    >>> x, y = torch.ones(2, 16), torch.ones(16, 16)
+    >>> matmul(x, y, constraint=None)[0, 0]
+    tensor(4.)
+    """
+    check_floating("matmul", input=input, other=other)
+    check_constraint("matmul", constraint)
+    if factors is not None:
+        check_factors("matmul", factors, inputs=2)
+        out, left, right = factors.output, *factors.inputs
+    else:
+        out, left, right = _matmul_factors(input, other, constraint)
+    return multiplied(torch.matmul(multiplied(input, 1.0, left), multiplied(other, 1.0, right)), out, 1.0)
+
+
+def linear(
+    input: Tensor,  # noqa: A002  (torch's name)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constraint: Constraint | None = "gmean",
+    factors: Factors | None = None,
+) -> Tensor:
+    """`torch.nn.functional.linear` at unit scale: fan_in^-1/2 forward, fan_out^-1/2 for the input's gradient.
+
+    The gradients of weight and bias are cut edges, with rows^-1/2 of their own, whatever the constraint. The bias is
+    added to the sums, and so multiplied by the output's factor too.
+
+    Args:
+        input: (..., fan_in), floating point.
+        weight: (fan_out, fan_in), of unit variance.
+        bias: (fan_out,).
+        constraint: how the factors of output and input become one; None leaves each ideal.
+        factors: factors of one's own, in place of the ideal ones and the constraint.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+    """
+    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
+    return _linear("linear", input, weight, bias, constraint, factors, _formulas.linear(fan_in, fan_out))
+
+
+def linear_readout(
+    input: Tensor,  # noqa: A002  (torch's name)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constraint: Constraint | None = None,
+    factors: Factors | None = None,
+) -> Tensor:
+    """`linear` for a model's last product: fan_in^-1 forward, so that its outputs start small at any width.
+
+    That is u-muP's output rule. The edge behind it is a cut edge, hence no constraint by default. Arguments and
+    exceptions are those of `linear`.
+    """
+    fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
+    return _linear("linear_readout", input, weight, bias, constraint, factors, _formulas.readout(fan_in, fan_out))
+
+
+def _linear(
+    operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, constraint: Constraint | None,
+    factors: Factors | None, ideal: Factors,
+) -> Tensor:  # fmt: skip
+    check_floating(operation, input=x, weight=weight, bias=bias)
+    factors = resolved(operation, constraint, factors, ideal)
+    of_weight = factors.weight
+    if of_weight is None:
+        of_weight = root(x.numel() // max(x.shape[-1], 1)) if x.numel() else 1.0
+    weight = multiplied(weight, 1.0, of_weight)
+    bias = None if bias is None else multiplied(bias, 1.0, of_weight)
+    out = torch.nn.functional.linear(multiplied(x, 1.0, factors.inputs[0]), weight, bias)
+    return multiplied(out, factors.output, 1.0)
+
+
+def resolved(operation: str, constraint: Constraint | None, given: Factors | None, ideal: Factors) -> Factors:
+    """The factors to use: those given, else the ideal ones under the constraint; both checked."""
+    check_constraint(operation, constraint)
+    if given is not None:
+        check_factors(operation, given, inputs=len(ideal.inputs))
+        return given
+    output, *inputs = constrained(constraint, ideal.output, *ideal.inputs)
+    return Factors(output=output, inputs=tuple(inputs), weight=ideal.weight)
+
+
+def check_factors(operation: str, factors: object, *, inputs: int) -> None:
+    """Refuses what is no record of factors, or one for another number of inputs."""
+    if not isinstance(factors, Factors) or len(factors.inputs) != inputs:
+        raise ArgumentError(
+            f"{operation}: expected factors to be Factors with {inputs} input(s); got {factors!r}. Leave it out for "
+            "the ideal ones."
+        )
+
+
+def _matmul_factors(a: Tensor, b: Tensor, constraint: Constraint | None) -> tuple[float, ...]:
+    inner = a.shape[-1] if a.dim() else 1
+    columns = b.shape[-1] if b.dim() > 1 else 1
+    rows = a.shape[-2] if a.dim() > 1 else 1
+    out = rows * columns
+    for size in torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]):
+        out = out * size
+    ideal = _formulas.matmul(inner, a.numel(), b.numel(), out)
+    return constrained(constraint, ideal.output, *ideal.inputs)

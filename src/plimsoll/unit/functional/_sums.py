@@ -1,0 +1,105 @@
+"""Additions at unit scale: every sum is a weighted one, and residual branches have a weight of their own."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit import _formulas
+from plimsoll.unit._constraints import Constraint, check_constraint, constrained
+from plimsoll.unit._scaled import check_floating, multiplied
+
+
+def add(
+    input: Tensor,  # noqa: A002  (torch's name)
+    other: Tensor,
+    *more: Tensor,
+    weights: Sequence[float] | None = None,
+    constraint: Constraint | None = "gmean",
+) -> Tensor:
+    """The sum of two or more independent terms at unit scale: n^-1/2 of their sum, or of a weighted one.
+
+    ``sum(w_i x_i) / sqrt(sum(w_i^2))``. With a constraint, forward and backward have one factor more, and gradients
+    keep the proportions of the weights; with None, every term's gradient is at unit scale itself.
+
+    Args:
+        input: the first term, floating point.
+        other: the second.
+        more: further ones; all of them broadcast as torch's.
+        weights: one for each term, not zero; None: all alike.
+        constraint: how the factors of the sum and of all terms become one.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+
+    >>> add(torch.ones(2), torch.ones(2), constraint=None)
+    tensor([1.4142, 1.4142])
+    """
+    terms = (input, other, *more)
+    check_floating("add", **{f"term {i}": term for i, term in enumerate(terms)})
+    check_constraint("add", constraint)
+    own = _normed(weights, len(terms))
+    numel = math.prod(torch.broadcast_shapes(*(term.shape for term in terms)))
+    spread = tuple(numel / term.numel() if numel else 1.0 for term in terms)
+    ideal = _formulas.total(own, spread)
+    alpha, *betas = constrained(constraint, ideal.output, *ideal.inputs)
+    parts = [multiplied(term, w * alpha, w * beta) for term, w, beta in zip(terms, own, betas, strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
+    """`input` twice: for the branch, and for the skip connection; `residual_add` with the same tau puts them together.
+
+    The weight sqrt(tau) of the branch's gradient is applied here, at the branch's start, and not at its end: inside the
+    branch gradients are at unit scale. The gradient of the whole is exact.
+
+    Args:
+        input: floating point.
+        tau: the branch's share of the variance of the sum, between 0 and 1.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    """
+    check_floating("residual_split", input=input)
+    check_tau("residual_split", tau)
+    return multiplied(input, 1.0, math.sqrt(tau)), input
+
+
+def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
+    """``sqrt(tau) * branch + sqrt(1 - tau) * skip``: at unit scale where both are, and independent.
+
+    The branch's gradient is not multiplied here: `residual_split` does it.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> branch, skip = residual_split(x, tau=0.36)
+    >>> residual_add(branch * 2, skip, tau=0.36).backward()
+    >>> x.grad  # 0.6 * 2 + 0.8
+    tensor([2.])
+    """
+    check_floating("residual_add", branch=branch, skip=skip)
+    check_tau("residual_add", tau)
+    return multiplied(branch, math.sqrt(tau), 1.0) + skip * math.sqrt(1 - tau)
+
+
+def check_tau(operation: str, tau: object) -> None:
+    """Refuses what is no share."""
+    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 < tau < 1:
+        raise ArgumentError(
+            f"{operation}: expected tau between 0 and 1, the branch's share of the variance; got {tau!r} "
+            f"({type(tau).__name__}). 0.5 gives branch and skip the same."
+        )
+
+
+def _normed(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    """The weights made one in norm."""
+    own = (1.0,) * count if weights is None else tuple(weights)
+    if len(own) != count or not all(w and math.isfinite(w) for w in own):
+        raise ArgumentError(
+            f"add: expected {count} finite weights, one for each term, none of them zero; got {weights!r}. Leave a "
+            "term out that is to have no weight."
+        )
+    norm = math.sqrt(sum(w * w for w in own))
+    return tuple(w / norm for w in own)
