@@ -78,7 +78,7 @@ def capture(model: nn.Module, example: object, *, training: bool = True, operati
         raise ArgumentError(
             f"{operation}: expected an nn.Module; got {type(model).__name__}. Give the model that would be trained."
         )
-    args, kwargs = _arguments(example, operation)
+    args, kwargs = _apart(_arguments(example, operation))
     batch = _batch(args, kwargs, operation)
     with _mode(model, training), _quiet():
         program, strict = _export(model, args, kwargs, operation)
@@ -101,6 +101,12 @@ def _arguments(example: object, operation: str) -> tuple[tuple[Any, ...], dict[s
         f"{operation}: expected an example that is a tensor, a tuple of arguments or a mapping of keyword arguments; "
         f"got {type(example).__name__}. Write a batch as the model is called with it: (x, y) for model(x, y)."
     )
+
+
+def _apart(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Every tensor of an example as a tensor of its own: export takes one tensor at two places for one input."""
+    copied = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, given)
+    return cast("tuple[tuple[Any, ...], dict[str, Any]]", copied)
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> int:
