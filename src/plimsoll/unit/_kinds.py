@@ -49,7 +49,7 @@ def tag(module: nn.Module, /, **kinds: Kind) -> None:
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise ArgumentError(
-                f"tag: expected a kind of {', '.join(KINDS)}; got {name}={kind!r}. 'weight' is the kind of hidden matrices."
+                f"tag: expected a kind of {', '.join(KINDS)}; got {name}={kind!r}. A hidden matrix is a 'weight'."
             )
         _check_owned(module, name)
     present = {name: kind for name, kind in kinds.items() if module._parameters[name] is not None}  # noqa: SLF001
@@ -108,12 +108,13 @@ def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, T
     for name, kind in _noted(module, _KINDS).items():
         parameter = getattr(module, name, None)
         if isinstance(parameter, Tensor):
-            yield prefix + name, parameter, _trait(kind, parameter, fans.get(name), depth)
+            yield prefix + name, parameter, trait_of(kind, parameter, fan_in=fans.get(name), depth=depth)
     for name, child in module.named_children():
         yield from _tagged(child, f"{prefix}{name}.", depth)
 
 
-def _trait(kind: Kind, parameter: Tensor, fan_in: int | None, depth: int) -> Trait:
+def trait_of(kind: Kind, parameter: Tensor, *, fan_in: int | None = None, depth: int = 1) -> Trait:
+    """The trait of a parameter of that kind, by its shape where `fan_in` is not told."""
     if kind == "embedding":
         return Trait(kind=kind, fan_out=parameter.shape[-1], depth=depth)
     if kind in ("bias", "norm"):

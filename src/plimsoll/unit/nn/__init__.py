@@ -1,8 +1,8 @@
 """The modules of unit scaling: as `torch.nn`'s, their parameters drawn with unit variance.
 
-Each is a subclass of torch's module of its name, takes torch's arguments in torch's order, and keeps the names and shapes
-of its state; by keyword come `constraint`, `mult` and `factors` where they apply. Parameters carry their kind, which
-`unit.optim` reads.
+Each is a subclass of torch's module of its name, takes torch's arguments in torch's order, and keeps the names and
+shapes of its state; by keyword come `constraint`, `mult` and `factors` where they apply. A module says of which
+kind its parameters are, which `unit.optim` reads.
 """
 
 from plimsoll.unit.nn._activations import (

@@ -16,7 +16,8 @@ class GELU(nn.GELU):
         check_constraint("GELU", constraint)
         check_mult("GELU", mult)
         super().__init__(approximate)
-        self.mult, self.constraint = mult, constraint
+        self.mult = mult
+        self.constraint: Constraint | None = constraint
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.gelu`."""
@@ -35,7 +36,8 @@ class SiLU(nn.SiLU):
         check_constraint("SiLU", constraint)
         check_mult("SiLU", mult)
         super().__init__()
-        self.mult, self.constraint = mult, constraint
+        self.mult = mult
+        self.constraint: Constraint | None = constraint
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.silu`."""
@@ -53,7 +55,7 @@ class ReLU(nn.ReLU):
         refuse_inplace("ReLU", inplace)
         check_constraint("ReLU", constraint)
         super().__init__()
-        self.constraint = constraint
+        self.constraint: Constraint | None = constraint
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.relu`."""
@@ -71,7 +73,8 @@ class Tanh(nn.Tanh):
         check_constraint("Tanh", constraint)
         check_mult("Tanh", mult)
         super().__init__()
-        self.mult, self.constraint = mult, constraint
+        self.mult = mult
+        self.constraint: Constraint | None = constraint
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.tanh`."""
@@ -89,7 +92,8 @@ class Sigmoid(nn.Sigmoid):
         check_constraint("Sigmoid", constraint)
         check_mult("Sigmoid", mult)
         super().__init__()
-        self.mult, self.constraint = mult, constraint
+        self.mult = mult
+        self.constraint: Constraint | None = constraint
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.sigmoid`."""

@@ -34,8 +34,8 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight, _freeze,
-            device, dtype,
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            _freeze, device, dtype,
         )  # fmt: skip
         tag(self, weight="embedding")
 

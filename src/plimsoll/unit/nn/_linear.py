@@ -68,8 +68,8 @@ class Linear(nn.Linear):
 class LinearReadout(Linear):
     """The last product of a model: `Linear` whose outputs are fan_in^-1 times the sums, so that they start small.
 
-    That is u-muP's rule for outputs: at any width the first step moves them alike. Behind it comes the loss alone, a cut
-    edge, hence no constraint by default. The weight's kind is "readout". Arguments are those of `Linear`.
+    That is u-muP's rule for outputs: at any width the first step moves them alike. Behind it comes the loss alone, a
+    cut edge, hence no constraint by default. The weight's kind is "readout". Arguments are those of `Linear`.
     """
 
     def __init__(
