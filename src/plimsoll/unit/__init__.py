@@ -6,3 +6,7 @@ that was written without any of them.
 """
 
 from plimsoll.unit import functional as functional, nn as nn, optim as optim
+from plimsoll.unit._audit import audit as audit
+from plimsoll.unit._audit_compare import Comparison as Comparison, Pair as Pair
+from plimsoll.unit._audit_result import Audit as Audit
+from plimsoll.unit._audit_rows import Reading as Reading, Row as Row
