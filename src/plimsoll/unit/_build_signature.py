@@ -1,0 +1,208 @@
+"""The head and the tail of a converted model's forward: the original's signature, and what it returned."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plimsoll.unit._build_inputs import kind_of
+from plimsoll.unit._capture import Captured
+
+_SIMPLE = (int, float, str, bool, type(None))
+_NONE = inspect.Parameter.empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """One value among the example's: a tensor by its open and fixed sizes, or a constant.
+
+    - `name`: the value in the program; None for a constant.
+    """
+
+    name: str | None
+    sizes: tuple[int | None, ...] = ()
+    kind: str = ""
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One argument of the forward.
+
+    - `given`: the values in it, in order, with their structure; None where the example leaves it out.
+    """
+
+    name: str
+    parameter: inspect.Parameter
+    given: tuple[Given, ...] | None = None
+    spec: pytree.TreeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a model is called, and what it returns: constants and the structure of the output."""
+
+    arguments: tuple[Argument, ...]
+    out_spec: pytree.TreeSpec
+
+
+def signature_of(captured: Captured, forward: Callable[..., Any]) -> Signature:
+    """The signature of the captured model, each argument with what the example gave for it."""
+    given = iter(_given(captured))
+    args_spec, kwargs_spec = _children(captured.program.call_spec.in_spec)
+    positional = [(spec, _take(given, spec)) for spec in _children(args_spec)]
+    names = kwargs_spec.context or []
+    named = {name: (spec, _take(given, spec)) for name, spec in zip(names, _children(kwargs_spec), strict=True)}
+    arguments = tuple(_arguments(inspect.signature(forward).parameters, positional, named))
+    return Signature(arguments=arguments, out_spec=captured.program.call_spec.out_spec)
+
+
+_Found = tuple[pytree.TreeSpec, tuple[Given, ...]]
+
+
+def _arguments(
+    parameters: Mapping[str, inspect.Parameter], positional: Sequence[_Found], named: dict[str, _Found]
+) -> Iterator[Argument]:
+    rest = list(positional)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            for i, (spec, given) in enumerate(rest):
+                yield Argument(name=f"{name}[{i}]", parameter=parameter, given=given, spec=spec)
+            rest = []
+            yield Argument(name=name, parameter=parameter)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            for key, (spec, given) in named.items():
+                yield Argument(name=key, parameter=parameter, given=given, spec=spec)
+            named = {}
+            yield Argument(name=name, parameter=parameter)
+        elif rest and parameter.kind is not parameter.KEYWORD_ONLY:
+            spec, given = rest.pop(0)
+            yield Argument(name=name, parameter=parameter, given=given, spec=spec)
+        elif name in named:
+            spec, given = named.pop(name)
+            yield Argument(name=name, parameter=parameter, given=given, spec=spec)
+        else:
+            yield Argument(name=name, parameter=parameter)
+
+
+def _given(captured: Captured) -> Iterator[Given]:
+    nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    for one in captured.program.graph_signature.input_specs:
+        if one.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
+            continue
+        value = nodes[one.arg.name].meta.get("val") if one.arg.name in nodes else None
+        if isinstance(value, Tensor):
+            sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
+            yield Given(name=one.arg.name, sizes=sizes, kind=kind_of(value.dtype))
+        elif isinstance(value, torch.SymInt):
+            yield Given(name=one.arg.name, kind="number")
+        else:
+            yield Given(name=None, constant=getattr(one.arg, "value", value))
+
+
+def _take(given: Iterator[Given], spec: pytree.TreeSpec) -> tuple[Given, ...]:
+    return tuple(next(given) for _ in range(spec.num_leaves))
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return list(spec.children())
+
+
+@dataclass(slots=True)
+class Head:
+    """The text of a signature and of what takes its values apart; `objects` are what the text names."""
+
+    parameters: list[str] = field(default_factory=list[str])
+    lines: list[str] = field(default_factory=list[str])
+    objects: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def head_of(signature: Signature, named: Callable[[str, str], str]) -> Head:
+    """The head; `named(value, wanted)` gives each value of the program the name that it has from here on."""
+    head = Head()
+    starred = False
+    for argument in signature.arguments:
+        kind = argument.parameter.kind
+        own = argument.name == argument.parameter.name
+        if own:
+            starred = _declare(head, argument, starred)
+        if kind is inspect.Parameter.VAR_POSITIONAL and own:
+            count = sum(one.parameter is argument.parameter for one in signature.arguments) - 1
+            head.lines.append(f"_inputs.constant('the number of {argument.name}', len({argument.name}), {count})")
+        elif kind is inspect.Parameter.VAR_KEYWORD and own:
+            keys = sorted(one.name for one in signature.arguments if one.parameter is argument.parameter)[:-1]
+            keys = sorted(
+                one.name for one in signature.arguments if one.parameter is argument.parameter and one is not argument
+            )
+            head.lines.append(f"_inputs.constant('the further arguments', sorted({argument.name}), {keys!r})")
+        else:
+            text = argument.name
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                text = f"{argument.parameter.name}[{argument.name!r}]"
+            _take_apart(head, argument, text, named)
+    return head
+
+
+def _declare(head: Head, argument: Argument, starred: bool) -> bool:
+    parameter = argument.parameter
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        head.parameters.append(f"*{parameter.name}")
+        return True
+    if parameter.kind is parameter.VAR_KEYWORD:
+        head.parameters.append(f"**{parameter.name}")
+        return starred
+    if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+        head.parameters.append("*")
+        starred = True
+    default = "" if parameter.default is _NONE else f"={_written(head, 'default_' + parameter.name, parameter.default)}"
+    head.parameters.append(parameter.name + default)
+    return starred
+
+
+def _take_apart(head: Head, argument: Argument, text: str, named: Callable[[str, str], str]) -> None:
+    if argument.given is None:
+        default = _written(head, "default_" + argument.name, argument.parameter.default)
+        head.lines.append(f"_inputs.constant({argument.name!r}, {text}, {default})")
+    elif len(argument.given) == 1 and argument.spec is not None and argument.spec.is_leaf():
+        _one(head, argument.given[0], argument.name, text, named)
+    else:
+        values = f"values_{len(head.lines)}"
+        spec = _written(head, f"spec_{argument.name.replace('[', '_').rstrip(']')}", argument.spec)
+        head.lines.append(f"{values} = _inputs.leaves({argument.name!r}, {text}, {spec})")
+        for i, one in enumerate(argument.given):
+            _one(head, one, f"{argument.name}[{i}]", f"{values}[{i}]", named)
+
+
+def _one(head: Head, given: Given, name: str, text: str, named: Callable[[str, str], str]) -> None:
+    if given.name is None:
+        wanted = _written(head, f"wanted_{len(head.lines)}", given.constant)
+        head.lines.append(f"_inputs.constant({name!r}, {text}, {wanted})")
+        return
+    local = named(given.name, text)
+    if given.kind == "number":
+        head.lines.append(f"{local} = {text}")
+    else:
+        head.lines.append(f"{local} = _inputs.tensor({name!r}, {text}, {given.sizes!r}, {given.kind!r})")
+
+
+def _written(head: Head, name: str, value: object) -> str:
+    if isinstance(value, _SIMPLE) and value == value:  # noqa: PLR0124  (NaN cannot be written)
+        return repr(value)
+    head.objects[name] = value
+    return name
+
+
+def output_text(spec: pytree.TreeSpec, values: Sequence[str], objects: dict[str, Any]) -> str:
+    """The returned structure as Python text, from its values as text."""
+    if spec.is_leaf():
+        return values[0]
+    if spec.type in (tuple, list, dict) and all(child.is_leaf() for child in spec.children()):
+        if spec.type is dict:
+            return "{" + ", ".join(f"{key!r}: {value}" for key, value in zip(spec.context, values, strict=True)) + "}"
+        return f"({''.join(value + ', ' for value in values)})" if spec.type is tuple else f"[{', '.join(values)}]"
+    objects["out_spec"] = spec
+    return f"_inputs.built([{', '.join(values)}], out_spec)"

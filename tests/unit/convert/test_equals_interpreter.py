@@ -1,0 +1,69 @@
+"""The converted model computes what the analysis says: as the graph run node by node with its changes, both ways."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plimsoll.unit._analysis import analyse
+from plimsoll.unit._capture import capture
+from plimsoll.unit._convert import built
+from tests.unit.analysis.interpreter import run
+from tests.unit.models import MODELS
+
+
+def _double(nest: Any) -> Any:
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, nest)
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients_are_the_interpreters(name: str) -> None:
+    case = MODELS[name]()
+    model, (args, kwargs) = case.model.double(), _double(case.call)
+    example = kwargs or args
+    captured = capture(model, example)
+    analysis = analyse(captured)
+    converted = built(model, captured, analysis, seed=3)
+    converted.train()
+
+    state: dict[str, Any] = {}
+    for key, value in converted.state_dict(keep_vars=True).items():
+        copied = value.detach().clone()
+        state[key] = copied.requires_grad_(value.requires_grad)
+    for group in captured.ties:
+        state |= dict.fromkeys(group, state[group[0]])
+    inputs = pytree.tree_leaves((args, kwargs))
+    _, expected = run(captured, analysis.changes, state, inputs, true=False)
+    got = converted(*args, **kwargs)
+    torch.testing.assert_close(_tensors(got), _tensors(list(expected)), rtol=1e-9, atol=1e-9)
+
+    _backward(_tensors(got))
+    _backward(_tensors(list(expected)))
+    for key, parameter in converted.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, state[key].grad, rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    carrying = [x for x in outputs if x.requires_grad]
+    torch.autograd.backward(carrying, [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in carrying])
+
+
+def test_state_has_the_originals_names() -> None:
+    case = MODELS["tied"]()
+    converted = built(case.model, *_analysed(case.model, case.example))
+    assert list(converted.state_dict()) == list(case.model.state_dict())
+    assert [name for name, _ in converted.named_modules()] == [name for name, _ in case.model.named_modules()]
+
+
+def _analysed(model: nn.Module, example: Any) -> Any:
+    captured = capture(model, example)
+    return captured, analyse(captured)
