@@ -72,22 +72,23 @@ def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join |
     if base_name(node) != "add" or len(edges) != 2:
         return None
     for skip, branch in (edges, edges[::-1]):
-        start = _behind(skip.source, graph)
-        if graph.is_parameter(branch.source) or graph.is_parameter(start) or branch.source == start:
-            continue
-        if nx.has_path(graph.directed, start, branch.source):
+        start = _behind(skip.source, branch.source, graph)
+        if start is not None:
             depth[node.name] = depth.get(start, 0) + 1
             kind = _kind(start, branch.source, graph)
             return Join(node.name, start, skip.port, branch.port, _tau(tau, kind, depth[node.name]), kind)
     return None
 
 
-def _behind(name: str, graph: Flow) -> str:
-    """The node that a skip path shows, through views and dropout."""
-    node = graph.nodes[name]
-    while node.op == "call_function" and base_name(node) in _KEEPING and len(graph.into[node.name]) == 1:
-        node = graph.nodes[graph.into[node.name][0].source]
-    return node.name
+def _behind(skip: str, branch: str, graph: Flow) -> str | None:
+    """The node that both the skip path and the branch leave from: back from `skip` through views and dropout."""
+    before = nx.ancestors(graph.directed, branch)
+    while skip not in before:
+        edges = graph.into[skip]
+        if base_name(graph.nodes[skip]) not in _KEEPING or len(edges) != 1:
+            return None
+        skip = edges[0].source
+    return None if graph.is_parameter(skip) else skip
 
 
 def _region(start: str, end: str, graph: Flow) -> set[str]:
