@@ -20,6 +20,7 @@ from plimsoll.kernels._backend import (
     report as report,
     use as use,
 )
+from plimsoll.kernels._fp8 import fp8_cast as fp8_cast
 
 ops = torch.ops.plimsoll
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _backend, _layout as layout, _vmap
+from plimsoll.kernels import _backend, _fp8, _layout as layout, _vmap
 from plimsoll.kernels._gradients import check_unscale
 from plimsoll.kernels._spec import BlockSpec, CastSpec
 from plimsoll.kernels._tensors import FLOATING
@@ -206,4 +206,5 @@ for _name, _schema, _implementation, _fake in _OPERATORS:
     _library.define(_name + _schema, tags=_TAGS)
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"plimsoll::{_name}", _fake, lib=_library)
+_fp8.register(_library, _TAGS)
 _vmap.register(_library)

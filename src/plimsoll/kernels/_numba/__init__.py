@@ -8,6 +8,7 @@ from plimsoll.kernels._numba._cast import (
     cast as cast,
     pack as pack,
 )
+from plimsoll.kernels._numba._fp8 import fp8_cast as fp8_cast
 from plimsoll.kernels._numba._jit import cache_folder as cache_folder
 from plimsoll.kernels._numba._measure import measure as measure, measure_one as measure_one
 from plimsoll.kernels._numba._nonfinite import count_nonfinite as count_nonfinite

@@ -6,6 +6,7 @@ from plimsoll.kernels._torch._cast import (
     cast as cast,
     pack as pack,
 )
+from plimsoll.kernels._torch._fp8 import fp8_cast as fp8_cast
 from plimsoll.kernels._torch._measure import measure as measure, measure_one as measure_one
 from plimsoll.kernels._torch._rows import merge_rows as merge_rows
 from plimsoll.kernels._torch._unscale import unscale as unscale

@@ -12,6 +12,7 @@ except ImportError as e:
         "or by `pip install triton`."
     ) from e
 
+from plimsoll.kernels._triton._fp8 import fp8_cast as fp8_cast
 from plimsoll.kernels._triton._launch import interpreted, measure as measure, measure_one as measure_one
 from plimsoll.kernels._triton._nonfinite import count_nonfinite as count_nonfinite
 from plimsoll.kernels._triton._quantize import (
