@@ -16,7 +16,7 @@ from tests.precision.training import CAST, HERE, SCALED, adamw, batches, loss_of
 HALF, BF, FULL = torch.float16, torch.bfloat16, torch.float32
 WEIGHTS = {"fp16-master": HALF, "fp16-pure": HALF, "bf16-master": BF, "bf16-stochastic": BF, "bf16-kahan": BF}
 STATE = {"fp16-pure": HALF}
-INSIDE = {"amp-fp16": HALF, "amp-bf16": BF} | WEIGHTS
+INSIDE = {"amp-fp16": HALF, "amp-bf16": BF, "fp8-tensor": BF} | WEIGHTS
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -37,7 +37,7 @@ def test_everything_is_in_the_dtype_that_the_level_says(name: str) -> None:
     assert {model.embed.weight.dtype, model.head.bias.dtype, model.shift.dtype} == {weights}
     assert {model.norm.weight.dtype, model.batch_norm.bias.dtype, model.batch_norm.running_var.dtype} == {norms}
     assert seen["embed"] == seen["hidden"] == INSIDE.get(name, FULL)
-    assert out.dtype == (INSIDE[name] if name.startswith("amp") else FULL)
+    assert out.dtype == (INSIDE[name] if name.startswith(("amp", "fp8")) else FULL)
     assert loss.dtype == FULL
     state = {v.dtype for s in optimizer.state.values() for k, v in s.items() if k != "step"}
     assert state == {STATE.get(name, FULL)}
@@ -142,10 +142,10 @@ def test_apex_names_are_aliases(alias: str, name: str) -> None:
     [
         ("fp16", "which can mean several. Choose one of amp-fp16, fp16-master, fp16-pure."),
         ("BF16", "Choose one of amp-bf16, bf16-master, bf16-stochastic, bf16-kahan."),
+        ("FP8", "which can mean several. Choose one of fp8-unit, fp8-tensor."),
         ("fp16-mastre", "Did you mean fp16-master"),
         ("zzz", "Levels: fp32, tf32, amp-fp16"),
-        ("fp8-unit", "FP8 matrix products are not in this version. Use one of fp32, tf32,"),
-        ("fp8-tensor", "FP8 matrix products are not in this version"),
+        ("fp8-unit", "expected a unit-scaled model at fp8-unit; got a Net whose linear layers (embed, hidden, head)"),
         ("missing.toml", "expected a plan file; got 'missing.toml', which is not there"),
         (16, "expected a level, a plan file or a schedule of (step, precision); got precision=16"),
     ],
@@ -157,15 +157,14 @@ def test_a_precision_that_is_none_is_refused(name: Any, message: str) -> None:
     assert {p.dtype for p in model.parameters()} == {FULL}
 
 
-def test_the_table_shows_every_level_and_what_is_missing() -> None:
+def test_the_table_shows_every_level() -> None:
     console = Console(width=200, record=True, file=None, quiet=False)
     with console.capture() as captured:
         console.print(levels_table())
     lines = captured.get().splitlines()
     for name, level in LEVELS.items():
         line = next(line for line in lines if name in line)
-        assert ("not available" in line) == (level.missing is not None)
-        assert level.missing is not None or level.weights in line
+        assert level.weights in line and level.update in line and ("fp8, bf16" in line) == (level.fp8 is not None)
 
 
 def test_an_epsilon_that_fp16_cannot_hold_is_refused_where_state_is_fp16() -> None:

@@ -70,7 +70,7 @@ def test_clipping_is_of_the_true_gradients(name: str, accumulate: int) -> None:
     loop = prepare(model, sgd(model, lr=1.0), name, clip_norm=norm / 4, accumulate=accumulate, scaler=calm(name))
     before = model.weight.detach().float().clone()
     *_, outcome = run_closures(loop, batches(accumulate))
-    assert outcome.grad_norm == pytest.approx(norm, rel=2e-2)
+    assert outcome.grad_norm == pytest.approx(norm, rel=5e-2 if name.startswith("fp8") else 2e-2)
     assert (before - model.weight.float()).sub(truth / 4).abs().max() < 0.02
 
 

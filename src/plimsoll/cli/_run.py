@@ -21,7 +21,7 @@ FACTS = ("loss", "scale", "nonfinite")
 BLOCKS = (16, 32)
 _ALL = ",".join(COLLECTIONS)
 # The levels that a script can be trained at as it is, with their aliases; likewise.
-PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "o0", "o1")
+PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp8-unit", "fp8-tensor", "o0", "o1")
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
     block: Annotated[int | None, typer.Option(help="Measure in blocks of 32 (MX) or 16 (NVFP4) too.")] = None,
     recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
-    precision: Annotated[str | None, typer.Option(help="Train at this level: fp32, tf32, amp-bf16, amp-fp16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Train at a level: amp-bf16, fp8-tensor, ...")] = None,
 ) -> None:
     """Watch a training script as it is: python SCRIPT ARGS, recorded."""
     settings: dict[str, Any] = {

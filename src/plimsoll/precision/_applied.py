@@ -16,6 +16,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.precision._computing import Computing, check_policy
 from plimsoll.precision._distributed import is_fully_sharded, level_on
+from plimsoll.precision._fp8 import Layers, chosen_layers, other_rules
 from plimsoll.precision._levels import DTYPES, Level
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import CastOutputs, Placement, module_formats
@@ -36,8 +37,17 @@ class Applied:
         self.given = tuple(optimizers)
         self.stage, self.level = stage, level_on(model, stage.level)
         rules = _rules(root, stage, policy)
-        self.computing = Computing(root, self.level, policy, rules)
-        self.optimizers = self._cast(root, optimizers, rules)
+        self.fp8 = None if self.level.fp8 is None else Layers(root, self.level.fp8, policy, rules)
+        try:
+            rules = rules if self.fp8 is None else other_rules(rules)
+            self.computing = Computing(root, self.level, policy, rules)
+            self.optimizers = self._cast(root, optimizers, rules)
+        except Exception:
+            if self.fp8 is not None:
+                self.fp8.take_back()
+            raise
+        if self.fp8 is not None and not self.computing.native:
+            self.fp8.narrow_inputs(root, self.computing.switch, torch.bfloat16)
         self._handles = list(self._wide_outputs(root, stage.level))
 
     def take_back(self) -> None:
@@ -55,6 +65,8 @@ class Applied:
 
     def _remove(self) -> None:
         self.computing.remove()
+        if self.fp8 is not None:
+            self.fp8.take_back()
         for handle in self._handles:
             handle.remove()
 
@@ -85,7 +97,12 @@ class Applied:
 def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
     """Raises for a stage that could not be carried out; changes nothing."""
     level = level_on(model, stage.level)
-    check_policy(level, policy, _rules(unwrapped(model), stage, policy))
+    root = unwrapped(model)
+    rules = _rules(root, stage, policy)
+    if level.fp8 is not None:
+        chosen_layers(root, level.fp8, rules)
+        rules = other_rules(rules)
+    check_policy(level, policy, rules)
     _check_epsilon(level, optimizers)
 
 

@@ -8,7 +8,7 @@ GPU does it. At levels that cast the model no operation is cast; operations that
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from plimsoll.emulate._autocast import Autocast
 from plimsoll.emulate._emulate import emulate, of_module
 from plimsoll.emulate._lists import OperationLists
-from plimsoll.emulate._regions import Regions, is_native
+from plimsoll.emulate._regions import Regions, Switch, is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, ModulePlan, get
 from plimsoll.precision._levels import DTYPES, Level
@@ -33,7 +33,7 @@ class Computing:
         self._level, self._lists = level, policy.operations
         self._device = device_of(root)
         native = all(is_native(said) for said in rules.values())
-        self._native = self._device.type == "cuda" and not policy.own_lists and native
+        self.native = self._device.type == "cuda" and not policy.own_lists and native  # torch's own autocast serves
         outside = ModulePlan.of(level.operations or "fp32")
         self._regions = Regions(root, {} if level.casts else rules, outside, self._entering()).attach()
 
@@ -60,6 +60,11 @@ class Computing:
             finally:
                 self._regions.switch.on = False
 
+    @property
+    def switch(self) -> Switch:
+        """On while the forward or the backward runs."""
+        return cast("Switch", self._regions.switch)
+
     def remove(self) -> None:
         """Takes the regions' hooks away."""
         self._regions.remove()
@@ -81,7 +86,7 @@ class Computing:
 
     def _entering(self) -> Callable[[ModulePlan], Context]:
         """What enters a format, as a function that keeps nothing of this object alive."""
-        native, kind, lists, device = self._native, self._device.type, self._lists, self._device
+        native, kind, lists, device = self.native, self._device.type, self._lists, self._device
 
         def enter(said: ModulePlan) -> Context:
             if not is_native(said):

@@ -28,6 +28,11 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return next(_sharded_modules(model), None) is not None
 
 
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this very module."""
+    return module in list(_sharded_modules(module))
+
+
 def process_group(model: nn.Module) -> Any:
     """The group whose ranks have to agree on each step: DDP's; that of all processes for DTensors; else None."""
     if is_ddp(model):

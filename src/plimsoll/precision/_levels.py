@@ -30,7 +30,8 @@ class Level:
     - `update`: how a step reaches 16-bit weights: through FP32 masters, stochastic rounding, Kahan compensation, or
       plainly.
     - `scaled`: whether the loss is scaled.
-    - `missing`: why this version has not got it; None where it has.
+    - `fp8`: how linear layers that run in FP8 are scaled: by constants ("unit", of a unit-scaled model), or each tensor
+      by its own power of two ("tensor"); None where none run in FP8.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Level:
     matmuls: str | None = None
     update: Update = "plain"
     scaled: bool = False
-    missing: str | None = None
+    fp8: Literal["unit", "tensor"] | None = None
 
     @property
     def casts(self) -> bool:
@@ -59,7 +60,6 @@ class Level:
         return DTYPES[self.weights]
 
 
-_FP8 = "FP8 matrix products are not in this version"
 _CATALOGUE = (
     Level(name="fp32", summary="FP32 throughout; TF32 only where you have allowed it in torch yourself"),
     Level(name="tf32", matmuls="tf32", summary="FP32 weights; matrix products and convolutions in TF32"),
@@ -85,8 +85,14 @@ _CATALOGUE = (
         summary="BF16 but for norms; updates rounded at random",
     ),
     Level(name="bf16-kahan", weights="bf16", update="kahan", summary="BF16 but for norms; updates compensated (Kahan)"),
-    Level(name="fp8-unit", summary="unit-scaled FP8, constant scales", missing=_FP8),
-    Level(name="fp8-tensor", summary="FP8 with a scale per tensor", missing=_FP8),
+    Level(
+        name="fp8-unit", operations="bf16", fp8="unit",
+        summary="a unit-scaled model's linear layers in FP8 at constant scales; the rest as amp-bf16",
+    ),
+    Level(
+        name="fp8-tensor", operations="bf16", fp8="tensor",
+        summary="any model's linear layers in FP8, each tensor at a scale of its own; the rest as amp-bf16",
+    ),
 )  # fmt: skip
 LEVELS = {level.name: level for level in _CATALOGUE}
 
@@ -94,14 +100,14 @@ LEVELS = {level.name: level for level in _CATALOGUE}
 def level_named(name: str) -> Level:
     """The level of that name or alias, in any case.
 
-    Raises `ArgumentError` for a bare format, a name that does not exist, and a level that this version has not got.
+    Raises `ArgumentError` for a bare format and a name that does not exist.
 
     >>> level_named("O2").name
     'fp16-master'
     """
     key = ALIASES.get(name.lower(), name.lower())
-    if key in ("fp16", "bf16"):
-        choices = ", ".join(level.name for level in _CATALOGUE if level.low == key)
+    if key in ("fp16", "bf16", "fp8"):
+        choices = ", ".join(level.name for level in _CATALOGUE if ("fp8" if level.fp8 else level.low) == key)
         raise ArgumentError(
             f"prepare: expected a level; got precision={name!r}, which can mean several. Choose one of {choices}."
         )
@@ -112,13 +118,7 @@ def level_named(name: str) -> Level:
             f"prepare: expected a level, a plan file (.toml) or a schedule of (step, level); got precision={name!r}. "
             f"{hint}"
         )
-    level = LEVELS[key]
-    if level.missing is not None:
-        here = ", ".join(other.name for other in _CATALOGUE if other.missing is None)
-        raise ArgumentError(
-            f"prepare: expected a level of this version; got precision={name!r}: {level.missing}. Use one of {here}."
-        )
-    return level
+    return LEVELS[key]
 
 
 def level_of_plan(plan: Plan) -> Level:
@@ -167,10 +167,8 @@ def levels_table() -> Table:
     names = {level: alias.upper() for alias, level in ALIASES.items()}
     for level in _CATALOGUE:
         name = f"{level.name} ({names[level.name]})" if level.name in names else level.name
-        if level.missing is not None:
-            table.add_row(name, *["-"] * 5, f"not available: {level.missing}")
-            continue
         operations = level.operations or level.matmuls or level.weights
+        operations = f"fp8, {operations}" if level.fp8 else operations
         scale = "dynamic" if level.scaled else "none"
         table.add_row(name, level.weights, level.norms, operations, level.update, scale, level.summary)
     return table

@@ -149,6 +149,11 @@ class Loop(Interventions):
         return {name or "model": fmt for name, fmt in self._applied.placement.formats.items()}
 
     @property
+    def fp8_left(self) -> dict[str, str]:
+        """The linear layers that do not run in FP8 at this level, by their names, and why; none at other levels."""
+        return {} if self._applied.fp8 is None else {left.module: left.why for left in self._applied.fp8.left}
+
+    @property
     def closed(self) -> bool:
         """Whether it is closed."""
         return self._closed

@@ -29,6 +29,7 @@ def layer_scales(root: nn.Module, stage: Stage) -> Mapping[str, float]:
 
 def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = None) -> None:
     """Raises for scales of a plan that this schedule, or the scaler (given, or made before), could not carry out."""
+    _check_fp8(schedule, made if scaler is None else scaler, given=scaler is not None)
     layered = [stage for stage in schedule.stages if layer_scales(root, stage)]
     if layered and made is not None and not isinstance(made, LayerScaler):
         raise ArgumentError(
@@ -50,6 +51,22 @@ def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = 
         raise ArgumentError(
             f"prepare: expected no scaler with a plan whose scales are of true gradients; got a "
             f"{type(scaler).__name__}, which multiplies them once more. Leave scaler out."
+        )
+
+
+def _check_fp8(schedule: Schedule, scaler: Any, *, given: bool) -> None:
+    """Constant scales are of true gradients; a scale for each layer changes what FP8 layers see between two looks."""
+    eight = [stage.level for stage in schedule.stages if stage.level.fp8 is not None]
+    unit = next((level.name for level in eight if level.fp8 == "unit"), None)
+    if unit is not None and given:
+        raise ArgumentError(
+            f"prepare: expected no scaler at {unit}, whose constant scales are of true gradients; got a "
+            f"{type(scaler).__name__}, which multiplies them. Leave scaler out."
+        )
+    if eight and isinstance(scaler, LayerScaler):
+        raise ArgumentError(
+            f"prepare: expected no scale for each layer at {eight[0].name}, whose FP8 layers have scales of their own; "
+            "got a LayerScaler. Leave scaler out."
         )
 
 

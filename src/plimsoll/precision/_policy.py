@@ -13,6 +13,7 @@ from plimsoll.emulate._lists import CUDA, Category, OperationLists
 from plimsoll.emulate._modules import named_modules
 from plimsoll.emulate._planned import ROOT, check_matches
 from plimsoll.errors import ArgumentError
+from plimsoll.fp8._recipe import checked
 
 _MEANING = {
     "low": "inputs are cast to the level's 16-bit format",
@@ -39,6 +40,8 @@ class Policy:
     - `modules`: globs over module names, each with a format. A module's own name counts before globs, a later glob
       before an earlier one; what a rule says of a module holds for all in it, unless a rule says otherwise. The root
       is called "model".
+    - `fp8_history`, `fp8_margin`: of fp8-tensor, whether a scale follows the tensor itself (0) or the largest magnitude
+      of so many last steps, and how many binades it leaves above.
 
     >>> policy = Policy().with_operation("softmax", "low").with_module("blocks.3.*", "fp32")
     >>> policy.operations.of("softmax"), policy.modules
@@ -47,10 +50,13 @@ class Policy:
 
     operations: OperationLists = field(default=CUDA)
     modules: tuple[tuple[str, str], ...] = ()
+    fp8_history: int = 0
+    fp8_margin: int = 0
 
     def __post_init__(self) -> None:
         modules = tuple((glob, _format_name(glob, fmt)) for glob, fmt in self.modules)
         object.__setattr__(self, "modules", modules)
+        checked("Policy", "tensor", self.fp8_history, self.fp8_margin)
 
     @property
     def own_lists(self) -> bool:
@@ -73,10 +79,16 @@ class Policy:
         """The policy with the modules of that name, or that the glob matches, in that format."""
         return replace(self, modules=(*self.modules, (glob, _format_name(glob, fmt))))
 
+    def with_fp8(self, *, history: int | None = None, margin: int | None = None) -> "Policy":
+        """The policy with delayed scales of FP8 tensors, or another margin above their largest magnitude."""
+        history = self.fp8_history if history is None else history
+        return replace(self, fp8_history=history, fp8_margin=self.fp8_margin if margin is None else margin)
+
     def records(self) -> list[PolicyRecord]:
         """The policy line by line: operations by list and name, then the modules' rules in order."""
         operations = [PolicyRecord("operation", name, place) for name, place in self.operations.rows()]
-        return operations + [PolicyRecord("module", glob, fmt) for glob, fmt in self.modules]
+        modules = [PolicyRecord("module", glob, fmt) for glob, fmt in self.modules]
+        return operations + modules + [PolicyRecord("fp8", name, said) for name, said in self._fp8()]
 
     def table(self) -> Table:
         """The policy as a table for the terminal."""
@@ -89,7 +101,14 @@ class Policy:
             table.add_row(place, meaning, ", ".join(names) or "none")
         for glob, fmt in self.modules:
             table.add_row("module", f"runs in {fmt}", glob)
+        for name, said in self._fp8():
+            table.add_row("fp8", name, said)
         return table
+
+    def _fp8(self) -> list[tuple[str, str]]:
+        """What it says of FP8 tensors, where that is not the usual."""
+        found = {"history": (self.fp8_history, "steps"), "margin": (self.fp8_margin, "binades")}
+        return [(name, f"{value} {unit}") for name, (value, unit) in found.items() if value]
 
     def formats_of(self, root: nn.Module) -> dict[str, str]:
         """The format that a rule gives to each module, by the module's name; those without a rule are not in it."""

@@ -16,7 +16,7 @@ from plimsoll.precision._arguments import (
 )
 from plimsoll.precision._loop import PREPARED, Loop
 from plimsoll.precision._policy import Policy
-from plimsoll.precision._schedule import Precision, schedule_of
+from plimsoll.precision._schedule import Precision, Schedule, schedule_of
 from plimsoll.watch import Watch
 from plimsoll.watch._watch import watch as begin_watch
 
@@ -70,7 +70,7 @@ def prepare(
     optimizers = optimizers_of(optimizer, root)
     check_numbers(clip_norm, accumulate, max_retries)
     check_scaler(scaler, [stage.level for stage in schedule.stages], max_retries)
-    _check_policy(policy)
+    _check_policy(policy, schedule)
     loop = Loop(
         model,
         optimizers,
@@ -95,8 +95,14 @@ def _watch(loop: Loop, given: "Watch | str | os.PathLike[str]") -> Watch:
     return given if isinstance(given, Watch) else begin_watch(loop.model, run=given, scaler=loop.scaler)
 
 
-def _check_policy(policy: object) -> None:
+def _check_policy(policy: object, schedule: Schedule) -> None:
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(
             f'prepare: expected a Policy; got policy={policy!r}. Write Policy().with_module("head", "fp32").'
+        )
+    by_data = any(stage.level.fp8 == "tensor" for stage in schedule.stages)
+    if isinstance(policy, Policy) and (policy.fp8_history or policy.fp8_margin) and not by_data:
+        raise ArgumentError(
+            "prepare: expected fp8_history and fp8_margin in a policy for fp8-tensor, whose scales follow the data; got "
+            f"one at {', '.join(stage.level.name for stage in schedule.stages)}. Take with_fp8(...) out."
         )

@@ -20,6 +20,7 @@ from torch import nn
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.precision._computing import Computing, device_of
 from plimsoll.precision._distributed import is_fully_sharded, is_sharded
+from plimsoll.precision._fp8 import Layers
 from plimsoll.precision._levels import ALIASES, LEVELS, Level
 from plimsoll.precision._loop import PREPARED
 from plimsoll.precision._policy import Policy
@@ -31,7 +32,7 @@ from plimsoll.watch._taps import ModuleHook
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch tells it nowhere else)
 _SCRIPT = "the script's own precision"
-UNCHANGED = tuple(level.name for level in LEVELS.values() if not level.casts and level.missing is None)
+UNCHANGED = tuple(level.name for level in LEVELS.values() if not level.casts)
 
 
 def level_for_scripts(name: str) -> Level:
@@ -42,8 +43,6 @@ def level_for_scripts(name: str) -> Level:
     if key not in LEVELS:
         why = "which is no level"
         remedy = "A plan or a schedule is carried out by plimsoll.prepare, in the script"
-    elif LEVELS[key].missing is not None:
-        why, remedy = f"{LEVELS[key].missing}", "Choose one of those, or any other level with plimsoll.prepare"
     else:
         why = "at which the weights are cast and the optimizer's steps are others, so that the script's loop changes"
         remedy = "Use plimsoll.prepare in the script"
@@ -162,7 +161,13 @@ class Unmodified:
         if not self._undo:
             self._undo += [patched(torch.autocast, "__enter__", self._entering)]
             self._undo += [patched(torch.amp.GradScaler, "__init__", self._making)]
+        layers = None
+        if self._level.fp8 is not None:
+            layers = Layers(root, self._level.fp8, Policy(), {})
+            self._undo.append(layers.take_back)
         computing = Computing(root, self._level, Policy(), {})
+        if layers is not None and not computing.native:
+            layers.narrow_inputs(root, computing.switch, torch.bfloat16)
         with computing.forward():  # what this machine cannot do shows here, and not in the script's call
             pass
         if self._level.matmuls is not None and has_tf32(device_of(root)):

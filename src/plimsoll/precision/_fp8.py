@@ -1,0 +1,203 @@
+"""A model's linear layers in FP8, in place, and back: what the levels fp8-unit and fp8-tensor put beside their lists.
+
+`plimsoll.fp8.convert` gives a layer another class and leaves the module and its parameters the objects that they are,
+so that optimizers, hooks, names and DistributedDataParallel go on as before. Taking back gives each layer its class and
+attributes again: a change of level changes arithmetic only.
+
+What a policy says of modules comes first: a layer that a rule puts into another format, or that is in a module which a
+rule does, is no FP8 layer; a rule of "e4m3" names one that would be left out otherwise.
+"""
+
+import glob
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from plimsoll.emulate._modules import cast_floating, named_modules
+from plimsoll.emulate._regions import Switch
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import ModulePlan
+from plimsoll.fp8 import Linear, convert
+from plimsoll.fp8._convert import Left
+from plimsoll.precision._distributed import is_sharded_itself
+from plimsoll.precision._policy import Policy
+from plimsoll.unit import nn as unit_nn
+from plimsoll.watch._compiled import inlined_only
+from plimsoll.watch._names import clean
+
+_MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKeyDictionary()  # of levels in force
+
+Scaling = Literal["unit", "tensor"]
+FP8 = ModulePlan.of("e4m3")
+_ROOT = "model"
+_NOT_UNIT_SCALED = "it is not unit-scaled"
+_NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its weight is read, the module never runs
+
+
+class Layers:
+    """The FP8 layers of a level on a model. `left`: the linear layers that are none, and why."""
+
+    def __init__(self, root: nn.Module, scaling: Scaling, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
+        self._before = [_Attributes(module) for _, module in named_modules(root, twice=False)]
+        self._handles: list[Any] = []
+        self.left: tuple[Left, ...] = ()
+        chosen, self.left = chosen_layers(root, scaling, rules)
+        options: dict[str, Any] = {}
+        if scaling == "tensor":
+            options = {"history": policy.fp8_history, "margin": policy.fp8_margin}
+        self._made = {root.get_submodule(name): type(root.get_submodule(name)) for name in chosen}
+        try:
+            if chosen:
+                convert(root, scaling, include=[glob.escape(name or _ROOT) for name in chosen], **options)
+        except Exception:
+            self.take_back()
+            raise
+        _MADE.update(self._made)
+
+    def narrow_inputs(self, root: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
+        """Has the layers take their inputs in a 16-bit dtype while the switch is on, as under torch's own autocast."""
+        hook = _Narrowed(switch, dtype)
+        for module in root.modules():
+            if isinstance(module, Linear):
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+
+    def take_back(self) -> None:
+        """Makes all layers what they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        while self._before:
+            self._before.pop().put_back()
+        for module in [module for module in self._made if module in _MADE]:
+            del _MADE[module]
+
+
+def other_rules(rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
+    """The rules but for those that ask for what the level does by itself."""
+    return {name: said for name, said in rules.items() if said != FP8}
+
+
+def chosen_layers(
+    root: nn.Module, scaling: Scaling, rules: Mapping[str, ModulePlan]
+) -> tuple[list[str], tuple[Left, ...]]:
+    """The names of the layers that become FP8 ones, and the linear layers that do not.
+
+    Raises `ArgumentError` where there are none, or some that could not become one.
+    """
+    chosen: list[str] = []
+    left: dict[str, str] = {}
+    said = _effective(root, rules)
+    there = False
+    for name, module in named_modules(root, twice=False):
+        kind = _MADE.get(module, type(module))
+        if issubclass(kind, Linear):
+            _check_scaling(name, cast("Linear", module), scaling)
+            there = True
+        elif issubclass(kind, nn.Linear):
+            why = _why_not(kind, scaling, said[name])
+            if why is None:
+                chosen.append(name)
+            else:
+                left[clean(name) or _ROOT] = why
+    if not chosen and not there:
+        raise _nothing_to_do(root, scaling, left)
+    _check_sharding(root, chosen)
+    return chosen, tuple(Left(module=name, why=why) for name, why in left.items())
+
+
+def _effective(root: nn.Module, rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan | None]:
+    """What is said of each module, by a rule of its own or of the nearest one around it."""
+    found: dict[str, ModulePlan | None] = {}
+    for name, _ in named_modules(root, twice=False):
+        around = found.get(name.rpartition(".")[0]) if name else None
+        found[name] = rules.get(name) or around
+    return found
+
+
+def _why_not(kind: type[nn.Module], scaling: Scaling, said: ModulePlan | None) -> str | None:
+    if kind.__name__ == _NEVER_CALLED:
+        return "the attention around it multiplies by its weight"
+    if said is not None and said != FP8:
+        return f"the policy has it in {said.forward}"
+    if scaling == "tensor":
+        return None
+    if not issubclass(kind, unit_nn.Linear):
+        return _NOT_UNIT_SCALED
+    if issubclass(kind, unit_nn.LinearReadout) and said is None:
+        return "a readout, whose outputs are the logits; with_module(name, 'e4m3') takes it in"
+    return None
+
+
+def _nothing_to_do(root: nn.Module, scaling: Scaling, left: Mapping[str, str]) -> ArgumentError:
+    kind = type(root).__name__
+    plain = [name for name, why in left.items() if why == _NOT_UNIT_SCALED]
+    if plain:
+        some = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
+        return ArgumentError(
+            f"prepare: expected a unit-scaled model at fp8-unit; got a {kind} whose linear layers ({some}) are not. "
+            "Convert it with plimsoll.unit.convert, build it of plimsoll.unit.nn, or use fp8-tensor."
+        )
+    why = next(iter(left.values()), None)
+    there = "none" if why is None else f"{', '.join(list(left)[:3])}: {why}"
+    return ArgumentError(
+        f"prepare: expected a model with linear layers that can run in FP8 at fp8-{scaling}; got a {kind} with "
+        f"{there}. Use amp-bf16."
+    )
+
+
+def _check_scaling(name: str, module: Linear, scaling: Scaling) -> None:
+    if module.fp8_recipe.scaling != scaling:
+        raise ArgumentError(
+            f"prepare: expected FP8 layers whose scaling is {scaling!r} at fp8-{scaling}; got {clean(name) or _ROOT} "
+            f"with {module.fp8_recipe.scaling!r}. Use fp8-{module.fp8_recipe.scaling}, or give the model before "
+            "fp8.convert."
+        )
+
+
+def _check_sharding(root: nn.Module, chosen: Sequence[str]) -> None:
+    own = next((name for name in chosen if is_sharded_itself(root.get_submodule(name))), None)
+    if own is not None:
+        raise ArgumentError(
+            f"prepare: expected linear layers to be FP8 ones before fully_shard is applied to them; got "
+            f"{clean(own) or _ROOT}, which is sharded by itself. Call plimsoll.fp8.convert, then fully_shard, then "
+            "prepare."
+        )
+
+
+class _Attributes:
+    """A module's class and attributes, to be put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        self._own = frozenset(module.__dict__)
+        self._tables = {name: table.copy() for name in ("_buffers", "_non_persistent_buffers_set")
+                        if (table := module.__dict__.get(name)) is not None}  # fmt: skip
+
+    def put_back(self) -> None:
+        """The module is of its class again, and has no attribute or buffer that it did not have."""
+        module = self._module
+        for name in [name for name in module.__dict__ if name not in self._own]:
+            del module.__dict__[name]
+        if type(module) is self._class:
+            return
+        module.__class__ = self._class
+        for name, table in self._tables.items():
+            now: Any = module.__dict__[name]
+            for key in [key for key in now if key not in table]:
+                now.discard(key) if isinstance(now, set) else now.pop(key)
+
+
+class _Narrowed:
+    def __init__(self, switch: Switch, dtype: torch.dtype) -> None:
+        self._switch, self._dtype = switch, dtype
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._switch.on:
+            return None
+        return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
+
+
+inlined_only(_Narrowed.__call__)
