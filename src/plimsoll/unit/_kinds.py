@@ -52,7 +52,7 @@ def tag(module: nn.Module, /, **kinds: Kind) -> None:
                 f"tag: expected a kind of {', '.join(KINDS)}; got {name}={kind!r}. A hidden matrix is a 'weight'."
             )
         _check_owned(module, name)
-    present = {name: kind for name, kind in kinds.items() if module._parameters[name] is not None}  # noqa: SLF001
+    present = {name: kind for name, kind in kinds.items() if _owned(module)[name] is not None}
     setattr(module, _KINDS, {**_noted(module, _KINDS), **present})
 
 
@@ -138,9 +138,14 @@ def _noted(module: nn.Module, attribute: str) -> Mapping[str, Any]:
     return getattr(module, attribute, {})
 
 
+def _owned(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The module's own parameters, those that are None too."""
+    return module._parameters  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
 def _check_owned(module: nn.Module, name: str) -> None:
-    if name not in module._parameters:  # noqa: SLF001
-        owned = ", ".join(module._parameters) or "none"  # noqa: SLF001
+    if name not in _owned(module):
+        owned = ", ".join(_owned(module)) or "none"
         raise ArgumentError(
             f"tag: expected a parameter of {type(module).__name__} itself; got {name!r}. It has {owned}; tag a child's "
             "parameters on the child."

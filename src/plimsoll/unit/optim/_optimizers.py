@@ -1,6 +1,7 @@
 """SGD, Adam and AdamW: torch's own, in whichever way they run (foreach, fused, capturable), by the rules of u-muP."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +155,8 @@ class SGD(UnitOptimizer, torch.optim.SGD):
 def _check_readouts(model: nn.Module | None) -> None:
     if model is None:
         return
-    for name, module in model.named_modules():
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    for name, module in modules:
         constraint = getattr(module, "constraint", None)
         if constraint is not None and "readout" in getattr(module, "unit_kinds", {}).values():
             raise ArgumentError(
