@@ -72,7 +72,8 @@ def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dic
     """Forward and backward."""
     with observer.listening():
         output = root(*inputs[0], **inputs[1])
-        ends = _ends(output, loss)
+        value = None if loss is None else _scalar(loss(output))
+    ends = _ends(output) if value is None else [(value, None)]
     trained = [(x, g) for x, g in ends if x.requires_grad]
     if not trained:
         return
@@ -81,10 +82,8 @@ def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dic
         torch.autograd.backward(tensors, [g for _, g in trained])
 
 
-def _ends(output: Any, loss: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Where the backward begins, each with its gradient."""
-    if loss is not None:
-        return [(_scalar(loss(output)), None)]
+def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Where the backward begins without a loss, each tensor with its gradient."""
     given: Any = _own_loss(output)
     for end in cast("tuple[Any, ...]", (given, output)):
         if isinstance(end, Tensor) and end.numel() == 1 and end.is_floating_point():
@@ -122,7 +121,7 @@ def _normal(x: Tensor, number: int) -> Tensor:
 
 
 def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, has_loss: bool) -> list[Row]:
-    calls: dict[tuple[str, str, int], int] = {}
+    calls: dict[tuple[str, str, int, bool], int] = {}
     rows: list[Row] = []
     for position, entry in enumerate(entries):
         assert entry.forward is not None
@@ -132,7 +131,7 @@ def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, ha
             module = type(inside).__name__ if inside is not None else _LOSS if has_loss else ROOT
         kind = "input" if position < inputs else "operation"
         module = ROOT if kind == "input" else module
-        key = (module, entry.operation, entry.output)
+        key = (module, entry.operation, entry.output, entry.moved)
         calls[key] = calls.get(key, -1) + 1
         rows.append(
             Row(
