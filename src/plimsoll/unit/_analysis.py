@@ -2,8 +2,9 @@
 
 Every tensor u has a number c(u), what its gradient is multiplied by against the true one. An edge from u to v that is
 multiplied forward by a and backward by b changes it by b / a, so the gradient is a true one if and only if there are
-such numbers with b / a = c(u) / c(v) on every edge. On a bridge that holds whatever b and a are. Elsewhere the rules
-give each operation one factor both ways, and c is 1 but inside residual branches (`_residuals`).
+such numbers with b / a = c(u) / c(v) on every edge. On a bridge that holds whatever b and a are. Elsewhere an operation
+has one factor both ways, and c is 1 but inside residual branches (`_residuals`) and for shared parameters, which have
+one number for all their uses (`_ties`).
 """
 
 from collections.abc import Mapping
@@ -13,27 +14,44 @@ from torch import fx
 
 from plimsoll.unit._capture import Captured
 from plimsoll.unit._changes import ONE, Factor, Left, NodeChange, ParameterChange, Port, Scale
+from plimsoll.unit._clusters import Cluster, clusters, free_edges
 from plimsoll.unit._constraints import Constraint, check_constraint
-from plimsoll.unit._coverage import left_of
-from plimsoll.unit._graph import Edge, Flow, flow, tensor_ports
-from plimsoll.unit._ideal import Ideal, Site, mean, times
+from plimsoll.unit._coverage import check_aliases, left_of
+from plimsoll.unit._graph import Edge, Flow, base_name, flow, shape_of, tensor_ports
+from plimsoll.unit._ideal import Ideal, Site, mean, parameter_behind, times
 from plimsoll.unit._parameters import parameter_changes
 from plimsoll.unit._residuals import Residuals, Tau, residuals
-from plimsoll.unit._rules import forward_weight, ideal_of
+from plimsoll.unit._rules import ideal_of
+from plimsoll.unit._rules_measured import ENTRY, of_cluster
+from plimsoll.unit._ties import tied_ratios
+from plimsoll.unit._values import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """What becomes of every operation and parameter of a captured model.
 
-    - `changes`: by node; one that is not here is carried out as it is. `parameters`: by name in the model, every name of
-      a shared one. `left`: what was not converted, and why. `flow`: the graph that gradients flow through.
+    - `changes`: by node; one that is not here is carried out as it is. `parameters`: by name in the model, every name
+      of a shared one. `left`: what was not converted, and why. `flow`: the graph that gradients flow through.
     """
 
     changes: Mapping[str, NodeChange]
     parameters: Mapping[str, ParameterChange]
     left: tuple[Left, ...]
     flow: Flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """All that is known before the edges are looked at: the ideal factors, what is one operation, which edges are free."""
+
+    graph: Flow
+    nodes: Mapping[str, fx.Node]
+    found: Residuals
+    clusters: Mapping[str, Cluster]
+    free: frozenset[Edge]
+    ideals: dict[str, Ideal]
+    constraint: Constraint
 
 
 def analyse(captured: Captured, *, constraint: Constraint = "gmean", residual_tau: Tau = None) -> Analysis:
@@ -45,55 +63,122 @@ def analyse(captured: Captured, *, constraint: Constraint = "gmean", residual_ta
         residual_tau: the weight of a residual branch: a number in (0, 1); one for each kind of branch ("attention",
             "mlp", "other"); None: 1 / (k + 1) for the k-th on a skip path, so that all of them count alike.
 
-    Raises `ArgumentError` for a constraint or a weight that is none.
+    Raises `ArgumentError` for a constraint or a weight that is none, and where a conversion would be wrong.
     """
     check_constraint("convert", constraint)
     graph = flow(captured)
-    found = residuals(graph, residual_tau)
+    check_aliases(captured, graph)
+    rules = _rules(captured, graph, constraint, residual_tau)
+    changes = _changes(rules)
+    parameters, kept = parameter_changes(captured, graph, {name for name, one in rules.ideals.items() if one.left})
+    left = [left_of(rules.nodes[name], ideal.left) for name, ideal in rules.ideals.items() if ideal.left]
+    return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph)
+
+
+def _rules(captured: Captured, graph: Flow, constraint: Constraint, tau: Tau) -> _Rules:
+    values = Values(captured, frozenset(graph.carrying))
+    together = clusters(graph)
+    measured = {one.exit: of_cluster(one, graph, values) for one in together.values()}
+    together = {name: one for name, one in together.items() if measured[one.exit] is not None}
+    found = residuals(graph, tau, frozenset(together))
+    ideals: dict[str, Ideal] = {}
+    moments: dict[str, float] = {}
+    for name, node in graph.nodes.items():
+        if node.op != "call_function":
+            continue
+        if name in together:
+            whole = measured[together[name].exit]
+            ideals[name] = whole if whole and together[name].exit == name else _inside(node)
+        else:
+            ports = {port: source for port, source in tensor_ports(node) if source.name in graph.nodes}
+            site = Site(node=node, flow=graph, ports=ports, moments=moments, values=values)
+            ideals[name] = found.weighted(name, ideal_of(site))
+        moments[name] = ideals[name].moment
     nodes = {node.name: node for node in captured.graph.nodes}
-    ideals = {node.name: _ideal(node, graph, nodes, found) for node in graph.nodes.values() if node.op == "call_function"}  # fmt: skip
-    changes = {name: _change(name, ideal, graph, nodes, found, constraint) for name, ideal in ideals.items()}
-    left = tuple(left_of(nodes[name], ideal.left) for name, ideal in ideals.items() if ideal.left)
-    return Analysis(
-        changes={name: change for name, change in changes.items() if not _changes_nothing(change)},
-        parameters=parameter_changes(captured, graph),
-        left=left,
-        flow=graph,
-    )
+    return _Rules(
+        graph=graph, nodes=nodes, found=found, clusters=together, free=free_edges(graph, together), ideals=ideals,
+        constraint=constraint,
+    )  # fmt: skip
 
 
-def _ideal(node: fx.Node, graph: Flow, nodes: dict[str, fx.Node], found: Residuals) -> Ideal:
-    ports = {port: source for port, source in tensor_ports(node) if source.name in graph.nodes}
-    ideal = ideal_of(Site(node=node, flow=graph, ports=ports, nodes=nodes))
-    return found.weighted(node.name, ideal)
+def _inside(node: fx.Node) -> Ideal:
+    return Ideal(operation=base_name(node), why="part of an operation written in several", rigid=True)
 
 
-def _change(
-    name: str, ideal: Ideal, graph: Flow, nodes: dict[str, fx.Node], found: Residuals, constraint: Constraint
-) -> NodeChange:
-    bound = [edge for edge in graph.into[name] if edge not in graph.bridges]
-    output = ideal.output
-    if bound and not ideal.rigid:
-        activations = [edge for edge in bound if not graph.is_parameter(edge.source)]
-        own = [ideal.gradients.get(edge.port, ONE) for edge in activations]
-        output = mean(constraint, [ideal.output, *own], nodes) if own else output
-    inputs: dict[Port, Scale] = {}
-    for edge in graph.into[name]:
-        forward = Factor(value=forward_weight(ideal, edge.port))
-        backward = _backward(edge, ideal, output, bound, found)
-        inputs[edge.port] = Scale(forward=forward, backward=backward)
-    incoming = ideal.incoming if not bound else ONE
-    return NodeChange(
-        operation=ideal.operation, why=ideal.why, output=Scale(forward=output, backward=incoming), inputs=inputs
-    )
+def _changes(rules: _Rules) -> dict[str, NodeChange]:
+    outputs = {name: _output(name, ideal, rules) for name, ideal in rules.ideals.items()}
+    tied = tied_ratios(rules.graph, rules.free, rules.ideals, outputs, rules.nodes)
+    incoming = _incoming(rules)
+    changes: dict[str, NodeChange] = {}
+    for name, ideal in rules.ideals.items():
+        inputs: dict[Port, Scale] = {}
+        for edge in rules.graph.into[name]:
+            weight = ideal.weights.get(edge.port, 1.0)
+            inputs[edge.port] = Scale(forward=Factor(value=weight), backward=_backward(edge, rules, outputs, tied))
+        inputs = {port: scale for port, scale in inputs.items() if not _is_one(scale)}
+        output = Scale(forward=outputs[name], backward=incoming.get(name, ONE))
+        if inputs or not _is_one(output):
+            changes[name] = NodeChange(operation=ideal.operation, why=ideal.why, output=output, inputs=inputs)
+    return changes
 
 
-def _backward(edge: Edge, ideal: Ideal, output: Factor, bound: list[Edge], found: Residuals) -> Factor:
-    if edge not in bound:
-        return ideal.gradients.get(edge.port, ONE)
-    return times(output, forward_weight(ideal, edge.port) * found.ratio(edge))
+def _is_one(scale: Scale) -> bool:
+    return scale.forward.is_one and scale.backward.is_one
 
 
-def _changes_nothing(change: NodeChange) -> bool:
-    scales = [change.output, *change.inputs.values()]
-    return all(scale.forward.is_one and scale.backward.is_one for scale in scales)
+def _bound(name: str, rules: _Rules) -> list[Edge]:
+    """The edges into an operation (into all of a cluster) that are not free and bring no parameter."""
+    cluster = rules.clusters.get(name)
+    inside = cluster.nodes if cluster else frozenset({name})
+    edges = [edge for one in inside for edge in rules.graph.into[one] if edge.source not in inside]
+    return [
+        edge for edge in edges
+        if edge not in rules.free and parameter_behind(rules.graph.nodes[edge.source], rules.graph) is None
+    ]  # fmt: skip
+
+
+def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
+    """What multiplies an operation's result: its ideal factor, or the one that stands for both directions."""
+    bound = [] if ideal.rigid else _bound(name, rules)
+    if not bound:
+        return ideal.output
+    if name in rules.clusters:
+        return mean(rules.constraint, [ideal.output, ideal.gradients[ENTRY]], rules.nodes)
+    own = [ideal.gradients.get(edge.port, ONE) for edge in bound]
+    return mean(rules.constraint, [ideal.output, *own], rules.nodes)
+
+
+def _backward(edge: Edge, rules: _Rules, outputs: Mapping[str, Factor], tied: Mapping[Edge, Factor]) -> Factor:
+    """What multiplies the gradient that leaves an operation at one port."""
+    if edge in tied:
+        return times(tied[edge], rules.found.ratio(edge))
+    cluster = rules.clusters.get(edge.target)
+    if cluster is not None and edge.source in cluster.nodes:
+        return ONE
+    end, port = (cluster.exit, ENTRY) if cluster else (edge.target, edge.port)
+    if edge in rules.free:
+        return rules.ideals[end].gradients.get(port, ONE)
+    return times(outputs[end], rules.ideals[edge.target].weights.get(edge.port, 1.0) * rules.found.ratio(edge))
+
+
+def _incoming(rules: _Rules) -> dict[str, Factor]:
+    """What multiplies the gradient that comes to a loss.
+
+    A loss that others are added to shares its paths with them, so what it would have had alone stands at the end of
+    them all: on the result that the model returns, the geometric mean of what they would have had.
+    """
+    found: dict[str, Factor] = {}
+    ends = {edge.source: edge for edge in rules.graph.into["output"]}
+    shared: list[Factor] = []
+    for name, ideal in rules.ideals.items():
+        if ideal.incoming.is_one:
+            continue
+        if all(edge in rules.free for edge in rules.graph.out_of[name]):
+            found[name] = ideal.incoming
+        elif not shape_of(rules.nodes[name]):
+            shared.append(ideal.incoming)
+    if shared and len(ends) == 1:
+        last, edge = next(iter(ends.items()))
+        if edge in rules.free and last in rules.ideals and last not in found:
+            found[last] = mean("gmean", shared, rules.nodes)
+    return found

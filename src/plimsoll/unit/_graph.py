@@ -5,8 +5,8 @@ outputs. A factor on one edge may differ forward and backward only if no other p
 is a bridge of the undirected graph. Two edges between the same operations are no bridges, so it is a multigraph.
 """
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +68,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(size_at_example(size) for size in value.shape) if isinstance(value, Tensor) else ()
 
 
+def is_open(node: fx.Node, dim: int) -> bool:
+    """Whether the capture left a size open, so that it follows what comes."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and not isinstance(value.shape[dim], int)
+
+
 def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
     """Every node that `node` takes as an argument, and at which port."""
     for position, argument in enumerate(node.args):
@@ -93,13 +99,15 @@ class Flow:
     """The nodes that carry a gradient, the edges between them, and which of the edges are bridges.
 
     - `edges`: in the order of the program. `outputs`: the names of the results that gradients start from: the scalar
-      ones where the model returns any (a loss), otherwise all.
+      ones where the model returns any (a loss), otherwise all. `parameters`: the names of their placeholders, and those
+      in the model. `carrying`: all that carries a gradient, also what no output depends on.
     """
 
     nodes: dict[str, fx.Node]
     edges: tuple[Edge, ...]
     outputs: tuple[str, ...]
-    parameters: dict[str, str] = field(default_factory=dict[str, str])
+    parameters: dict[str, str]
+    carrying: frozenset[str]
 
     @cached_property
     def into(self) -> dict[str, list[Edge]]:
@@ -125,17 +133,14 @@ class Flow:
         graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
         return graph
 
-    @cached_property
-    def bridges(self) -> frozenset[Edge]:
-        """The edges that no other path goes around, in whatever direction."""
-        return _bridges(self.edges)
-
     def is_parameter(self, name: str) -> bool:
         """Whether the node of that name is a parameter."""
         return name in self.parameters
 
 
-def _bridges(edges: tuple[Edge, ...]) -> frozenset[Edge]:
+def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
+    """The edges that no other path goes around, in whatever direction."""
+    edges = tuple(edges)
     between: dict[frozenset[str], list[Edge]] = {}
     for edge in edges:
         between.setdefault(frozenset((edge.source, edge.target)), []).append(edge)
@@ -164,7 +169,7 @@ def flow(captured: Captured) -> Flow:
     ]
     edges += [Edge(name, SINK, position) for position, name in enumerate(outputs)]
     parameters = {name: target for name, target in captured.parameters.items() if name in nodes}
-    return Flow(nodes, tuple(edges), outputs, parameters)
+    return Flow(nodes, tuple(edges), outputs, parameters, frozenset(carrying))
 
 
 def _carrying(captured: Captured) -> set[str]:

@@ -1,14 +1,16 @@
 """What a rule says of one operation: the factors that it would have if nothing else used its tensors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from plimsoll.unit._changes import ONE, Factor, Port
 from plimsoll.unit._constraints import Constraint, constrained
-from plimsoll.unit._graph import Flow, shape_of
+from plimsoll.unit._formulas import root
+from plimsoll.unit._graph import Flow, base_name, is_open, shape_of
+from plimsoll.unit._values import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class Ideal:
     - `output`: multiplies the output forward. `gradients`: multiplies the gradient of each port; 1 for those not named.
     - `weights`: multiplies an input forward, as in a weighted sum.
     - `incoming`: multiplies the gradient that comes to the output: of a loss, whose own gradient is 1.
+    - `moment`: the root of the output's second moment against its standard deviation. Above 1 where the mean is not
+      zero, as behind a ReLU; a product sums the second moment, so the next factor takes it into account.
     - `rigid`: whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
     - `left`: why the operation is left as it is; None where it is not.
     """
@@ -28,18 +32,28 @@ class Ideal:
     gradients: dict[Port, Factor] = field(default_factory=dict[Port, Factor])
     weights: dict[Port, float] = field(default_factory=dict[Port, float])
     incoming: Factor = ONE
+    moment: float = 1.0
     rigid: bool = False
     left: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An operation in its surroundings, as a rule sees it."""
+    """An operation in its surroundings, as a rule sees it.
+
+    - `ports`: the nodes whose tensors carry a gradient. `moments`: the moment of every node before this one.
+    """
 
     node: fx.Node
     flow: Flow
-    ports: dict[Port, fx.Node]  # those whose tensors carry a gradient
-    nodes: dict[str, fx.Node]  # every node of the graph by its name
+    ports: dict[Port, fx.Node]
+    moments: Mapping[str, float]
+    values: Values
+
+    @property
+    def operation(self) -> str:
+        """The operation's name."""
+        return base_name(self.node)
 
     def argument(self, position: int, name: str, default: object = None) -> object:
         """An argument by its position or its keyword."""
@@ -56,44 +70,52 @@ class Site:
         """Whether a parameter comes in at a port, as it is or seen otherwise (transposed, sliced)."""
         return parameter_behind(self.ports[port], self.flow) is not None
 
+    def moment(self, node: object) -> float:
+        """The moment of an argument: 1 for what carries no gradient."""
+        return self.moments.get(node.name, 1.0) if isinstance(node, fx.Node) else 1.0
 
-# Operations that show a tensor otherwise and change no value.
+
+# Operations that show a tensor otherwise, or some of its values, and change none.
 VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten", "unflatten",
         "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "getitem", "narrow", "to", "clone", "alias",
         "_to_copy", "type_as", "movedim", "moveaxis", "swapaxes", "swapdims", "view_as", "reshape_as", "flip", "roll",
-        "index_select", "float", "half", "bfloat16", "tensor_split", "numpy_T", "mT", "squeeze_copy", "lift_fresh_copy",
-        "adjoint", "matrix_H", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_unsafe_view", "rot90", "take_along_dim",
+        "index_select", "float", "half", "bfloat16", "double", "tensor_split", "numpy_T", "mT", "adjoint", "matrix_H",
+        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_unsafe_view", "rot90", "index", "gather", "detach_copy",
+        "take_along_dim", "diagonal", "tril", "triu", "lift_fresh_copy", "native_channel_shuffle", "unfold",
     }
 )  # fmt: skip
-
-
-def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
-    """The placeholder of the parameter that a node shows, through views; None where it is no parameter."""
-    from plimsoll.unit._graph import base_name
-
-    while node.op == "call_function" and base_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.name if flow.is_parameter(node.name) else None
-
 
 Rule = Callable[[Site], Ideal]
 
 
-def rows_of(node: fx.Node, dims: Sequence[int], power: float, value: float = 1.0) -> Factor:
-    """A factor that follows sizes of a node's tensor, whatever batch comes."""
-    kept = tuple(dims)
+def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
+    """The placeholder of the parameter that a node shows, through views; None where it is no parameter."""
+    while node.op == "call_function" and base_name(node) in VIEWS | {"expand"} and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.name if flow.is_parameter(node.name) else None
+
+
+def following(node: fx.Node, dims: Sequence[int], power: float, value: float = 1.0) -> Factor:
+    """``value * n ** power``, n the product of sizes of a node's tensor: those left open as they come, others fixed."""
+    shape = shape_of(node)
+    dims = [dim % len(shape) for dim in dims]
+    value *= _power(math.prod(shape[dim] for dim in dims if not is_open(node, dim)), power)
+    kept = tuple(dim for dim in dims if is_open(node, dim))
     return Factor(value=value, of=node.name, dims=kept, power=power) if kept and power else Factor(value=value)
 
 
-def number(factor: Factor, nodes: dict[str, fx.Node]) -> float:
+def _power(n: int, power: float) -> float:
+    return root(n) ** (-2 * power)
+
+
+def number(factor: Factor, nodes: Mapping[str, fx.Node]) -> float:
     """A factor's value at the example's sizes."""
     if factor.of is None:
         return factor.value
     shape = shape_of(nodes[factor.of])
-    n = math.prod(shape[dim] for dim in factor.dims)
-    return factor.value * float(n) ** factor.power if n else factor.value
+    return factor.value * _power(math.prod(shape[dim] for dim in factor.dims), factor.power)
 
 
 def times(factor: Factor, value: float) -> Factor:
@@ -101,7 +123,7 @@ def times(factor: Factor, value: float) -> Factor:
     return factor if value == 1 else replace(factor, value=factor.value * value)
 
 
-def mean(constraint: Constraint, factors: Sequence[Factor], nodes: dict[str, fx.Node]) -> Factor:
+def mean(constraint: Constraint, factors: Sequence[Factor], nodes: Mapping[str, fx.Node]) -> Factor:
     """The one factor that stands for several.
 
     A geometric mean follows the batch as its members do; other means, and members that follow different tensors, are

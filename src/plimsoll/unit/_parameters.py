@@ -1,37 +1,91 @@
 """How each parameter is drawn anew, and its kind: told from the operations that use it."""
 
+from collections.abc import Generator
+
+from torch import fx
+
 from plimsoll.unit._capture import Captured
-from plimsoll.unit._changes import ParameterChange
-from plimsoll.unit._graph import Edge, Flow, base_name, shape_of
+from plimsoll.unit._changes import Left, ParameterChange
+from plimsoll.unit._graph import SINK, Edge, Flow, base_name, shape_of
+from plimsoll.unit._ideal import VIEWS
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d"})
+_PRODUCTS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d"}
+)  # fmt: skip
+_ADDITIONS = frozenset({"add", "sub", "cat", "stack", "where"})
 
 
-def parameter_changes(captured: Captured, graph: Flow) -> dict[str, ParameterChange]:
-    """What becomes of every parameter of the model, by each of its names."""
-    ties = {name: group for group in captured.ties for name in group}
+def parameter_changes(captured: Captured, graph: Flow, left: set[str]) -> tuple[dict[str, ParameterChange], list[Left]]:
+    """What becomes of every parameter of the model, by each of its names; and those that stay as they are, with why.
+
+    Args:
+        captured: the model's graph.
+        graph: its part that gradients flow through.
+        left: the operations that were left as they are: their parameters are, too.
+    """
+    names = {name: group for group in captured.ties for name in group}
     found: dict[str, ParameterChange] = {}
+    kept: list[Left] = []
     for placeholder, name in captured.parameters.items():
-        edges = graph.out_of.get(placeholder, [])
-        if not edges:
-            continue
-        change = _drawn(edges, graph)
-        found |= dict.fromkeys(ties.get(name, (name,)), change)
+        if placeholder in graph.nodes:
+            change = _change(placeholder, graph, left)
+            found |= dict.fromkeys(names.get(name, (name,)), change)
     for name in captured.parameters.values():
-        found.setdefault(name, ParameterChange(draw="keep", kind="weight"))
-    return found
+        if name not in found:
+            found[name] = ParameterChange(draw="keep", kind="weight")
+        if found[name].draw == "keep":
+            kept.append(_kept(name))
+    return found, kept
 
 
-def _drawn(edges: list[Edge], graph: Flow) -> ParameterChange:
-    uses = {(base_name(graph.nodes[edge.target]), edge.port) for edge in edges if edge.target in graph.nodes}
-    names = {name for name, _ in uses}
+def _kept(name: str) -> Left:
+    module, _, own = name.rpartition(".")
+    return Left(
+        operation=f"parameter {own}", module=module, source=None, why="no rule says how it begins: kept as it is"
+    )
+
+
+def _change(placeholder: str, graph: Flow, left: set[str]) -> ParameterChange:
+    uses = list(_uses(placeholder, graph))
+    shape = shape_of(graph.nodes[placeholder])
+    names = {base_name(graph.nodes[edge.target]) for edge in uses if edge.target != SINK}
+    if not uses or any(edge.target in left or edge.target == SINK for edge in uses):
+        return ParameterChange(draw="keep", kind="weight")
     if "embedding" in names:
         return ParameterChange(draw="normal", kind="embedding")
-    shape = shape_of(graph.nodes[edges[0].source])
     if names & _NORMS:
-        first = any(port in (1, 2, "weight") and not (name == "batch_norm" and port == 2) for name, port in uses)
-        return ParameterChange(draw="ones" if first else "zeros", kind="norm")
-    if len(shape) > 1:
+        return ParameterChange(draw="ones" if any(_is_gain(edge, graph) for edge in uses) else "zeros", kind="norm")
+    if any(_is_weight(edge, graph) for edge in uses):
         return ParameterChange(draw="normal", kind="weight")
-    return ParameterChange(draw="zeros", kind="bias")
+    if names & {"mul"}:
+        return ParameterChange(draw="ones", kind="norm")
+    if names <= _ADDITIONS and sum(size != 1 for size in shape) > 1:
+        return ParameterChange(draw="normal", kind="embedding")
+    if names <= _PRODUCTS | {"add", "sub"}:
+        return ParameterChange(draw="zeros", kind="bias")
+    return ParameterChange(draw="keep", kind="weight")
+
+
+def _uses(name: str, graph: Flow) -> Generator[Edge]:
+    """The edges into whatever computes with a tensor, through views."""
+    for edge in graph.out_of[name]:
+        node = graph.nodes.get(edge.target)
+        if node is not None and base_name(node) in VIEWS | {"expand"}:
+            yield from _uses(edge.target, graph)
+        else:
+            yield edge
+
+
+def _is_gain(edge: Edge, graph: Flow) -> bool:
+    name = base_name(graph.nodes[edge.target])
+    return name in _NORMS and edge.port in ("weight", 1 if name in ("batch_norm", "instance_norm") else 2)
+
+
+def _is_weight(edge: Edge, graph: Flow) -> bool:
+    """Whether a parameter is an operand of a product, and not its bias."""
+    node: fx.Node = graph.nodes[edge.target]
+    name = base_name(node)
+    bias = 0 if name == "addmm" else 2
+    return name in _PRODUCTS and edge.port not in ("bias", bias)

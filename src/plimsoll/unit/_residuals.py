@@ -53,13 +53,13 @@ class Residuals:
         return self.potential.get(edge.source, 1.0) / self.potential.get(edge.target, 1.0)
 
 
-def residuals(graph: Flow, tau: Tau) -> Residuals:
-    """The residual additions of `graph`, weighted by `tau`."""
+def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:
+    """The residual additions of `graph`, weighted by `tau`; those `inside` of an operation written in several are none."""
     _check(tau)
     found = Residuals()
     depth: dict[str, int] = {}
     for name, node in graph.nodes.items():
-        join = _join(node, graph, tau, depth)
+        join = None if name in inside else _join(node, graph, tau, depth)
         if join is None:
             continue
         found.joins[name] = join

@@ -1,48 +1,56 @@
-"""Rules of activations, normalisations, dropout, softmax and attention."""
+"""Rules of activations that have a formula, normalisations, and what keeps a scale."""
 
 from typing import cast
 
 from torch import fx
 
 from plimsoll.unit._changes import Factor, Port
-from plimsoll.unit._graph import base_name, shape_of
-from plimsoll.unit._ideal import Ideal, Rule, Site, rows_of
-from plimsoll.unit._nonlinear import nonlinear
+from plimsoll.unit._graph import shape_of
+from plimsoll.unit._ideal import VIEWS, Ideal, Rule, Site, following
+from plimsoll.unit._nonlinear import moment, nonlinear
 
 
 def _activation(site: Site) -> Ideal:
-    name = base_name(site.node)
+    name = site.operation
     if name == "gelu" and site.argument(1, "approximate", "none") == "tanh":
         name = "gelu_tanh"
     ideal = nonlinear(name)
     gradients: dict[Port, Factor] = dict.fromkeys(site.ports, Factor(value=ideal.inputs[0]))
-    return Ideal(operation=base_name(site.node), why="by integration under the normal density", output=Factor(value=ideal.output), gradients=gradients)  # fmt: skip
+    return Ideal(
+        operation=site.operation, why="by integration under the normal density", output=Factor(value=ideal.output),
+        gradients=gradients, moment=moment(name),
+    )  # fmt: skip
 
 
 def _norm(site: Site) -> Ideal:
+    """A norm is at unit scale by itself; its parameters' gradients are sums over rows."""
     x = cast("fx.Node", site.node.args[0])
-    name = base_name(site.node)
-    shape = shape_of(x)
-    position = {"layer_norm": 2, "rms_norm": 2, "group_norm": 2, "batch_norm": 1, "instance_norm": 1}[name]
-    if name in ("layer_norm", "rms_norm"):
-        kept = len(cast("list[int]", site.node.args[1]))
-        dims = tuple(range(len(shape) - kept))
+    dims = len(shape_of(x))
+    if site.operation in ("layer_norm", "rms_norm"):
+        rows, position = tuple(range(dims - len(cast("list[int]", site.node.args[1])))), 2
     else:
-        dims = (0, *range(2, len(shape)))
+        rows, position = (0, *range(2, dims)), 2 if site.operation == "group_norm" else 1
     gradients: dict[Port, Factor] = {}
     for place, keyword in ((position, "weight"), (position + 1, "bias")):
         port = site.port(place, keyword)
         if port is not None:
-            gradients[port] = rows_of(x, dims, -0.5)
-    return Ideal(operation=name, why="at unit scale itself; parameters rows^-1/2", gradients=gradients, rigid=True)
+            gradients[port] = following(x, rows, -0.5)
+    return Ideal(operation=site.operation, why="at unit scale itself; rows^-1/2", gradients=gradients, rigid=True)
 
 
-def _neutral(site: Site) -> Ideal:
-    return Ideal(operation=base_name(site.node), why="keeps the scale", rigid=True)
+def _keeping(site: Site) -> Ideal:
+    moments = [site.moment(source) for source in site.ports.values()]
+    root = (sum(one**2 for one in moments) / len(moments)) ** 0.5 if moments else 1.0
+    return Ideal(operation=site.operation, why="keeps the scale", moment=root, rigid=True)
 
 
 POINTWISE: dict[str, Rule] = {
     **dict.fromkeys(("gelu", "relu", "silu", "tanh", "sigmoid"), _activation),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"), _norm),
-    **dict.fromkeys(("dropout", "feature_dropout", "masked_fill"), _neutral),
-}
+    **dict.fromkeys(VIEWS, _keeping),
+    **dict.fromkeys(
+        ("dropout", "feature_dropout", "alpha_dropout", "masked_fill", "where", "cat", "stack", "neg", "pad", "constant_pad_nd",
+         "slice_scatter", "select_scatter", "index_put", "reflection_pad2d", "replication_pad2d", "nan_to_num"),
+        _keeping,
+    ),
+}  # fmt: skip

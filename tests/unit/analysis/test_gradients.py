@@ -40,8 +40,14 @@ def test_every_gradient_is_the_true_one_times_a_positive_number(name: str) -> No
     analysis = analyse(captured)
     ours, truth = (gradients(captured, analysis, true=true) for true in (False, True))
     assert set(ours) == set(truth) and ours
+    largest = max(float(true.abs().max()) for true in truth.values())
+    # GPT-2 casts its logits to FP32 before the loss. A key's bias has no gradient at all: what is left of it is noise.
+    tolerance = 1e-4 if name == "gpt2" else 1e-7
     for leaf, gradient in ours.items():
         true = truth[leaf]
-        ratio = float((gradient * true).sum() / (true * true).sum()) if true.any() else 1.0
+        if float(true.abs().max()) < 1e-9 * largest:
+            continue
+        ratio = float((gradient * true).sum() / (true * true).sum())
         assert ratio > 0, leaf
-        torch.testing.assert_close(gradient, true * ratio, rtol=1e-7, atol=1e-9 * float(gradient.abs().max()), msg=leaf)
+        atol = tolerance * float(gradient.abs().max())
+        torch.testing.assert_close(gradient, true * ratio, rtol=tolerance, atol=atol, msg=leaf)
