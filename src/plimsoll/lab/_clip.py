@@ -32,7 +32,7 @@ def measure(bench: Bench) -> Measured:
 def measure_with(bench: Bench, setup: Setup) -> Measured:
     """Likewise, with sizes of one's own."""
     trainings: list[Training] = []
-    with contextlib.nullcontext() if bench.full else _one_thread():
+    with contextlib.nullcontext() if bench.full else one_thread():
         for kind in KINDS:
             folder = bench.runs / kind.name
             train(kind, setup, folder, seed=bench.seed, device=bench.device, progress=bench.progress)
@@ -42,7 +42,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Generator[None]:
+def one_thread() -> Generator[None]:
     """A model so small gains nothing from a second thread; and sums have one order on all machines."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
