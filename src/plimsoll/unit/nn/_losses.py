@@ -29,3 +29,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return U.cross_entropy(
             input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, mult=self.mult
         )
+
+
+class MSELoss(nn.MSELoss):
+    """`torch.nn.MSELoss`, see `unit.functional.mse_loss`. Arguments are torch's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.mse_loss`."""
+        return U.mse_loss(input, target, self.reduction)
