@@ -54,6 +54,17 @@ def sawtooth(every: int, at: int) -> Callable[[int], float]:
     return lambda step: 1024.0 if step < at else 1024.0 * (1 + (step // every) % 2)
 
 
+# A unit-scaled run in FP8: every tensor at size 1, cast as it is.
+IN_FP8 = {"activations": ("e4m3", 1.0), "weights": ("e4m3", 1.0), "gradients": ("e5m2", 1.0)}
+
+
+def eight(**changes: object) -> Story:
+    return told(**{
+        "casts": IN_FP8, "scale": lambda step: None, "gradient_fmt": "bf16", "activation_fmt": "bf16",
+        "gradient_std": constant(1.0), "weight_std": constant(1.0), **changes,
+    })  # fmt: skip
+
+
 QUIET, ONE = constant(2.0**-8), constant(1.0)
 
 
@@ -142,6 +153,20 @@ FAULTS = [
     fault("FP8 activations saturate",
           told(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0))),
           "saturated-fp8", "alarm", f"{B}:output"),
+    # -- casts to FP8
+    fault("a cast saturates since 100", eight(activation_std=of_layer(B, since(100, constant(600.0), ONE), ONE)),
+          "cast-saturates", "alarm", f"{B}:output", first=100, last=100),
+    fault("a loss scale before constant casts", eight(gradient_std=constant(2.0**-3), scale=lambda s: 2.0**20),
+          "cast-saturates", "alarm"),
+    fault("a cast flushes a layer's gradients",
+          eight(gradient_std=of_layer(A, since(60, constant(2.0**-17), ONE), ONE)), "cast-flushes",
+          "alarm", f"{A}:output", first=60, last=60),
+    fault("weights cast at a scale far too low",
+          eight(weight_std=of_layer(B, constant(2.0**-5), ONE)), "codes-unused", "warning", B),
+    fault("a delayed scale that never came",
+          eight(casts={"activations": ("e4m3", lambda step: 2.0**-8)}), "codes-unused", "warning"),
+    fault("activations leave unit scale", eight(activation_std=of_layer(A, growing(0.03), ONE)), "unit-drift",
+          "warning", f"{A}:output", first=130, last=150),
     # -- the optimizer
     fault("updates swallowed in BF16", told(weight_fmt="bf16", unmoved=of_layer(A, constant(0.97), constant(0.1))),
           "updates-swallowed", "alarm", A),
@@ -188,6 +213,17 @@ FAULTS = [
 # What must be no alarm: names and stories.
 INNOCENT = {
     "sound": SOUND,
+    "sound in unit-scaled FP8": eight(),
+    "sound in FP8 by the data": eight(
+        casts={
+            "activations": ("e4m3", lambda s: 2.0 ** (5 + s % 2)),
+            "weights": ("e4m3", 2.0**11),
+            "gradients": ("e5m2", lambda s: 2.0**20),
+        },
+        gradient_std=constant(2.0**-8),
+        weight_std=constant(2.0**-5),
+    ),
+    "gradients of unit-scaled FP8 that shrink": eight(gradient_std=growing(-0.04)),
     "sound in FP32": told(gradient_fmt="fp32", activation_fmt="fp32", scale=lambda step: None),
     "sound in BF16": told(gradient_fmt="bf16", activation_fmt="bf16", scale=lambda step: None),
     "ReLU zeros": told(change_activation=lambda x, layer, step: x.relu()),

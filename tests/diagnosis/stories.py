@@ -4,8 +4,8 @@ optimizer state are random values of a given size at each step, held in a given 
 A story tells one fault by changing one of these; `SOUND` is what is changed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.runs import Batch, RunWriter, Scalars
+from plimsoll.runs import Batch, Event, RunWriter, Scalars
+from plimsoll.runs._casts import scalar_of
 
 LAYERS = tuple(f"blocks.{i}.{part}" for i in range(6) for part in ("attn", "mlp"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -37,7 +38,11 @@ def since(step: int, later: Size, before: Size) -> Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """`*_std`: sizes of true values; `*_fmt`: the format that held them; `change_*`: what is done to them at last."""
+    """`*_std`: sizes of true values; `*_fmt`: the format that held them; `change_*`: what is done to them at last.
+
+    `casts`: by role, the format that every layer casts to, and at which scale; a function of the step for a scale that
+    follows the data.
+    """
 
     samples: int = 40
     every: int = 5
@@ -56,6 +61,7 @@ class Story:
     moment_fmt: str = "fp32"
     unmoved: Size = lambda layer, step: 0.01
     update_ratio: Size = lambda layer, step: 2.0**-10
+    casts: Mapping[str, tuple[str, float | Callable[[int], float]]] = field(default_factory=dict)
 
     def write(self, path: Path, until: int | None = None) -> Path:
         """The run, up to and with step `until`; each step's numbers are its own, however long the run."""
@@ -66,9 +72,19 @@ class Story:
                 scalars = {"loss": self.loss(step), "nonfinite": self.skipped(step)}
                 scale = self.scale(step)
                 writer.write(Scalars(step=step, values=scalars | ({} if scale is None else {"scale": scale})))
+                if step == 0 and self.casts:
+                    modules = {layer: self._told(layer) for layer in LAYERS}
+                    writer.write(Event(step=0, kind="casts", message="", details={"modules": modules}))
                 if step % self.every == 0:
                     self._sample(writer, step, scale or 1.0)
         return path
+
+    def _told(self, layer: str) -> dict[str, dict[str, object]]:
+        series = {"weights": f"{layer}.weight", "activations": f"{layer}:output", "gradients": f"{layer}:output"}
+        return {
+            role: {"format": fmt, "scale": None if callable(scale) else scale, "series": series[role]}
+            for role, (fmt, scale) in self.casts.items()
+        }
 
     def _sample(self, writer: RunWriter, step: int, scale: float) -> None:
         random = torch.Generator().manual_seed(step)
@@ -96,6 +112,10 @@ class Story:
             add("updates", f"{layer}.weight", self.weight_fmt, update, **moved)
             add("optimizer", f"{layer}.weight:exp_avg", self.moment_fmt, held_in(gradient, self.moment_fmt))
             add("optimizer", f"{layer}.weight:exp_avg_sq", self.moment_fmt, held_in(gradient**2, self.moment_fmt))
+        moving = {role: scale(step) for role, (_, scale) in self.casts.items() if callable(scale)}
+        if moving:
+            values = {scalar_of(layer, role): scale for layer in LAYERS for role, scale in moving.items()}
+            writer.write(Scalars(step=step, values=values))
         bank = new_bank(len(tensors))
         measure_into(tensors, bank, list(range(len(tensors))), accumulate=False)
         columns = {n: np.array([e.get(n, np.nan) for e in extras]) for n in ("pushed", "unmoved", "weight_norm")}

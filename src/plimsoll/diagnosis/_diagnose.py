@@ -7,6 +7,7 @@ from typing import Any
 
 from plimsoll.diagnosis._finding import SEVERITIES, Finding
 from plimsoll.diagnosis._rule import Rule
+from plimsoll.diagnosis._rules_casts import CastFlushes, CastSaturates, CodesUnused, UnitDrift
 from plimsoll.diagnosis._rules_layers import DeadLayer, Drift, StructuralZeros
 from plimsoll.diagnosis._rules_loss import LossSpike, SpikeForerunner
 from plimsoll.diagnosis._rules_nonfinite import Nonfinite
@@ -22,8 +23,9 @@ from plimsoll.runs._names import matching
 
 RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),
-    OverflowAhead(), ActivationGrowth(), SaturatedFP8(), Nonfinite(), UpdatesSwallowed(), SecondMomentLost(),
-    EpsilonDominates(), LossSpike(), SpikeForerunner(), DeadLayer(), StructuralZeros(), Drift(), RecordsLost(),
+    OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
+    Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
+    DeadLayer(), StructuralZeros(), Drift(), RecordsLost(),
 )  # fmt: skip
 
 

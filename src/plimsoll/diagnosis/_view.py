@@ -15,7 +15,7 @@ from plimsoll.diagnosis._block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, read
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.formats import Format, get_element
-from plimsoll.runs import Event, Run
+from plimsoll.runs import Cast, Event, Run
 
 _NARROWER_THAN_FP32 = 24  # bits; FP32 has 32, TF32 19 with FP32's range
 
@@ -40,6 +40,7 @@ class View:
         """The view of one layer of a collection, which reads no other: only what this view has not read already."""
         result = View(self.run, self.until)
         result._scalars = self._scalars
+        result.__dict__["casts"] = self.casts
         # What held a gradient is judged by its weight too.
         for each in (collection, "weights") if collection == "gradients" else (collection,):
             if name not in self.run.tensors.get(each, ()):
@@ -64,6 +65,11 @@ class View:
     def events(self) -> Sequence[Event]:
         """What happened."""
         return [e for e in self.run.events() if self.until is None or e.step <= self.until]
+
+    @cached_property
+    def casts(self) -> Sequence[Cast]:
+        """What modules cast, as far as it had begun."""
+        return [c for c in self.run.casts() if self.until is None or c.since_step <= self.until]
 
     @cached_property
     def last_step(self) -> int:

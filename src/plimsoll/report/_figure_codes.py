@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis._cast_cells import CastCells, cast_cells
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
 from plimsoll.report._aggregate import Columns, histogram
@@ -44,9 +46,9 @@ def code_usage(
     """Which of a format's powers of two the values use, all steps added up; and the share in the top one over time.
 
     - `name`: one tensor; None for all of the collection that were recorded in that format.
-    - `fmt`: the format; None for the one of 8 bits or fewer that they were recorded in. Values that were not recorded
-      in it are shown as it would hold them, each tensor scaled at each step so that its largest value just fits: for
-      want of any 8-bit record that is done for E4M3.
+    - `fmt`: the format; None for the one of 8 bits or fewer that they were recorded in, or that their module casts them
+      to, which is shown at the cast's scale. Values of which neither is recorded are shown as the format would hold
+      them, each tensor scaled at each step so that its largest value just fits: for want of any 8-bit record E4M3.
 
     Raises `NotRecordedError` for a tensor that the run does not have, `FormatError` for formats of blocks or scales.
     """
@@ -59,8 +61,11 @@ def code_usage(
     cells = (view if name is None else view.only(collection, name)).cells(collection)
     if cells is None or not cells.nonzero.any():
         return nothing("code_usage", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
-    chosen = wanted or _recorded(cells) or E4M3
-    use = _Use.of(cells, chosen)
+    cast = (
+        None if _recorded(cells) else _cast(view if name is None else view.only(collection, name), collection, wanted)
+    )
+    chosen = wanted or _recorded(cells) or (E4M3 if cast is None else cast.format)
+    use = _Use.of(cells if cast is None else cast.cells, chosen, cast)
     title = f"{capital(of(collection))}{f' of {safe(name)}' if name else ''}: how they use {chosen.name}"
     traces, axis = _bars(use, chosen)
     columns = Columns.of(use.steps)
@@ -83,13 +88,16 @@ class _Use:
     top: Floats
     recorded: bool
     tensors: int
+    cast: CastCells | None = None
 
     @classmethod
-    def of(cls, cells: Cells, fmt: Format) -> "_Use":
+    def of(cls, cells: Cells, fmt: Format, cast: CastCells | None) -> "_Use":
         own = np.array([name == fmt.name for name in cells.formats])[cells.format]
         recorded = bool(own.any())
         kept = own if recorded else np.ones(len(cells), dtype=bool)
         moved = np.zeros(len(cells), dtype=np.int64) if recorded else _fitted(cells, fmt)
+        if cast is not None:
+            moved = -np.rint(np.log2(cells.scale)).astype(np.int64)
         low, high = fmt.quantum_exponent, fmt.max_exponent
         every = float(cells.column("count")[kept].sum())
         begin, counts = histogram(cells, cells.lowest + moved, kept)
@@ -104,8 +112,14 @@ class _Use:
             steps=cells.steps,
             top=_top_by_step(cells, kept, cells.lowest + moved, high),
             recorded=recorded,
+            cast=cast,
             tensors=len(np.unique(cells.layer[kept])),
         )
+
+
+def _cast(view: View, collection: str, wanted: Format | None) -> CastCells | None:
+    """What of these tensors is cast to the format, or to any."""
+    return next((c for c in cast_cells(view, collection) if wanted in (None, c.format)), None)
 
 
 def _top_by_step(cells: Cells, kept: NDArray[np.bool_], first: Ints, top: int) -> Floats:
@@ -157,7 +171,29 @@ def _bars(use: _Use, fmt: Format) -> tuple[list[Trace], Layout]:
     return [trace], {"title": {"text": "magnitude"}, "tickvals": ticks, "ticktext": texts, "showgrid": False}
 
 
+def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -> tuple[list[Trace], Layout]:
+    """Of the tensor that has most, the share beyond the format's largest value, and that with fewer digits or none."""
+    marks, notes = since_mark(since_step, row="2")
+    shares = {
+        "beyond the largest value": (cast.saturated, RED),
+        "fewer digits": (cast.coarse, ORANGE),
+        "zero": (cast.flushed, GREY),
+    }
+    traces = [
+        line(columns.at, columns.merged(np.fmax.reduce(share, axis=0, initial=np.nan), "max"), said, colour,
+             f"{columns.when} %{{x}}<br>%{{y:.3~%}} {said}", xaxis="x2", yaxis="y2", connectgaps=True)
+        for said, (share, colour) in shares.items()
+    ]  # fmt: skip
+    axis: Layout = {"title": {"text": "share as cast"}, "tickformat": "~%", "range": [-0.02, 1.02], "anchor": "x2"}
+    return traces, {
+        "xaxis2": {**STEP_AXIS, "domain": [0.62, 1.0], "anchor": "y2"}, "yaxis2": axis, "shapes": marks,
+        "annotations": notes, "height": 400, "bargap": 0.12,
+    }  # fmt: skip
+
+
 def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[list[Trace], Layout]:
+    if use.cast is not None:
+        return _cast_over_time(use.cast, columns, since_step)
     top = columns.merged(use.top, "max")
     trace = line(columns.at, top, "in the top binade", RED, f"{columns.when} %{{x}}<br>%{{y:.3~%}} in the top binade",
                  xaxis="x2", yaxis="y2", showlegend=False, connectgaps=True)  # fmt: skip
@@ -191,6 +227,7 @@ def _over_time(use: _Use, columns: Columns, since_step: int | None) -> tuple[lis
 
 def _said(use: _Use, fmt: Format, columns: Columns) -> str:
     how = "" if use.recorded else f"as {fmt.name} would hold them, each scaled to fit its largest value"
+    how = how if use.cast is None else "at the scale that they are cast with"
     top = float(use.shares[-1])
     told = [
         how,

@@ -85,10 +85,12 @@ def _loss(view: "View", finding: Finding) -> "Figure":
 
 
 def _spectrum(view: "View", finding: Finding) -> "Figure":
-    """Of the first layer; with FP16's lines where the rule is about its range, and epsilon's where it is about that."""
+    """Of the first layer; with the lines of the format that the rule is about, and epsilon's where it is about that."""
     if not finding.where or finding.collection is None:
         return loss_and_scale(view, [finding])
     formats = ["fp16"] if finding.rule == "activation-growth" else None
+    if finding.rule == "unit-drift" and finding.evidence.get("scale") == 1.0:  # the format's lines are of cast values
+        formats = [finding.evidence.get("format")]
     epsilon = finding.evidence.get("epsilon")
     if finding.rule != "epsilon-dominates" or not isinstance(epsilon, int | float) or not epsilon > 0:
         epsilon = None

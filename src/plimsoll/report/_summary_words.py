@@ -14,17 +14,20 @@ STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty":
 _SAYS = {rule.id: rule.says for rule in RULES}
 
 # Numbers of the evidence that are shares, and those that are loss scales; the others are as they are.
-_SHARES = frozenset({"worst_lost", "lost", "unmoved", "share", "confidence", "zeros", "in_top_binade", "below_epsilon"})
+_SHARES = frozenset({"worst_lost", "lost", "unmoved", "share", "confidence", "zeros", "in_top_binade", "below_epsilon",
+                     "saturated", "flushed", "with_fewer_digits"})  # fmt: skip
 _SHARES_OF = {"underflow-rising": frozenset({"from", "to", "per_1000_steps"})}
-_SCALES = frozenset({"scale"})
+_SCALES = frozenset({"scale", "scale_that_serves"})
 _SCALES_OF = {"scale-collapse": frozenset({"from", "to"}), "scale-oscillation": frozenset({"lowest", "highest"})}
 _JUDGED_BY = {
     "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
     "updates-swallowed": "Unmoved", "saturated-fp8": "In the top binade", "epsilon-dominates": "Below epsilon",
-    "structural-zeros": "Zeros", "no-single-scale": "Scale",
+    "structural-zeros": "Zeros", "no-single-scale": "Scale", "cast-saturates": "Saturated", "cast-flushes": "Lost",
+    "codes-unused": "With fewer digits", "unit-drift": "Binade",
     "activation-growth": "Binades grown", "distribution-drift": "Binades", "spike-forerunner": "Times the usual",
 }  # fmt: skip
-_JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros"})
+_JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros", "Saturated",
+                              "With fewer digits"})  # fmt: skip
 _LONGEST = 300  # characters of a setting or a message
 
 

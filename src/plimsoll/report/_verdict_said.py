@@ -245,6 +245,42 @@ def _saturated_fp8(case: Case) -> Said:
     )
 
 
+def _cast_saturates(case: Case) -> Said:
+    return Said(
+        what=_of_cast(case, "saturated", "been beyond"),
+        effect="and are cut to its largest value",
+        remedy=_rescale(case),
+    )
+
+
+def _cast_flushes(case: Case) -> Said:
+    return Said(what=_of_cast(case, "flushed", "been below"), effect="and become zero", remedy=_rescale(case))
+
+
+def _codes_unused(case: Case) -> Said:
+    return Said(what=_of_cast(case, "with_fewer_digits", "had fewer digits than"), remedy=_rescale(case))
+
+
+def _unit_drift(case: Case) -> Said:
+    size, bound = case.number("binades"), case.number("bound")
+    return Said(
+        what=f"{case.tensors} of {_first(case)} have been at 2^{size:.0f}, out of 2^-{bound:.0f} to 2^{bound:.0f}, "
+        f"{case.since}",
+        effect="where unit scaling's constant casts do not serve",
+        remedy="use fp8-tensor or BF16 for them",
+    )
+
+
+def _of_cast(case: Case, share: str, how: str) -> str:
+    fmt = str(case.finding.evidence.get("format", "")).upper()
+    return f"up to {percent(case.number(share))} of the {case.tensors} of {_first(case)} have {how} {fmt} {case.since}"
+
+
+def _rescale(case: Case) -> str:
+    serving = case.number("scale_that_serves")
+    return f"cast them at {power(serving)}, or use BF16" if math.isfinite(serving) else "use BF16 for them"
+
+
 def _updates_swallowed(case: Case) -> Said:
     return Said(
         what=f"{percent(case.number('unmoved'))} of the weights of {case.place} have not moved {case.since}",
@@ -347,6 +383,10 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "activation-growth": _activation_growth,
     "saturated-fp8": _saturated_fp8,
     "nonfinite": _nonfinite,
+    "cast-saturates": _cast_saturates,
+    "cast-flushes": _cast_flushes,
+    "codes-unused": _codes_unused,
+    "unit-drift": _unit_drift,
     "updates-swallowed": _updates_swallowed,
     "second-moment-lost": _second_moment_lost,
     "epsilon-dominates": _epsilon_dominates,
