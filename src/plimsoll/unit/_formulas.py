@@ -87,3 +87,48 @@ def cross_entropy(classes: int) -> float:
 
 MSE = 8**-0.5  # the gradient is 2 (x - y), and x - y has variance 2
 RELU = Factors(output=math.sqrt(2 / (1 - 1 / math.pi)), inputs=(math.sqrt(2.0),))
+BINARY = 2.0  # probability less label is one half either way, where both labels are equally likely
+
+
+def nll(classes: int) -> float:
+    """The factor of a log-likelihood's gradient: one in so many elements is -1."""
+    return classes**0.5 if classes else 1.0
+
+
+def dropout(p: float) -> float:
+    """The factor of both directions: what is kept was divided by 1 - p, and is one in 1 / (1 - p)."""
+    return (1 - p) ** 0.5 if p < 1 else 1.0
+
+
+def average_pool(window: int, stride: int) -> Factors:
+    """A mean over so many; a stride leaves one mean in so many, and an input is part of window / stride."""
+    return Factors(output=window**0.5, inputs=((window * stride) ** 0.5,))
+
+
+def maximum_pool(deviation: float, stride: int) -> Factors:
+    """The largest of some, of such a standard deviation: every gradient goes to one input, one in `stride` has one."""
+    return Factors(output=1 / deviation, inputs=(stride**0.5,))
+
+
+def softmax(length: int, mult: float, spread: float, slope: float) -> Factors:
+    """A softmax over so many: `spread` and `slope` are its moments (`_probabilities`)."""
+    return Factors(output=(length / spread) ** 0.5, inputs=((length / slope) ** 0.5 / mult,))
+
+
+def log_softmax(length: int, mult: float, squares: float) -> Factors:
+    """A log-softmax over many: as its input, less what is nearly a constant; backward the probabilities take part."""
+    return Factors(output=1 / mult, inputs=((1 - 2 / length + squares) ** -0.5 / mult,))
+
+
+def attention(
+    score: float, value_width: int, rows_per_key: float, keep: float, squares: float, slope: float, weighted: float
+) -> Factors:
+    """Attention's output, and the gradients of query, key and value.
+
+    - `score`: what multiplies the products of queries and keys. `rows_per_key`: how many queries there are for a key.
+    - `keep`: the share of weights that dropout leaves. The others: moments (`_probabilities.attention_curves`).
+    """
+    squares, slope, weighted = squares / keep, slope / keep, weighted / keep
+    per_score = score * value_width**0.5
+    query, key = per_score * slope**0.5, per_score * (weighted * rows_per_key) ** 0.5
+    return Factors(output=squares**-0.5, inputs=(1 / query, 1 / key, (squares * rows_per_key) ** -0.5))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import erf, expit
 
 from plimsoll.unit._formulas import RELU, Factors
 
@@ -19,8 +18,12 @@ _X = np.linspace(-12.0, 12.0, 16_001)
 _DENSITY = np.exp(-(_X**2) / 2) / math.sqrt(2 * math.pi) * (_X[1] - _X[0])
 
 
+def _erf(x: Reals) -> Reals:
+    return np.array([math.erf(each) for each in x])
+
+
 def _gelu(x: Reals) -> tuple[Reals, Reals]:
-    below = (1 + erf(x / math.sqrt(2))) / 2
+    below = (1 + _erf(x / math.sqrt(2))) / 2
     return x * below, below + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
 
 
@@ -31,7 +34,7 @@ def _gelu_tanh(x: Reals) -> tuple[Reals, Reals]:
 
 
 def _silu(x: Reals) -> tuple[Reals, Reals]:
-    s = expit(x)
+    s = (1 + np.tanh(x / 2)) / 2
     return x * s, s * (1 + x * (1 - s))
 
 
@@ -41,7 +44,7 @@ def _tanh(x: Reals) -> tuple[Reals, Reals]:
 
 
 def _sigmoid(x: Reals) -> tuple[Reals, Reals]:
-    s = expit(x)
+    s = (1 + np.tanh(x / 2)) / 2
     return s, s * (1 - s)
 
 
@@ -66,16 +69,22 @@ def nonlinear(name: str, mult: float = 1.0) -> Factors:
     return Factors(output=variance**-0.5, inputs=(squared**-0.5,))
 
 
-@functools.cache
-def moment(name: str) -> float:
-    """The root of the second moment of ``f(x)`` against its standard deviation: 1 only where the mean is zero.
+def _relu(x: Reals) -> tuple[Reals, Reals]:
+    return np.maximum(x, 0), (x > 0).astype(np.float64)
 
-    >>> round(moment("relu"), 4), round(moment("tanh"), 4)
-    (1.2112, 1.0)
+
+@functools.cache
+def off_centre(name: str, mean: float = 0.0) -> tuple[Factors, float]:
+    """The factors of ``f(mean + x)``, and its mean against its standard deviation.
+
+    >>> factors, mean = off_centre("relu")
+    >>> round(factors.output, 3), round(mean, 3)
+    (1.713, 0.683)
     """
-    value = np.maximum(_X, 0) if name == "relu" else _FUNCTIONS[name](_X)[0]
-    mean, squares = float(value @ _DENSITY), float(value**2 @ _DENSITY)
-    return (squares / (squares - mean**2)) ** 0.5
+    value, slope = _relu(mean + _X) if name == "relu" else _FUNCTIONS[name](mean + _X)
+    centre, squared = float(value @ _DENSITY), float(slope**2 @ _DENSITY)
+    deviation = float((value - centre) ** 2 @ _DENSITY) ** 0.5
+    return Factors(output=1 / deviation, inputs=(squared**-0.5,)), centre / deviation
 
 
 @functools.cache
@@ -93,6 +102,6 @@ def largest(count: int) -> float:
     >>> round(largest(2) ** 2, 6) == round(1 - 1 / math.pi, 6)
     True
     """
-    density = count * _DENSITY * ((1 + erf(_X / math.sqrt(2))) / 2) ** (count - 1)
+    density = count * _DENSITY * ((1 + _erf(_X / math.sqrt(2))) / 2) ** (count - 1)
     mean = float(_X @ density)
     return math.sqrt(float((_X - mean) ** 2 @ density))

@@ -1,5 +1,6 @@
 """Look-ups in a table at unit scale."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
@@ -16,13 +17,17 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.embedding` in a table of unit variance; its gradient is multiplied by sqrt(vocabulary / tokens).
+    """`torch.nn.functional.embedding`; the gradient of the table is multiplied by sqrt(vocabulary / tokens).
 
-    So the gradient is at unit scale over the whole table, however the tokens are distributed: the table is a cut edge
-    and needs no constraint. `scale_grad_by_freq` is torch's own mean by token on top of it.
+    The table has unit variance. Its gradient is at unit scale over the whole of it, however the tokens are
+    distributed; the table is a cut edge, and there is no constraint. With
+    `scale_grad_by_freq` torch divides by each token's count on top of it.
 
     Raises `UnsupportedTensorError` for a table that is not floating point.
     """
     check_floating("embedding", weight=weight)
+    if max_norm is not None:  # here, since what is scaled below is a view that must not change in place
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     weight = multiplied(weight, 1.0, _formulas.embedding(weight.shape[0], input.numel()))
-    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)

@@ -1,13 +1,16 @@
 """Matrix products at unit scale."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from plimsoll.errors import ArgumentError
 from plimsoll.unit import _formulas
 from plimsoll.unit._constraints import Constraint, check_constraint, constrained
 from plimsoll.unit._formulas import Factors, root
 from plimsoll.unit._scaled import check_floating, multiplied
+from plimsoll.unit.functional._factors import check_factors as check_factors, resolved as resolved
+from plimsoll.unit.functional._sums import broadcast
 
 
 def matmul(
@@ -103,31 +106,10 @@ def _linear(
     return multiplied(out, factors.output, 1.0)
 
 
-def resolved(operation: str, constraint: Constraint | None, given: Factors | None, ideal: Factors) -> Factors:
-    """The factors to use: those given, else the ideal ones under the constraint; both checked."""
-    check_constraint(operation, constraint)
-    if given is not None:
-        check_factors(operation, given, inputs=len(ideal.inputs))
-        return given
-    output, *inputs = constrained(constraint, ideal.output, *ideal.inputs)
-    return Factors(output=output, inputs=tuple(inputs), weight=ideal.weight)
-
-
-def check_factors(operation: str, factors: object, *, inputs: int) -> None:
-    """Refuses what is no record of factors, or one for another number of inputs."""
-    if not isinstance(factors, Factors) or len(factors.inputs) != inputs:
-        raise ArgumentError(
-            f"{operation}: expected factors to be Factors with {inputs} input(s); got {factors!r}. Leave it out for "
-            "the ideal ones."
-        )
-
-
 def _matmul_factors(a: Tensor, b: Tensor, constraint: Constraint | None) -> tuple[float, ...]:
     inner = a.shape[-1] if a.dim() else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
     rows = a.shape[-2] if a.dim() > 1 else 1
-    out = rows * columns
-    for size in torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]):
-        out = out * size
-    ideal = _formulas.matmul(inner, a.numel(), b.numel(), out)
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
+    ideal = _formulas.matmul(inner, a.numel(), b.numel(), rows * columns * math.prod(batch))
     return constrained(constraint, ideal.output, *ideal.inputs)

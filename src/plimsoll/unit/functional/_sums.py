@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def add(
     check_floating("add", **{f"term {i}": term for i, term in enumerate(terms)})
     check_constraint("add", constraint)
     own = _normed(weights, len(terms))
-    numel = math.prod(torch.broadcast_shapes(*(term.shape for term in terms)))
+    numel = math.prod(broadcast(*(term.shape for term in terms)))
     spread = tuple(numel / term.numel() if numel else 1.0 for term in terms)
     ideal = _formulas.total(own, spread)
     alpha, *betas = constrained(constraint, ideal.output, *ideal.inputs)
@@ -82,6 +83,11 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
     check_floating("residual_add", branch=branch, skip=skip)
     check_tau("residual_add", tau)
     return multiplied(branch, math.sqrt(tau), 1.0) + skip * math.sqrt(1 - tau)
+
+
+def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
+    """The shape that all of them broadcast to."""
+    return cast("Sequence[int]", torch.broadcast_shapes(*shapes))
 
 
 def check_tau(operation: str, tau: object) -> None:
