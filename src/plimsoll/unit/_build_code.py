@@ -22,7 +22,7 @@ _RESERVED = frozenset({"self", "torch", "operator", "math", "scaled", "size_fact
 class Writer:
     """Writes the body of one call; `local` says what each value is called in it."""
 
-    def __init__(self, recipe: Recipe, call: Call, versions: "dict[str, int]") -> None:
+    def __init__(self, recipe: Recipe, call: Call, versions: Mapping[Call, int]) -> None:
         self._recipe, self._call, self._versions = recipe, call, versions
         self._sizes = Sizes(recipe)
         self._taken: set[str] = set(_RESERVED)
@@ -122,7 +122,7 @@ class Writer:
     def _inner(self, call: Call) -> None:
         used: set[str] = set()
         given = [self.value(Ref(name), used) for name in call.inputs]
-        version = self._versions.get(call.key, 0)
+        version = self._versions.get(call, 0)
         if version:
             given.append(f"call={version}")
         path = own_path(self._call.path, call.path) or call.path

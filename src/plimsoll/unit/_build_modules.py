@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from plimsoll.unit._build_calls import Call, tree_of
 from plimsoll.unit._build_code import Writer
-from plimsoll.unit._build_leaves import leaf
+from plimsoll.unit._build_leaves import leaf, torch_class
 from plimsoll.unit._build_signature import Signature, head_of, output_text
 from plimsoll.unit._build_steps import Recipe, Ref
-from plimsoll.unit._converted import Code, Converted, Part, make
+from plimsoll.unit._converted import Code, Converted, Folded, Part, make
 
 _INDENT = "    "
 
@@ -19,14 +19,21 @@ _INDENT = "    "
 class Builder:
     """Builds a model from a recipe, in the places of `source`, the model that the recipe was read from."""
 
-    def __init__(self, recipe: Recipe, source: nn.Module, signature: Signature, constants: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: nn.Module,
+        signature: Signature,
+        constants: Mapping[str, Any],
+        base: type[Part] = Converted,
+    ) -> None:
         self._recipe, self._source, self._signature = recipe, source, signature
-        self._constants = constants
-        self._versions: dict[str, int] = {}  # which of its module's codes a call is, by the call's key
+        self._constants, self._base = constants, base
+        self._versions: dict[Call, int] = {}  # which of its module's codes a call runs
         self._made: dict[int, nn.Module] = {}  # by the original module, so that shared ones stay shared
         self._tensors: dict[int, Tensor] = {}
 
-    def build(self) -> Converted:
+    def build(self) -> Part:
         """The model, its parameters and buffers copies of the source's."""
         tree = tree_of(self._recipe)
         calls: dict[str, list[Call]] = {}
@@ -36,11 +43,10 @@ class Builder:
         for path, group in calls.items():
             if path:
                 original = self._source.get_submodule(path)
-                replaced[path] = leaf(original, group) or self._part(original, path, group)
-        root = make(self._root_code(tree), root=True)
+                replaced[path] = leaf(original, group, folded=self._base is Folded) or self._part(original, path, group)
+        root = make(self._root_code(tree), self._base)
         self._assemble(root, self._source, "", replaced)
         self._register_constants(root, calls)
-        assert isinstance(root, Converted)
         return root
 
     def _part(self, original: nn.Module, path: str, group: list[Call]) -> Part:
@@ -59,7 +65,7 @@ class Builder:
             text = self._call_text(call)
             if text not in texts:
                 texts.append(text)
-            self._versions[call.key] = texts.index(text)
+            self._versions[call] = texts.index(text)
         original = self._source.get_submodule(path)
         name = _class_name(original)
         if len(texts) == 1:
@@ -131,7 +137,7 @@ class Builder:
             for call in group:
                 for step in call.own_steps():
                     for name in step.refs():
-                        if name in constants:
+                        if constants.get(name) in self._constants:
                             value = self._constants[constants[name]]
                             owner.register_buffer(constants[name], value.detach().clone(), persistent=False)
 
@@ -152,15 +158,13 @@ def like(module: nn.Module) -> type[nn.Module] | None:
 
     Not `nn.Linear`, for one with code of its own has factors in it that whoever replaces linears would lose.
     """
-    own = type(module)
-    if not own.__module__.startswith("torch.nn.modules.") or isinstance(module, nn.Linear) or list(module.children()):
-        return None
-    return own
+    return None if isinstance(module, nn.Linear) else torch_class(module)
 
 
 def shell(module: nn.Module) -> nn.Module:
     """A copy of a module without its tensors, its modules and its hooks."""
-    copied = object.__new__(type(module))
+    kind = (torch_class(module) or Part) if isinstance(module, Part) else type(module)
+    copied = object.__new__(kind)
     nn.Module.__init__(copied)
     _adopt(copied, module)
     return copied

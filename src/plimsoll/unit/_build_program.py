@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from plimsoll.unit._build_steps import Here, Kind, Recipe, Ref, Source, Step, WhenTraining, is_whole_slice, mapped
 from plimsoll.unit._capture import Captured
 from plimsoll.unit._changes import NodeChange
+from plimsoll.unit._coverage import source_of
 
 # What says whether the model trains: the position of the argument in the operation's schema, by its name there.
 _TRAINING_ARGUMENTS = ("train", "training", "use_input_stats")
@@ -109,7 +110,8 @@ class _Reader:
         target = self._not_in_place(node, target)
         return Step(
             name=node.name, target=target, args=args, kwargs=kwargs, stack=_stack(node), regions=regions,
-            change=self._changes.get(node.name), sizes=_sizes(node), size=_size(node), place=_place(node),
+            change=self._changes.get(node.name), sizes=_sizes(node), size=_size(node), place=source_of(node),
+            floating=_floating(node.meta.get("val")),
         )  # fmt: skip
 
     def _not_in_place(self, node: fx.Node, target: str) -> str:
@@ -209,15 +211,10 @@ def _text(size: Any) -> str:
     return str(size.node.expr) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else str(size)
 
 
-def _place(node: fx.Node) -> str | None:
-    """The last line of the model's own source that led to the operation."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    own = [line for line in lines if "/torch/" not in line] or lines
-    if not own:
-        return None
-    file, line = own[-1].split('"')[1], own[-1].split("line ")[1].split(",")[0]
-    return f"{file}:{line}"
+def _floating(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_floating(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.unit._build_inputs import kind_of
 from plimsoll.unit._capture import Captured
+from plimsoll.unit._graph import fixed_size
 
 _SIMPLE = (int, float, str, bool, type(None))
 _NONE = inspect.Parameter.empty
@@ -96,7 +97,7 @@ def _given(captured: Captured) -> Iterator[Given]:
             continue
         value = nodes[one.arg.name].meta.get("val") if one.arg.name in nodes else None
         if isinstance(value, Tensor):
-            sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
+            sizes = tuple(fixed_size(size) for size in value.shape)
             yield Given(name=one.arg.name, sizes=sizes, kind=kind_of(value.dtype))
         elif isinstance(value, torch.SymInt):
             yield Given(name=one.arg.name, kind="number")

@@ -64,6 +64,7 @@ class Step:
     - `stack`: the calls that it ran in, outermost first: each a key of its own and the module's name.
     - `sizes`: of its result, as expressions in the sizes of the inputs; None where it is no tensor. `size`: the
       expression of its result, where that is a number that sizes give. `place`: its line in the model's source.
+    - `floating`: whether its result holds floating-point numbers, all of it.
     - `regions`: the contexts around it, outermost first, as `torch.set_grad_enabled(False)`.
     """
 
@@ -77,6 +78,7 @@ class Step:
     size: str | None = None
     place: str | None = None
     regions: tuple[str, ...] = ()
+    floating: bool = True
 
     def refs(self) -> Iterator[str]:
         """The values that it needs, in order, those of its run-time factors too."""

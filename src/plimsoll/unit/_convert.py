@@ -36,8 +36,9 @@ def built(model: nn.Module, captured: Captured, analysis: Analysis, *, seed: int
     """The model that an analysis describes."""
     recipe = recipe_of(captured, model, analysis.changes)
     signature = signature_of(captured, model.forward)
-    constants = {name: value for name, value in captured.program.constants.items()}
+    constants = captured.program.constants
     made = Builder(recipe, model, signature, constants).build()
-    made.describe(recipe, analysis.left, analysis.parameters, seed)
+    assert isinstance(made, Converted)
+    made.describe(recipe, signature, analysis.left, analysis.parameters, seed)
     made.reset_parameters()
     return made

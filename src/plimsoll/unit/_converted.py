@@ -9,15 +9,18 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.unit import _build_inputs as inputs
 from plimsoll.unit._build_draw import draw
+from plimsoll.unit._build_signature import Signature
 from plimsoll.unit._build_steps import Recipe
+from plimsoll.errors import StateError
 from plimsoll.unit._changes import Left, ParameterChange
+from plimsoll.unit._fold_plan import Kept
 from plimsoll.unit._kinds import tag
 from plimsoll.unit._scaled import multiplied
 
@@ -72,7 +75,10 @@ class Part(nn.Module):
                 draw(parameter, change, seed=self._seed, name=self._names[name])
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return _empty, (self._code, isinstance(self, Converted)), self.__getstate__()
+        return _empty, (self._code, self._base()), self.__getstate__()
+
+    def _base(self) -> "type[Part]":
+        return next(kind for kind in (Converted, Folded, Part) if isinstance(self, kind))
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -82,14 +88,20 @@ class Converted(Part):
     """A model in which every operation has its factors; called as the original was."""
 
     _coverage: list[Left]
-    _recipe: Recipe
+    recipe: Recipe
+    signature: Signature
     _all_draws: dict[str, ParameterChange]
 
     def describe(
-        self, recipe: Recipe, left: Sequence[Left], parameters: Mapping[str, ParameterChange], seed: int | None
+        self,
+        recipe: Recipe,
+        signature: Signature,
+        left: Sequence[Left],
+        parameters: Mapping[str, ParameterChange],
+        seed: int | None,
     ) -> None:
         """Notes what the model was built from, and how its parameters and those of each part are drawn."""
-        self._recipe, self._coverage = recipe, list(left)
+        self.recipe, self.signature, self._coverage = recipe, signature, list(left)
         self._all_draws, self._seed = dict(parameters), seed
         for path, module in self.named_modules(remove_duplicate=False):
             _tag(module, path, parameters)
@@ -114,6 +126,30 @@ class Converted(Part):
                 reset()
 
 
+class Folded(Part):
+    """A converted model as plain weights, for inference; see `unit.fold`."""
+
+    _kept: list[Kept]
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The multiplications that stay, each with why; empty where every factor is in a weight."""
+        return list(self._kept)
+
+    def note(self, kept: Sequence[Kept]) -> None:
+        """Notes the multiplications that stay."""
+        self._kept = list(kept)
+
+    def train(self, mode: bool = True) -> Self:
+        """Refuses to train: the gradients' factors are gone."""
+        if mode:
+            raise StateError(
+                "fold: expected a folded model to stay in evaluation; got train(). Train the converted model, and fold "
+                "it again."
+            )
+        return super().train(False)
+
+
 def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]) -> None:
     """Notes the kinds of the module's own parameters for the optimizers."""
     kinds: dict[str, Any] = {}
@@ -125,9 +161,9 @@ def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]
         tag(module, **kinds)
 
 
-def make(code: Code, *, root: bool = False) -> Part:
+def make(code: Code, base: type[Part] = Part) -> Part:
     """An empty module with this code."""
-    part = _empty(code, root)
+    part = _empty(code, base)
     nn.Module.__init__(part)
     part._draws, part._seed = {}, None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     return part
@@ -136,10 +172,10 @@ def make(code: Code, *, root: bool = False) -> Part:
 _classes: dict[tuple[Any, ...], type[Part]] = {}
 
 
-def _class_of(code: Code, root: bool) -> type[Part]:
-    key = (code.name, code.text, code.like, root)
+def _class_of(code: Code, base: type[Part]) -> type[Part]:
+    key = (code.name, code.text, code.like, base)
     if code.objects or key not in _classes:
-        made = _compiled(code, Converted if root else Part)
+        made = _compiled(code, base)
         if code.objects:
             return made
         _classes[key] = made
@@ -166,6 +202,6 @@ _SPACE: dict[str, Callable[..., Any] | Any] = {
 }  # fmt: skip
 
 
-def _empty(code: Code, root: bool) -> Part:
-    made = _class_of(code, root)
+def _empty(code: Code, base: type[Part]) -> Part:
+    made = _class_of(code, base)
     return made.__new__(made)

@@ -1,0 +1,30 @@
+"""Folded models give the converted ones' outputs, from plain weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plimsoll.unit._convert import convert
+from plimsoll.unit._fold import fold
+from tests.unit.models import MODELS
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_the_converted_models(name: str) -> None:
+    case = MODELS[name]()
+    converted = convert(case.model, case.example, seed=5)
+    args, kwargs = case.call
+    with torch.no_grad():
+        converted.train()(*args, **kwargs)  # running statistics are no longer those of the start
+        converted.eval()
+        folded = fold(converted)
+        expected, got = _tensors(converted(*args, **kwargs)), _tensors(folded(*args, **kwargs))
+    print(name, len(folded.kept), [str(k) for k in folded.kept])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
