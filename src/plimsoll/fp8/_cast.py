@@ -3,44 +3,50 @@
 A scaled product takes its first operand row by row and its second column by column (Hopper's units know no other order
 for FP8), so of each tensor two copies are made from one read: its codes as they lie, and those of its transpose. Sizes
 are made up to multiples of 16 with zeros, which those units ask for; zeros add nothing to a sum.
+
+Two ways give the same bits (but for the sign of NaN): the operator `plimsoll::fp8_cast`, which may also count what it
+reads, and plain operations, which a compiler on a GPU fuses with whatever made the tensor.
 """
 
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plimsoll.formats import get_element
+from plimsoll import kernels
+from plimsoll.formats import E4M3, E5M2
+from plimsoll.kernels._fp8 import Layout, padded
 
-Layout = Literal["rows", "columns", "both"]
-MULTIPLE = 16  # what the units ask sizes to be divisible by
-
-
-def padded(size: int) -> int:
-    """The next multiple of 16."""
-    return (size + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+LIMITS = {torch.float8_e4m3fn: E4M3.max, torch.float8_e5m2: E5M2.max}
 
 
-def cast_codes(
+class Held(NamedTuple):
+    """A tensor in FP8: its codes by rows, those of its transpose by rows, and the scale they were made with."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    scale: Tensor | None = None  # None: 1
+
+
+def hold(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout, bank: Tensor | None = None, row: int = 0
+) -> Held:
+    """The codes of the matrix `x` times `scale`, a 0-d float32; see `kernels.fp8_cast`, whose contract this is."""
+    if bank is None and x.is_cuda and torch.compiler.is_compiling():
+        return Held(*by_formula(x, dtype, scale, layout), scale)
+    return Held(*kernels.fp8_cast(x, dtype, 1.0 if scale is None else scale, layout, bank, row), scale)
+
+
+def by_formula(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The codes of the matrix `x` by rows, and those of its transpose by rows; None for what `layout` leaves out.
-
-    Values become float32, are multiplied by `scale` (a 0-d float32), held to the format's largest value and rounded to
-    nearest, ties to even. Inf becomes the largest value too; NaN stays NaN. -0 keeps its sign.
-    """
+    """As the operator without a bank, in operations that a compiler can fuse with what comes before."""
     rows, columns = x.shape
     height, width = padded(rows), padded(columns)
     if (height, width) != (rows, columns):
         x = torch.nn.functional.pad(x, (0, width - columns, 0, height - rows))
-    codes = _formula(x, dtype, scale)
-    return codes if layout != "columns" else None, codes.t().contiguous() if layout != "rows" else None
-
-
-def _formula(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """As the operator, in operations that a compiler can fuse with what comes before."""
-    limit = get_element(dtype, "fp8").max
     values = x.to(torch.float32)
     if scale is not None:
         values = values * scale
-    return values.clamp(-limit, limit).to(dtype)
+    codes = values.clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
+    return codes if layout != "columns" else None, codes.t().contiguous() if layout != "rows" else None

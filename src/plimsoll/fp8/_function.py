@@ -2,7 +2,7 @@
 
 Forward ``x @ w.t()`` is E4M3 by E4M3; the gradient of the input, ``g @ w``, and that of the weight, ``g.t() @ x``, are
 E5M2 by E4M3. Each tensor is cast once, in the layouts that its products read. What is kept for the backward is codes:
-half of what bfloat16 would keep.
+half of what bfloat16 would keep. The bias's gradient is a sum in float32 of the gradient as it comes.
 """
 
 from typing import Any, NamedTuple
@@ -12,32 +12,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plimsoll.formats import E5M2
-from plimsoll.fp8._cast import Layout, cast_codes
+from plimsoll.fp8._cast import Held, hold
+from plimsoll.fp8._history import gradient_scale
 from plimsoll.fp8._product import product
 from plimsoll.fp8._scales import DTYPES, absmax_of, scale_for
-
-
-class Held(NamedTuple):
-    """A tensor in FP8: its codes by rows, those of its transpose by rows, and the scale they were made with."""
-
-    rows: Tensor | None
-    columns: Tensor | None
-    scale: Tensor | None  # None: 1
+from plimsoll.kernels._fp8 import Layout
 
 
 class Constants(NamedTuple):
-    """What the products are multiplied by, and how the gradient is scaled."""
+    """What a call's products are multiplied by, and what is known before it runs."""
 
     output: float
     input: float
     weight: float
-    bias: float
-    follows: bool  # whether the gradient's scale comes from the gradient itself
-    margin: int
+    dtype: torch.dtype  # of the result
+    keep: bool  # whether a backward may follow
+    margin: int = 0
+    first: bool = False  # no history yet
+    bias: float = 1.0
+
+
+class Marks(NamedTuple):
+    """What the backward writes to, and the step that it belongs to; None for what the layer does not have.
+
+    These tensors are kept beside what autograd saves: a second forward may change them before the first one's backward.
+    """
+
+    scale: Tensor | None = None
+    history: Tensor | None = None
+    absmax: Tensor | None = None
+    step: Tensor | None = None
+    forward_step: Tensor | None = None
+    bank: Tensor | None = None
+    row: int = 0
 
 
 class Fp8Product(torch.autograd.Function):
-    """``x @ weight.t() + bias``; see `apply_product`."""
+    """``x @ weight.t() + bias`` of two matrices, of which the weight is in FP8 already."""
 
     @staticmethod
     def forward(
@@ -45,78 +56,86 @@ class Fp8Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Tensor,
-        columns: Tensor | None,
-        weight_scale: Tensor | None,
-        input_scale: Tensor | None,
-        gradient_scale: Tensor | None,
-        seen: Tensor | None,
+        weight_held: Held,
+        scale: Tensor | None,
+        bank: Tensor | None,
+        row: int,
+        marks: Marks,
         constants: Constants,
     ) -> Tensor:
-        """The product, in x's dtype."""
-        keep = ctx.needs_input_grad[1]
-        layout: Layout = "both" if keep else "rows"
-        x_rows, x_columns = cast_codes(x, DTYPES["activations"], input_scale, layout)
-        assert x_rows is not None
-        ctx.save_for_backward(x_columns, columns, input_scale, weight_scale, gradient_scale, seen)
-        ctx.constants, ctx.sizes = constants, (*x.shape, weight.shape[0])
+        """The product in the dtype of `constants`, unit scaling's factor on it."""
+        ctx.constants, ctx.marks, ctx.sizes = constants, marks, (*x.shape, weight.shape[0])
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        scale_x, scale_w = _inverse(input_scale, constants.output, x), _inverse(weight_scale, 1.0, x)
+        layout: Layout = "both" if constants.keep and ctx.needs_input_grad[1] else "rows"
+        held = hold(x, DTYPES["activations"], scale, layout, bank, row)
+        assert held.rows is not None
+        assert weight_held.rows is not None
+        if constants.keep:
+            ctx.save_for_backward(held.columns, weight_held.columns, scale, weight_held.scale)
         if bias is not None:
-            bias = _made_up(bias if constants.output == 1 else bias * constants.output, rows.shape[0])
-        found = product(x_rows, rows, scale_x, scale_w, bias, x.dtype, fast=True)
+            bias = _made_up(_times(bias, constants.output), weight_held.rows.shape[0])
+        found = product(
+            held.rows, weight_held.rows, _inverse(scale, constants.output, x), _inverse(weight_held.scale, 1.0, x),
+            bias, constants.dtype, fast=True,
+        )  # fmt: skip
         return _cut(found, x.shape[0], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradients of x, weight and bias, each in its tensor's dtype."""
-        x_columns, columns, input_scale, weight_scale, gradient_scale, seen = ctx.saved_tensors
+        x_columns, columns, x_scale, weight_scale = ctx.saved_tensors
         constants: Constants = ctx.constants
-        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
-        held = _cast_gradient(gradient, gradient_scale, seen, constants, of_input, of_weight)
         batch, width, height = ctx.sizes
-        result: list[Tensor | None] = [None] * 10
-        if held.rows is not None and columns is not None:
-            scale_g, scale_w = _inverse(held.scale, constants.input, gradient), _inverse(weight_scale, 1.0, gradient)
-            found = product(held.rows, columns, scale_g, scale_w, None, ctx.dtypes[0], fast=False)
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        held = _hold_gradient(gradient, ctx.marks, constants, of_input, of_weight)
+        result: list[Tensor | None] = [None] * 9
+        if held.rows is not None:
+            scales = _inverse(held.scale, constants.input, gradient), _inverse(weight_scale, 1.0, gradient)
+            found = product(held.rows, columns, *scales, None, ctx.dtypes[0], fast=False)
             result[0] = _cut(found, batch, width)
         if held.columns is not None:
-            scale_g, scale_x = _inverse(held.scale, constants.weight, gradient), _inverse(input_scale, 1.0, gradient)
-            found = product(held.columns, x_columns, scale_g, scale_x, None, ctx.dtypes[1], fast=False)
+            scales = _inverse(held.scale, constants.weight, gradient), _inverse(x_scale, 1.0, gradient)
+            found = product(held.columns, x_columns, *scales, None, ctx.dtypes[1], fast=False)
             result[1] = _cut(found, height, width)
         if of_bias:
-            result[2] = (gradient.sum(0, dtype=torch.float32) * constants.bias).to(ctx.dtypes[2])
+            result[2] = _times(gradient.sum(0, dtype=torch.float32), constants.bias).to(ctx.dtypes[2])
         return tuple(result)
 
 
-def _cast_gradient(
-    gradient: Tensor, scale: Tensor | None, seen: Tensor | None, constants: Constants, of_input: bool, of_weight: bool
-) -> Held:
-    """The gradient's codes in the layouts that are needed; what was seen of it is noted."""
+def _hold_gradient(gradient: Tensor, marks: Marks, constants: Constants, of_input: bool, of_weight: bool) -> Held:
+    """The gradient's codes in the layouts that are needed."""
     if not (of_input or of_weight):
-        return Held(None, None, None)
-    if seen is not None:
-        absmax = absmax_of(gradient)
-        if constants.follows:
-            scale = scale_for(absmax, E5M2, constants.margin)
-        note_gradient(seen, absmax, scale)
+        return Held()
     layout: Layout = "both" if of_input and of_weight else "rows" if of_input else "columns"
-    return Held(*cast_codes(gradient, DTYPES["gradients"], scale, layout), scale)
+    scale = _scale_gradient(gradient, marks, constants)
+    return hold(gradient, DTYPES["gradients"], scale, layout, marks.bank, marks.row)
 
 
-def note_gradient(seen: Tensor, absmax: Tensor, scale: Tensor | None) -> None:
-    """Notes the gradient's largest magnitude and its scale where the layer finds them: the last two of `seen`."""
-    assert scale is not None
-    seen.copy_(torch.stack((torch.maximum(seen[0], absmax), scale)))
+def _scale_gradient(gradient: Tensor, marks: Marks, constants: Constants) -> Tensor | None:
+    if marks.scale is None:
+        return None
+    absmax = absmax_of(gradient)
+    if marks.history is None or marks.absmax is None or marks.step is None or marks.forward_step is None:
+        scale = scale_for(absmax, E5M2, constants.margin)
+    else:
+        scale = gradient_scale(
+            marks.history, marks.absmax, marks.step, marks.forward_step, absmax, constants.first, constants.margin
+        )
+    marks.scale.copy_(scale)
+    return scale
 
 
 def _inverse(scale: Tensor | None, factor: float, like: Tensor) -> Tensor:
-    """What a product is multiplied by for an operand that was multiplied by `scale`, a power of two, times `factor`."""
+    """What a product is multiplied by for an operand that was multiplied by `scale`, a power of two; times `factor`."""
     if scale is None:
         return torch.full((), factor, dtype=torch.float32, device=like.device)
-    inverse = scale.reciprocal()
-    return inverse if factor == 1 else inverse * factor
+    return _times(scale.reciprocal(), factor)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    is_one = factor == 1.0  # a symbol, where a compiler keeps batches open, is never known to be
+    return x if is_one else x * factor
 
 
 def _made_up(bias: Tensor, size: int) -> Tensor:
@@ -124,7 +143,7 @@ def _made_up(bias: Tensor, size: int) -> Tensor:
 
 
 def _cut(found: Tensor, rows: int, columns: int) -> Tensor:
-    """The part that is not made-up zeros, in one piece."""
+    """The part that is not made up, in one piece."""
     if found.shape[1] != columns:
         return found[:rows, :columns].contiguous()
     return found if found.shape[0] == rows else found[:rows]

@@ -1,37 +1,82 @@
 """`Linear`: a linear layer whose three products run in FP8."""
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3
-from plimsoll.fp8._cast import cast_codes
-from plimsoll.fp8._function import Constants, Fp8Product, Held
-from plimsoll.fp8._recipe import Recipe, Scaling, checked
+from plimsoll.fp8 import _history as history_of
+from plimsoll.fp8._cached import check_unchanged, version_of
+from plimsoll.fp8._cast import Held, hold
+from plimsoll.fp8._counting import Counting, check_counting
+from plimsoll.fp8._function import Constants, Fp8Product, Marks
+from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
+from plimsoll.kernels._fp8 import padded
 from plimsoll.unit import _formulas
 from plimsoll.unit._constraints import Constraint
 from plimsoll.unit._formulas import Factors, root
+from plimsoll.unit._kinds import tag
 from plimsoll.unit.functional._products import resolved
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PASSING = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # what no copy and no pickle takes along
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` in FP8: weights and activations in E4M3, gradients in E5M2."""
+    """`torch.nn.Linear` whose products run in FP8: weights and activations in E4M3, gradients in E5M2.
+
+    Each tensor is cast once, to nearest even, with saturation: no overflow makes an Inf, and an Inf becomes the
+    format's largest value. NaN stays NaN, in outputs and gradients. Products are summed in float32 and rounded once to
+    the result's dtype: that of the input, or autocast's. Gradients have the dtypes of their tensors. FP8 units compute
+    on NVIDIA GPUs from compute capability 8.9 on; elsewhere float32 ones do, from the same codes.
+
+    Sizes that 16 does not divide are made up with zeros. float64 is refused. Parameters and their names are
+    torch.nn.Linear's. It compiles without graph breaks, never waits for the device, works under activation
+    checkpointing, DDP and FSDP2, and differentiates once.
+
+    *Scaling.* "unit": all scales are 1, as for tensors of unit scale they may be; the factors of unit scaling go into
+    the products' own scales and so cost nothing. "tensor": each tensor is multiplied by the largest power of two at
+    which its largest magnitude still fits, and the product by its inverse. With `history=0` that magnitude is found
+    first, so that the tensor is read twice; with N it is the largest of the last N steps, and values beyond saturate.
+    A step is a forward with its backward; the first finds its own magnitudes. Each rank has scales of its own, which
+    its own products undo; histories that are saved once for all ranks need `fp8.agree` before.
+
+    Args:
+        in_features: size of an input's last dimension.
+        out_features: size of an output's.
+        bias: whether a bias is added.
+        device: where the parameters are made.
+        dtype: theirs.
+        scaling: "unit" or "tensor".
+        constraint: with unit scaling, how the factors of output and input's gradient become one; see
+            `unit.functional.linear`, whose arithmetic this is.
+        factors: factors of one's own, in place of the ideal ones and the constraint; with either scaling.
+        history: with "tensor", 0 for the tensor's own magnitude, N for that of the last N steps.
+        margin: with "tensor", how many binades to leave free above the magnitude.
+
+    Raises `ArgumentError`.
+
+    >>> layer = Linear(64, 32)
+    >>> layer(torch.randn(8, 64)).shape, layer.casts()["gradients"]
+    (torch.Size([8, 32]), ('e5m2', 1.0))
+    """
 
     fp8_recipe: Recipe
-    fp8_scales: Tensor
-    fp8_seen: Tensor
+    fp8_first: bool  # no step has been seen yet
+    fp8_counting: Counting | None = None
+    fp8_caching: bool = False
+    fp8_cached: tuple[Held, int] | None = None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: Any = None,
         dtype: torch.dtype | None = None,
         *,
         scaling: Scaling = "unit",
@@ -41,23 +86,24 @@ class Linear(nn.Linear):
         margin: int = 0,
     ) -> None:
         scaling = checked("fp8.Linear", scaling, history, margin)
-        unit = scaling == "unit" or factors is not None
-        ideal = _formulas.linear(in_features, out_features)
-        own = {"factors": resolved("fp8.Linear", constraint, factors, ideal)} if unit else {}
-        recipe = Recipe(scaling=scaling, history=history, margin=margin, **own)
+        if scaling == "unit" or factors is not None:
+            factors = resolved("fp8.Linear", constraint, factors, _formulas.linear(in_features, out_features))
+        recipe = Recipe(scaling=scaling, history=history, margin=margin, factors=factors or NO_FACTORS)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.take_recipe(recipe)
-        if unit:
-            self.reset_parameters()
+        if scaling == "unit":
+            tag(self, weight="weight", bias="bias")
+        self.reset_parameters()
 
-    def take_recipe(self, recipe: Recipe) -> Self:
-        """Makes this layer, of whatever class of linear layers it was, one that follows `recipe`; returns it."""
-        self.fp8_recipe = recipe
+    def take_recipe(self, recipe: Recipe) -> None:
+        """Follows `recipe` from now on; what an earlier one has seen is forgotten."""
+        self.fp8_recipe, self.fp8_first = recipe, True
         device = self.weight.device
         if recipe.scaling == "tensor":
             self.register_buffer("fp8_scales", torch.ones(2, device=device), persistent=False)
-            self.register_buffer("fp8_seen", torch.tensor([0.0, 1.0], device=device), persistent=False)
-        return self
+            self.register_buffer("fp8_gradient_scale", torch.ones((), device=device), persistent=False)
+        if recipe.history:
+            history_of.add_buffers(self, recipe.history, device)
 
     def casts(self) -> dict[Role, tuple[str, float | Tensor]]:
         """What is cast, by role: the format's name, and the scale that values are multiplied by before.
@@ -66,67 +112,146 @@ class Linear(nn.Linear):
         """
         scales: tuple[float | Tensor, ...] = (1.0, 1.0, 1.0)
         if self.fp8_recipe.scaling == "tensor":
-            scales = (self.fp8_scales[0], self.fp8_scales[1], self.fp8_seen[1])
+            forward = self.get_buffer("fp8_scales")
+            scales = (forward[0], forward[1], self.get_buffer("fp8_gradient_scale"))
         return {role: (FORMATS[role].name, scale) for role, scale in zip(ROLES, scales, strict=True)}
 
+    def count_into(self, forward: Tensor | None, backward: Tensor | None, rows: Mapping[Role, int]) -> None:
+        """From now on casts also count what they read, at no extra read: a spectrum of each role in `rows`.
+
+        Activations and weights are counted into rows of the bank `forward`, gradients into one of `backward`, before
+        they are multiplied by their scale. Each cast empties its row first: a row holds the last call's tensor, as it
+        does with a tap of `watch`, and a forward that is repeated in the backward counts the same. A weight that comes
+        from `fp8.cached_weights` is not cast, so its row stays. Banks are `kernels.new_bank`s on the layer's device;
+        two, since compiled code loses counts where forward and backward share one. Empty `rows` end it. Copies and
+        pickles do not count. A compiled layer is compiled anew, and casts by the operator that counts.
+
+        Raises `ArgumentError`.
+        """
+        self.fp8_counting = check_counting(forward, backward, rows, self.weight.device)
+
     def reset_parameters(self) -> None:
-        """Draws parameters anew: as torch.nn.Linear does, or of unit variance and zero bias for unit scaling."""
+        """Draws parameters anew: as torch.nn.Linear does, or for unit scaling normal of unit variance, the bias zero.
+
+        Buffers of scaling begin anew, too: call this after `to_empty`.
+        """
         recipe: Recipe | None = getattr(self, "fp8_recipe", None)
-        if recipe is None or recipe.scaling != "unit":
+        if recipe is None:
+            return  # torch's constructor calls this before there is one
+        self.take_recipe(recipe)
+        if recipe.scaling != "unit":
             super().reset_parameters()
             return
         nn.init.normal_(self.weight)
-        if self.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        if cast("Tensor | None", self.bias) is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """The product, in the input's dtype, or autocast's."""
-        x = self._matrix(input)
-        recipe = self.fp8_recipe
-        keep = torch.is_grad_enabled()
+        """The product of (..., in_features) and the weight, in the input's dtype or autocast's."""
+        dtype = _result_dtype(input, self.in_features, self.weight)
+        x = input.reshape(-1, self.in_features)
+        recipe, training = self.fp8_recipe, torch.is_grad_enabled()
+        first = self.fp8_first
         with torch.no_grad():
-            weight = self._cast_weight(recipe, keep and x.requires_grad)
-            scale = self._scale_of(0, x, recipe)
+            if recipe.history and training:
+                history_of.begin_forward(self)
+                self.fp8_first = False
+            weight = self._hold_weight(training, training and x.requires_grad, first)
+            scale = self._scale(0, x, training, first)
+            marks = self._marks()
         factors = recipe.factors
         of_weight = root(x.shape[0]) if factors.weight is None else factors.weight
         constants = Constants(
-            factors.output, factors.inputs[0], of_weight, of_weight, recipe.scaling == "tensor", recipe.margin
+            factors.output,
+            factors.inputs[0],
+            of_weight / factors.moment,
+            dtype,
+            training,
+            margin=recipe.margin,
+            first=first,
+            bias=of_weight,
         )
-        seen = self.fp8_seen if recipe.scaling == "tensor" else None
-        found: Any = Fp8Product.apply(
-            x, self.weight, self.bias, weight.rows, weight.columns, weight.scale, scale, None, seen, constants
-        )
+        bank, row = self._row("activations")
+        found = cast("Tensor", Fp8Product.apply(x, self.weight, self.bias, weight, scale, bank, row, marks, constants))
         return found.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """The sizes, and how tensors are scaled."""
+        """torch's, how tensors are scaled, and the sizes they are made up to."""
         recipe = self.fp8_recipe
-        more = f", history={recipe.history}, margin={recipe.margin}" if recipe.scaling == "tensor" else ""
-        return f"{super().extra_repr()}, scaling={recipe.scaling!r}{more}"
+        said = [super().extra_repr(), f"scaling={recipe.scaling!r}"]
+        if recipe.scaling == "tensor":
+            said += [f"history={recipe.history}", f"margin={recipe.margin}"]
+        if self.is_padded:
+            said.append(f"made up to {padded(self.in_features)} by {padded(self.out_features)}")
+        return ", ".join(said)
 
-    def _matrix(self, x: Tensor) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ArgumentError(
-                f"fp8.Linear: expected an input of (..., {self.in_features}); got {tuple(x.shape)}. Check the layer "
-                "before."
-            )
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if dtype not in _DTYPES:
-            raise UnsupportedTensorError(
-                f"fp8.Linear: expected an input of float32, bfloat16 or float16; got {x.dtype}, shape "
-                f"{tuple(x.shape)}. Use x.float(): FP8 holds no more."
-            )
-        return x.to(dtype).reshape(-1, self.in_features)
+    @property
+    def is_padded(self) -> bool:
+        """Whether a size is not divisible by 16, so that tensors are made up with zeros."""
+        return bool(self.in_features % 16 or self.out_features % 16)
 
-    def _cast_weight(self, recipe: Recipe, both: bool) -> Held:
-        scale = self._scale_of(1, self.weight, recipe)
-        rows, columns = cast_codes(self.weight.detach(), DTYPES["weights"], scale, "both" if both else "rows")
-        return Held(rows, columns, scale)
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what passes with this very object: banks that are counted into, and weights in FP8."""
+        return {name: value for name, value in self.__dict__.items() if name not in _PASSING}
 
-    def _scale_of(self, index: int, x: Tensor, recipe: Recipe) -> Tensor | None:
+    def _scale(self, index: int, x: Tensor, training: bool, first: bool) -> Tensor | None:
+        """The scale of activations (0) or weights (1)."""
+        recipe = self.fp8_recipe
         if recipe.scaling == "unit":
             return None
-        scale = scale_for(absmax_of(x.detach()), E4M3, recipe.margin)
-        self.fp8_scales[index].copy_(scale)
+        if recipe.history:
+            scale = history_of.forward_scale(self, index, x, training, first, recipe.margin)
+        else:
+            scale = scale_for(absmax_of(x), E4M3, recipe.margin)
+        self.get_buffer("fp8_scales")[index].copy_(scale)
         return scale
+
+    def _hold_weight(self, training: bool, both: bool, first: bool) -> Held:
+        """The weight in FP8: the cached one, where there is one that has what is needed."""
+        weight = self.weight.detach()
+        if self.fp8_cached is not None and not (both and self.fp8_cached[0].columns is None):
+            check_unchanged(self.weight, self.fp8_cached[1])
+            return self.fp8_cached[0]
+        scale = self._scale(1, weight, training, first)
+        held = hold(weight, DTYPES["weights"], scale, "both" if both else "rows", *self._row("weights"))
+        if self.fp8_caching:
+            self.fp8_cached = held, version_of(self.weight)
+        return held
+
+    def _row(self, role: Role) -> tuple[Tensor | None, int]:
+        return (None, 0) if self.fp8_counting is None else self.fp8_counting.row(role)
+
+    def _marks(self) -> Marks:
+        bank, row = self._row("gradients")
+        recipe = self.fp8_recipe
+        if recipe.scaling == "unit":
+            return Marks(bank=bank, row=row)
+        marks = Marks(self.get_buffer("fp8_gradient_scale"), bank=bank, row=row)
+        if not recipe.history:
+            return marks
+        history, absmax, step = (self.get_buffer(name) for name in history_of.BACKWARD)
+        forward_step = self.get_buffer("fp8_step").clone()
+        return marks._replace(history=history, absmax=absmax, step=step, forward_step=forward_step)
+
+
+def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
+    """The dtype that the product of `x` has; refuses what cannot be multiplied."""
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ArgumentError(
+            f"fp8.Linear: expected an input of (..., {in_features}); got shape {tuple(x.shape)}. Check the layer "
+            "before."
+        )
+    for name, tensor in (("input", x), ("weight", weight)):
+        if hasattr(tensor, "placements"):
+            raise UnsupportedTensorError(
+                f"fp8.Linear: expected plain tensors; got a DTensor as {name}. Under FSDP2 call the sharded module "
+                "itself; keep tensor parallel layers out of FP8 (exclude=...)."
+            )
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedTensorError(
+                f"fp8.Linear: expected float32, bfloat16 or float16; got {name} of {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}. Use .float(): FP8 holds no more."
+            )
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return dtype if dtype in _DTYPES else x.dtype

@@ -7,14 +7,13 @@ result is rounded once to the output's dtype. On a CPU, and on GPUs without FP8 
 units add in another order, and some of them in fewer bits.
 """
 
-import functools
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.fp8._cast import MULTIPLE
+from plimsoll.kernels._fp8 import MULTIPLE
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HAS_UNITS = (8, 9)  # compute capability from which NVIDIA's GPUs multiply FP8
@@ -82,7 +81,6 @@ def public_scaled_mm(
     return cast("Tensor", found)
 
 
-@functools.cache
 def _has_units(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HAS_UNITS
 
@@ -98,8 +96,8 @@ def check(a: Tensor, b: Tensor) -> None:
     >>> check(a, torch.zeros(48, 32).to(torch.float8_e5m2).t())
     >>> check(a, torch.zeros(32, 48).to(torch.float8_e5m2))
     Traceback (most recent call last):
-    ...
-    plimsoll.errors.ArgumentError: fp8.check: expected b to lie column after column ...
+        ...
+    plimsoll.errors.ArgumentError: fp8.check: expected b to lie column after column; got b=(32, 48) of ...
     """
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in _CODES or x.dim() != 2:

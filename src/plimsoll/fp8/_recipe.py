@@ -1,7 +1,7 @@
 """What a layer does in FP8, as data: how its tensors are scaled, and the constants of unit scaling."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit._formulas import Factors
@@ -31,7 +31,7 @@ class Recipe:
 
 def checked(operation: str, scaling: object, history: object, margin: object) -> Scaling:
     """The scaling, all three checked; `ArgumentError` for what does not fit together."""
-    if scaling != "unit" and scaling != "tensor":
+    if scaling not in _NAMES:
         raise ArgumentError(
             f"{operation}: expected scaling to be one of {', '.join(_NAMES)}; got {scaling!r}. Take 'unit' for a "
             "unit-scaled model, 'tensor' for any other."
@@ -47,7 +47,7 @@ def checked(operation: str, scaling: object, history: object, margin: object) ->
             f"{operation}: expected history and margin with scaling='tensor' only; got history={history}, "
             f"margin={margin} with 'unit', whose scales are constants. Leave them out."
         )
-    return scaling
+    return cast("Scaling", scaling)
 
 
 def _check_count(operation: str, name: str, value: object, unit: str) -> None:

@@ -24,6 +24,7 @@ _BIAS = 127
 _FRACTION = (1 << 23) - 1
 _TOP_FIELD = 255  # of NaN and Inf
 _LEAST, _MOST = 1, 253  # exponent fields of a normal float32 whose inverse is normal too
+_TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) for fmt in (E4M3, E5M2)}
 
 
 def absmax_of(x: Tensor) -> Tensor:
@@ -35,14 +36,14 @@ def absmax_of(x: Tensor) -> Tensor:
 
 
 def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
-    """The largest power of two that leaves `margin` binades above float32 absmax values before `fmt` saturates.
+    """The largest power of two that leaves `margin` binades above a float32 absmax before `fmt` saturates.
 
-    Element by element. It is 1 where absmax is 0, or is not finite and so says nothing; and between 2**-126 and 2**126.
-    By integers: a logarithm would round values just below a power of two up to it.
+    It is 1 where absmax is 0, or is not finite and so says nothing; and always between 2**-126 and 2**126. By integers:
+    a logarithm would round values just below a power of two up to it.
     """
     bits = absmax.view(torch.int32)
     field, fraction = bits >> 23, bits & _FRACTION
-    top = int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))
+    top = _TOPS[fmt]
     shift = (top >> 23) - field - (fraction > (top & _FRACTION)).to(torch.int32) - margin
     scale = ((shift + _BIAS).clamp(_LEAST, _MOST) << 23).view(torch.float32)
     return torch.where((bits == 0) | (field == _TOP_FIELD), 1.0, scale)

@@ -1,0 +1,110 @@
+"""Which layers a conversion takes, and why it leaves the others."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.fp8._linear import Linear
+from plimsoll.unit import nn as unit_nn
+
+_TAKEN: tuple[type, ...] = (nn.Linear, Linear, unit_nn.Linear, unit_nn.LinearReadout)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A module with a product that stays as it was, and why."""
+
+    module: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Globs:
+    """What the user chose: globs to include (None: all) and to exclude."""
+
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, operation: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+    ) -> "Globs":
+        """The globs; `ArgumentError` for one that matches no module."""
+        globs = cls(include=None if include is None else _listed(include), exclude=_listed(exclude or ()))
+        names = [name for name, _ in modules_of(model)]
+        for argument, given in (("include", globs.include or ()), ("exclude", globs.exclude)):
+            for glob in given:
+                if not any(fnmatchcase(name, glob) for name in names):
+                    raise ArgumentError(
+                        f"{operation}: expected {argument} to match modules of the model; got {glob!r}, which matches "
+                        f"none. Its modules are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
+                    )
+        return globs
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module once, by its name; the root is "model"."""
+    found = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return [(name or "model", module) for name, module in found]
+
+
+def explicit(name: str, globs: Globs) -> bool:
+    """Whether the user included this very name."""
+    return globs.include is not None and name in globs.include
+
+
+def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | None:
+    """Why a module with a product stays as it is; None for one to convert, "" for one without a product."""
+    if not isinstance(module, nn.Linear):
+        return _why_no_layer(module)
+    if any(fnmatchcase(name, glob) for glob in globs.exclude):
+        return "excluded"
+    if globs.include is not None and not any(fnmatchcase(name, glob) for glob in globs.include):
+        return "not included"
+    if type(module) not in _TAKEN:
+        return f"its class {type(module).__name__} may have a forward of its own"
+    if globs.include is None and _is_readout(module) and not isinstance(module, Linear):
+        return "a readout, whose gradients come straight from the loss; include it by name to convert it"
+    return _why_no_weight(module, sharded)
+
+
+def _why_no_layer(module: nn.Module) -> str:
+    """A reason for modules that multiply by a matrix of their own, and are no linear layer."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ""
+    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
+    return f"its class {type(module).__name__} is no linear layer" if own else ""
+
+
+def _why_no_weight(module: nn.Linear, sharded: bool) -> str | None:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        return "its weight is no parameter of its own, but computed by a parametrization"
+    if hasattr(weight, "placements") and (cast("Any", weight).device_mesh.ndim > 1 or not sharded):
+        return "its weight is split for tensor parallelism"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {weight.dtype}"
+    return None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards the model: it gathers weights before they are used."""
+    return any(hasattr(module, "set_modules_to_forward_prefetch") for module in model.modules())
+
+
+def _is_readout(module: nn.Linear) -> bool:
+    kinds = getattr(module, "unit_kinds", {})
+    return isinstance(module, unit_nn.LinearReadout) or kinds.get("weight") == "readout"
+
+
+def _listed(globs: str | Sequence[str]) -> tuple[str, ...]:
+    return (globs,) if isinstance(globs, str) else tuple(globs)
