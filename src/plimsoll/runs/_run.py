@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs import _casts, _manifest, _names, _ranks, _spectra, _statistics
+from plimsoll.runs import _casts, _manifest, _names, _notebook, _ranks, _spectra, _statistics
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
@@ -252,6 +253,11 @@ class Run:
                 return
             if not new:
                 time.sleep(poll_seconds)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """What a notebook shows: the verdict, and the figure of loss and scale where it can draw it."""
+        del include, exclude
+        return {"text/plain": repr(self), **_notebook.shown(self)}
 
     def __repr__(self) -> str:
         series = sum(len(names) for names in self.tensors.values())

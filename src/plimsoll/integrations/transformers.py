@@ -1,0 +1,87 @@
+"""Hugging Face's `Trainer`, watched: ``Trainer(..., callbacks=[WatchCallback("runs/exp1")])``."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from plimsoll.diagnosis import Finding
+from plimsoll.errors import MissingExtraError
+from plimsoll.integrations._session import Session
+from plimsoll.watch import Watch
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise MissingExtraError(
+        "plimsoll.integrations.transformers: expected the package transformers; got none. "
+        "Install it: pip install 'plimsoll[transformers]'."
+    ) from error
+
+
+class WatchCallback(TrainerCallback):
+    """Records a training of `transformers.Trainer` into the folder `run`, and what it logs; judges it at the end.
+
+    - `guard`: keyword arguments of `plimsoll.Guard`, which then looks at the training while it goes on.
+    - `verdict`: whether the run is judged by `plimsoll.diagnose` at the end; alarms are warned of.
+    - `settings`: whatever else `plimsoll.watch` takes, as ``every=10`` or ``collect=("weights", "gradients")``.
+
+    A training that goes on from a checkpoint goes on in the same run, and replaces what that has of later steps.
+    Numbers that are logged keep their names; ``loss``, which is the mean since the last one logged, is recorded as
+    ``logged_loss``, since the watch has the loss of every step itself.
+    """
+
+    def __init__(
+        self,
+        run: "str | os.PathLike[str]",
+        *,
+        guard: Mapping[str, Any] | None = None,
+        verdict: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._session = Session("WatchCallback", run, settings, guard, verdict=verdict)
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self._session.path
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch, while a training goes on."""
+        return self._session.watch
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found at the end of the last training, by the process that is the first."""
+        return self._session.findings
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **others: Any,
+    ) -> None:
+        """Starts to watch."""
+        del args, control, others
+        assert model is not None  # the trainer hands it over
+        self._session.begin(model, [] if optimizer is None else [optimizer], None, state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Records what is logged."""
+        del args, state, control, others
+        self._session.log(logs or {})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Ends the watch, and judges the run."""
+        del args, control, others
+        self._session.end(judges=state.is_world_process_zero)

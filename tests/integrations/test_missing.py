@@ -1,0 +1,30 @@
+"""A trainer that is not installed is named with its install line; the room itself needs none."""
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import sys
+sys.modules[{package!r}] = None
+import plimsoll.integrations
+try:
+    import plimsoll.integrations.{module}
+except plimsoll.MissingExtraError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "line"),
+    [
+        ("lightning", "lightning.pytorch", "pip install 'plimsoll[lightning]'"),
+        ("transformers", "transformers", "pip install 'plimsoll[transformers]'"),
+        ("accelerate", "accelerate", "pip install accelerate"),
+    ],
+)
+def test_a_missing_trainer_is_named(module: str, package: str, line: str) -> None:
+    script = _SCRIPT.format(module=module, package=package)
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert line in told.stdout
