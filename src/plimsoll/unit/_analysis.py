@@ -12,18 +12,20 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from plimsoll.unit._balance import balanced
 from plimsoll.unit._capture import Captured
 from plimsoll.unit._changes import ONE, Factor, Left, NodeChange, ParameterChange, Port, Scale
 from plimsoll.unit._clusters import Cluster, clusters, free_edges
 from plimsoll.unit._constraints import Constraint, check_constraint
 from plimsoll.unit._coverage import check_aliases, left_of
-from plimsoll.unit._graph import Edge, Flow, base_name, flow, shape_of, tensor_ports
+from plimsoll.unit._graph import Edge, Flow, base_name, flow, tensor_ports
 from plimsoll.unit._ideal import Ideal, Site, mean, parameter_behind, times
+from plimsoll.unit._losses import incoming_factors
 from plimsoll.unit._parameters import parameter_changes
-from plimsoll.unit._residuals import Residuals, Tau, residuals
+from plimsoll.unit._residuals import Tau, residuals
 from plimsoll.unit._rules import ideal_of
 from plimsoll.unit._rules_measured import ENTRY, of_cluster
-from plimsoll.unit._ties import tied_ratios
+from plimsoll.unit._ties import tied_factors
 from plimsoll.unit._values import Values
 
 
@@ -47,19 +49,25 @@ class _Rules:
 
     graph: Flow
     nodes: Mapping[str, fx.Node]
-    found: Residuals
     clusters: Mapping[str, Cluster]
     free: frozenset[Edge]
     ideals: dict[str, Ideal]
-    constraint: Constraint
+    constraint: Constraint | None
+    potential: Mapping[str, float]
+    incoming: Mapping[str, Factor]
+
+    def ratio(self, edge: Edge, end: str) -> float:
+        """What the gradient is multiplied by on an edge into an operation, beyond what the value is."""
+        return self.potential.get(edge.source, 1.0) / self.potential.get(end, 1.0)
 
 
-def analyse(captured: Captured, *, constraint: Constraint = "gmean", residual_tau: Tau = None) -> Analysis:
+def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", residual_tau: Tau = None) -> Analysis:
     """The changes that bring every tensor of `captured` to unit scale, forward and backward.
 
     Args:
         captured: the graph.
-        constraint: how the factors of an operation become one, where its edges are no bridges.
+        constraint: how the factors of an operation become one, where its edges are no bridges. None: they do not;
+            every operation keeps its own each way, and gradients are corrected where paths meet (`_balance`).
         residual_tau: the weight of a residual branch: a number in (0, 1); one for each kind of branch ("attention",
             "mlp", "other"); None: 1 / (k + 1) for the k-th on a skip path, so that all of them count alike.
 
@@ -75,29 +83,30 @@ def analyse(captured: Captured, *, constraint: Constraint = "gmean", residual_ta
     return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph)
 
 
-def _rules(captured: Captured, graph: Flow, constraint: Constraint, tau: Tau) -> _Rules:
+def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: Tau) -> _Rules:
     values = Values(captured, frozenset(graph.carrying))
     together = clusters(graph)
-    measured = {one.exit: of_cluster(one, graph, values) for one in together.values()}
-    together = {name: one for name, one in together.items() if measured[one.exit] is not None}
     found = residuals(graph, tau, frozenset(together))
     ideals: dict[str, Ideal] = {}
-    moments: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name, node in graph.nodes.items():
         if node.op != "call_function":
             continue
         if name in together:
-            whole = measured[together[name].exit]
-            ideals[name] = whole if whole and together[name].exit == name else _inside(node)
+            cluster = together[name]
+            ideals[name] = of_cluster(cluster, graph, values, means) if cluster.exit == name else _inside(node)
         else:
             ports = {port: source for port, source in tensor_ports(node) if source.name in graph.nodes}
-            site = Site(node=node, flow=graph, ports=ports, moments=moments, values=values)
+            site = Site(node=node, flow=graph, ports=ports, means=means, values=values)
             ideals[name] = found.weighted(name, ideal_of(site))
-        moments[name] = ideals[name].moment
+        means[name] = ideals[name].mean
     nodes = {node.name: node for node in captured.graph.nodes}
+    free = free_edges(graph, together)
+    incoming, own = incoming_factors(graph, free, ideals, nodes)
+    potential = found.potential if constraint else balanced(graph, free, ideals, together, nodes, own)
     return _Rules(
-        graph=graph, nodes=nodes, found=found, clusters=together, free=free_edges(graph, together), ideals=ideals,
-        constraint=constraint,
+        graph=graph, nodes=nodes, clusters=together, free=free, ideals=ideals, constraint=constraint,
+        potential=potential, incoming=incoming,
     )  # fmt: skip
 
 
@@ -107,8 +116,7 @@ def _inside(node: fx.Node) -> Ideal:
 
 def _changes(rules: _Rules) -> dict[str, NodeChange]:
     outputs = {name: _output(name, ideal, rules) for name, ideal in rules.ideals.items()}
-    tied = tied_ratios(rules.graph, rules.free, rules.ideals, outputs, rules.nodes)
-    incoming = _incoming(rules)
+    tied = tied_factors(rules.graph, rules.free, rules.ideals, outputs, rules.nodes, rules.potential)
     changes: dict[str, NodeChange] = {}
     for name, ideal in rules.ideals.items():
         inputs: dict[Port, Scale] = {}
@@ -116,7 +124,7 @@ def _changes(rules: _Rules) -> dict[str, NodeChange]:
             weight = ideal.weights.get(edge.port, 1.0)
             inputs[edge.port] = Scale(forward=Factor(value=weight), backward=_backward(edge, rules, outputs, tied))
         inputs = {port: scale for port, scale in inputs.items() if not _is_one(scale)}
-        output = Scale(forward=outputs[name], backward=incoming.get(name, ONE))
+        output = Scale(forward=outputs[name], backward=rules.incoming.get(name, ONE))
         if inputs or not _is_one(output):
             changes[name] = NodeChange(operation=ideal.operation, why=ideal.why, output=output, inputs=inputs)
     return changes
@@ -140,7 +148,7 @@ def _bound(name: str, rules: _Rules) -> list[Edge]:
 def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
     """What multiplies an operation's result: its ideal factor, or the one that stands for both directions."""
     bound = [] if ideal.rigid else _bound(name, rules)
-    if not bound:
+    if not bound or rules.constraint is None:
         return ideal.output
     if name in rules.clusters:
         return mean(rules.constraint, [ideal.output, ideal.gradients[ENTRY]], rules.nodes)
@@ -151,34 +159,11 @@ def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
 def _backward(edge: Edge, rules: _Rules, outputs: Mapping[str, Factor], tied: Mapping[Edge, Factor]) -> Factor:
     """What multiplies the gradient that leaves an operation at one port."""
     if edge in tied:
-        return times(tied[edge], rules.found.ratio(edge))
+        return tied[edge]
     cluster = rules.clusters.get(edge.target)
     if cluster is not None and edge.source in cluster.nodes:
         return ONE
     end, port = (cluster.exit, ENTRY) if cluster else (edge.target, edge.port)
     if edge in rules.free:
         return rules.ideals[end].gradients.get(port, ONE)
-    return times(outputs[end], rules.ideals[edge.target].weights.get(edge.port, 1.0) * rules.found.ratio(edge))
-
-
-def _incoming(rules: _Rules) -> dict[str, Factor]:
-    """What multiplies the gradient that comes to a loss.
-
-    A loss that others are added to shares its paths with them, so what it would have had alone stands at the end of
-    them all: on the result that the model returns, the geometric mean of what they would have had.
-    """
-    found: dict[str, Factor] = {}
-    ends = {edge.source: edge for edge in rules.graph.into["output"]}
-    shared: list[Factor] = []
-    for name, ideal in rules.ideals.items():
-        if ideal.incoming.is_one:
-            continue
-        if all(edge in rules.free for edge in rules.graph.out_of[name]):
-            found[name] = ideal.incoming
-        elif not shape_of(rules.nodes[name]):
-            shared.append(ideal.incoming)
-    if shared and len(ends) == 1:
-        last, edge = next(iter(ends.items()))
-        if edge in rules.free and last in rules.ideals and last not in found:
-            found[last] = mean("gmean", shared, rules.nodes)
-    return found
+    return times(outputs[end], rules.ideals[edge.target].weights.get(edge.port, 1.0) * rules.ratio(edge, end))

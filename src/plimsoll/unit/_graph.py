@@ -8,7 +8,7 @@ is a bridge of the undirected graph. Two edges between the same operations are n
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import networkx as nx
 import torch
@@ -71,13 +71,25 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def is_open(node: fx.Node, dim: int) -> bool:
     """Whether the capture left a size open, so that it follows what comes."""
     value = value_of(node)
-    return isinstance(value, Tensor) and not isinstance(value.shape[dim], int)
+    return isinstance(value, Tensor) and fixed_size(value.shape[dim]) is None
+
+
+def fixed_size(size: object) -> int | None:
+    """A size that the model fixes, whatever comes; None for an open one. Export may write a fixed one as a symbol."""
+    if isinstance(size, torch.SymInt):
+        return size.node.maybe_as_int()
+    return int(size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
 def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
-    """Every node that `node` takes as an argument, and at which port."""
+    """Every node that `node` takes as an argument, and at which port.
+
+    Tensors that are broadcast against each other (in a loss) come out as they went in: each is its own member's.
+    """
     for position, argument in enumerate(node.args):
-        if isinstance(argument, fx.Node):
+        if isinstance(argument, fx.Node) and operation_of(argument) == "broadcast_tensors":
+            yield position, cast("list[fx.Node]", argument.args[0])[cast("int", node.args[1])]
+        elif isinstance(argument, fx.Node):
             yield position, argument
         elif isinstance(argument, list | tuple):
             for member, one in enumerate(argument):

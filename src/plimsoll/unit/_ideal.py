@@ -20,8 +20,8 @@ class Ideal:
     - `output`: multiplies the output forward. `gradients`: multiplies the gradient of each port; 1 for those not named.
     - `weights`: multiplies an input forward, as in a weighted sum.
     - `incoming`: multiplies the gradient that comes to the output: of a loss, whose own gradient is 1.
-    - `moment`: the root of the output's second moment against its standard deviation. Above 1 where the mean is not
-      zero, as behind a ReLU; a product sums the second moment, so the next factor takes it into account.
+    - `mean`: the output's mean against its standard deviation: not zero behind a ReLU. A product sums second moments,
+      and an activation depends on where its input lies, so what comes next takes it into account.
     - `rigid`: whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
     - `left`: why the operation is left as it is; None where it is not.
     """
@@ -32,7 +32,7 @@ class Ideal:
     gradients: dict[Port, Factor] = field(default_factory=dict[Port, Factor])
     weights: dict[Port, float] = field(default_factory=dict[Port, float])
     incoming: Factor = ONE
-    moment: float = 1.0
+    mean: float = 0.0
     rigid: bool = False
     left: str | None = None
 
@@ -41,13 +41,13 @@ class Ideal:
 class Site:
     """An operation in its surroundings, as a rule sees it.
 
-    - `ports`: the nodes whose tensors carry a gradient. `moments`: the moment of every node before this one.
+    - `ports`: the nodes whose tensors carry a gradient. `means`: the mean of every node before this one.
     """
 
     node: fx.Node
     flow: Flow
     ports: dict[Port, fx.Node]
-    moments: Mapping[str, float]
+    means: Mapping[str, float]
     values: Values
 
     @property
@@ -70,9 +70,13 @@ class Site:
         """Whether a parameter comes in at a port, as it is or seen otherwise (transposed, sliced)."""
         return parameter_behind(self.ports[port], self.flow) is not None
 
+    def mean(self, node: object) -> float:
+        """The mean of an argument against its standard deviation; 0 for what carries no gradient."""
+        return self.means.get(node.name, 0.0) if isinstance(node, fx.Node) else 0.0
+
     def moment(self, node: object) -> float:
-        """The moment of an argument: 1 for what carries no gradient."""
-        return self.moments.get(node.name, 1.0) if isinstance(node, fx.Node) else 1.0
+        """The root of an argument's second moment against its standard deviation."""
+        return (1 + self.mean(node) ** 2) ** 0.5
 
 
 # Operations that show a tensor otherwise, or some of its values, and change none.

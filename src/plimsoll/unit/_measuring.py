@@ -2,8 +2,7 @@
 
 The operation (or a cluster of them) is run on tensors of independent normal values, in float64, of the example's
 shapes, until 2^15 values of each have been seen (in at most 16 runs), with seeds of its own; tensors that carry no gradient (masks,
-positions) are as in the example. Forward: the standard deviation about the mean of all output values, and the root of
-their second moment. Backward, from a gradient of independent normal values: the root of the second moment of each
+positions) are as in the example. Forward: mean and standard deviation of all output values. Backward, from a gradient of independent normal values: the root of the second moment of each
 input's gradient. The factors are 1 / those. What is not finite is left out, as rows that a mask leaves empty are.
 """
 
@@ -22,31 +21,34 @@ _SEED = 0x5CA1E
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Scales: the output's standard deviation and root second moment, and those of the inputs' gradients."""
+    """The output's mean and standard deviation, and the root second moments of the inputs' gradients."""
 
+    mean: float
     std: float
-    root: float
     gradients: dict[str, float]
 
 
-def measured(function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]]) -> Measured | None:
-    """The scales of `function` on normal inputs of `shapes`; None where they are no positive numbers."""
+def measured(
+    function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
+) -> Measured | None:
+    """The scales of `function` on normal inputs of `shapes` and `means`; None where they are no positive numbers."""
     smallest = min((math.prod(shape) for shape in shapes.values()), default=0)
     if smallest == 0:
         return None
     runs = min(_RUNS, -(-_VALUES // smallest))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(_SEED)
-        sums = [_one(function, shapes) for _ in range(runs)]
+        sums = [_one(function, shapes, means) for _ in range(runs)]
     if any(one is None for one in sums):
         return None
     return _scales([one for one in sums if one is not None])
 
 
 def _one(
-    function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]]
+    function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
 ) -> dict[str, tuple[float, ...]] | None:
-    inputs = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
+    drawn = {name: torch.randn(shape, dtype=torch.float64) + means[name] for name, shape in shapes.items()}
+    inputs = {name: x.requires_grad_() for name, x in drawn.items()}
     output = function(inputs)
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
@@ -66,14 +68,15 @@ def _sums(x: Tensor) -> tuple[float, ...]:
 
 def _scales(runs: list[dict[str, tuple[float, ...]]]) -> Measured | None:
     roots: dict[str, float] = {}
-    std = 0.0
+    std = mean = 0.0
     for name in runs[0]:
         n, total, squares = (math.fsum(run[name][i] for run in runs) for i in range(3))
         if n == 0 or not math.isfinite(squares) or squares <= 0:
             return None
         roots[name] = (squares / n) ** 0.5
         if not name:
-            std = max(squares / n - (total / n) ** 2, 0.0) ** 0.5
-    if std < 1e-9 * roots[""]:
+            mean = total / n
+            std = max(squares / n - mean**2, 0.0) ** 0.5
+    if std < 1e-9 * roots.pop(""):
         return None
-    return Measured(std=std, root=roots.pop(""), gradients=cast("dict[str, float]", roots))
+    return Measured(mean=mean, std=std, gradients=cast("dict[str, float]", roots))

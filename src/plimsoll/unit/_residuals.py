@@ -12,7 +12,7 @@ from torch import fx
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit._changes import Port
-from plimsoll.unit._graph import Edge, Flow, base_name
+from plimsoll.unit._graph import Flow, base_name
 from plimsoll.unit._ideal import VIEWS, Ideal
 
 Tau = float | Mapping[str, float] | None
@@ -47,10 +47,6 @@ class Residuals:
             return ideal
         weights = {join.skip: (1 - join.tau) ** 0.5, join.branch: join.tau**0.5}
         return replace(ideal, weights=weights, why=f"residual ({join.kind}), tau {join.tau:.4g}")
-
-    def ratio(self, edge: Edge) -> float:
-        """What the gradient is multiplied by on an edge beyond what the value is: 1 but at a branch's ends."""
-        return self.potential.get(edge.source, 1.0) / self.potential.get(edge.target, 1.0)
 
 
 def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:

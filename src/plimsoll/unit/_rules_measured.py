@@ -19,27 +19,32 @@ ENTRY: Port = "entry"  # the port of a cluster
 def by_measurement(site: Site) -> Ideal:
     """The rule of an operation that is measured by itself."""
     node = site.node
-    found = _measured([node], {one.name: one for one in site.ports.values()}, site.values)
+    found = _measured([node], {one.name: one for one in site.ports.values()}, site.values, site.means)
     if found is None:
         return left(site, "no formula, and its scale cannot be measured")
     gradients: dict[Port, Factor] = {}
     for port, source in site.ports.items():
         if source.name in found.gradients:
             gradients[port] = Factor(value=1 / found.gradients[source.name])
-    return Ideal(operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients, moment=found.root / found.std)  # fmt: skip
+    return Ideal(operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients, mean=found.mean / found.std)  # fmt: skip
 
 
-def of_cluster(cluster: Cluster, flow: Flow, values: Values) -> Ideal | None:
-    """The rule of several operations that are one; None where they cannot be measured."""
+def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str, float]) -> Ideal:
+    """The rule of several operations that are one; what cannot be measured is left as it is."""
     inside = [node for name, node in flow.nodes.items() if name in cluster.nodes]
-    found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values)
+    found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
     if found is None or cluster.entry not in found.gradients:
-        return None
+        return Ideal(
+            operation=base_name(flow.nodes[cluster.exit]),
+            why="left as it is",
+            rigid=True,
+            left="written in several operations, and their scale cannot be measured",
+        )
     last = flow.nodes[cluster.exit]
     output, back = Factor(value=1 / found.std), Factor(value=1 / found.gradients[cluster.entry])
     if base_name(last) in ("softmax", "_softmax"):
         output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
-    return Ideal(operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output, gradients={ENTRY: back}, moment=found.root / found.std)  # fmt: skip
+    return Ideal(operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output, gradients={ENTRY: back}, mean=found.mean / found.std)  # fmt: skip
 
 
 def left(site: Site, why: str) -> Ideal:
@@ -47,7 +52,9 @@ def left(site: Site, why: str) -> Ideal:
     return Ideal(operation=site.operation, why="left as it is", rigid=True, left=why)
 
 
-def _measured(nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: Values) -> Measured | None:
+def _measured(
+    nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: Values, means: Mapping[str, float]
+) -> Measured | None:
     """The scales of operations one after the other; what has been measured once (in another layer) is not again."""
 
     def run(inputs: Mapping[str, Tensor]) -> Any:
@@ -58,15 +65,16 @@ def _measured(nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: 
 
     def measure() -> Measured | None:
         try:
-            found = measured(run, {name: shape_of(node) for name, node in sources.items()})
+            found = measured(run, {name: shape_of(node) for name, node in sources.items()}, centres)
         except NoValueError:
             return None
         except (RuntimeError, NotImplementedError):  # an operation that has no float64, or no backward
             return None
         return found and replace(found, gradients={order[name]: one for name, one in found.gradients.items()})
 
+    centres = {name: means.get(name, 0.0) for name in sources}
     order = {name: str(position) for position, name in enumerate(sources)}
-    found = values.remembered(_signature(nodes, sources), measure)
+    found = values.remembered(_signature(nodes, sources) + repr(list(centres.values())), measure)
     names = list(sources)
     return found and replace(found, gradients={names[int(one)]: scale for one, scale in found.gradients.items()})
 

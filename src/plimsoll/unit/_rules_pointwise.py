@@ -7,18 +7,18 @@ from torch import fx
 from plimsoll.unit._changes import Factor, Port
 from plimsoll.unit._graph import shape_of
 from plimsoll.unit._ideal import VIEWS, Ideal, Rule, Site, following
-from plimsoll.unit._nonlinear import moment, nonlinear
+from plimsoll.unit._nonlinear import off_centre
 
 
 def _activation(site: Site) -> Ideal:
     name = site.operation
     if name == "gelu" and site.argument(1, "approximate", "none") == "tanh":
         name = "gelu_tanh"
-    ideal = nonlinear(name)
+    ideal, mean = off_centre(name, site.mean(site.node.args[0]))
     gradients: dict[Port, Factor] = dict.fromkeys(site.ports, Factor(value=ideal.inputs[0]))
     return Ideal(
         operation=site.operation, why="by integration under the normal density", output=Factor(value=ideal.output),
-        gradients=gradients, moment=moment(name),
+        gradients=gradients, mean=mean,
     )  # fmt: skip
 
 
@@ -39,9 +39,9 @@ def _norm(site: Site) -> Ideal:
 
 
 def _keeping(site: Site) -> Ideal:
-    moments = [site.moment(source) for source in site.ports.values()]
-    root = (sum(one**2 for one in moments) / len(moments)) ** 0.5 if moments else 1.0
-    return Ideal(operation=site.operation, why="keeps the scale", moment=root, rigid=True)
+    means = [site.mean(source) for source in site.ports.values()]
+    mean = sum(means) / len(means) * (-1 if site.operation == "neg" else 1)
+    return Ideal(operation=site.operation, why="keeps the scale", mean=mean, rigid=True)
 
 
 POINTWISE: dict[str, Rule] = {

@@ -40,9 +40,8 @@ def _addition(site: Site) -> Ideal:
     if len(terms) == 2 and shape_of(site.node) and alpha == 1:
         counts = [_terms(site.ports[port], site) for port in terms]
         weights = {port: (count / sum(counts)) ** 0.5 for port, count in zip(terms, counts, strict=True)}
-    moments = [site.moment(site.ports[port]) for port in terms]
-    root = (sum(one**2 for one in moments) / len(moments)) ** 0.5 if moments else 1.0
-    return Ideal(operation=name, why="n^-1/2 for n terms", gradients=gradients, weights=weights, moment=root, rigid=True)  # fmt: skip
+    mean = sum(weights.get(port, 1.0) * site.mean(site.ports[port]) for port in terms)
+    return Ideal(operation=name, why="n^-1/2 for n terms", gradients=gradients, weights=weights, mean=mean, rigid=True)  # fmt: skip
 
 
 def _terms(node: fx.Node, site: Site) -> int:
@@ -60,7 +59,7 @@ def _multiplication(site: Site) -> Ideal:
         if not shape_of(site.node) or other == 0:
             return Ideal(operation=site.operation, why="a loss's weight, kept", rigid=True)
         factor = Factor(value=1 / abs(other) if site.operation == "mul" else abs(other))
-        return Ideal(operation=site.operation, why="a constant, undone", output=factor, gradients=dict.fromkeys(site.ports, factor), moment=site.moment(site.node.args[0]))  # fmt: skip
+        return Ideal(operation=site.operation, why="a constant, undone", output=factor, gradients=dict.fromkeys(site.ports, factor), mean=site.mean(site.node.args[0]))  # fmt: skip
     if site.operation == "div" and 1 in site.ports:
         return left(site, "a quotient of two tensors that both depend on parameters")
     return _gate(site)
@@ -76,7 +75,7 @@ def _gate(site: Site) -> Ideal:
     activations = len(moments) > 1
     return Ideal(
         operation=site.operation, why="a product at unit second moments", gradients=gradients, rigid=whole == 1.0 or not activations,
-        output=Factor(value=1 / whole) if activations else Factor(), moment=1.0 if activations else whole,
+        output=Factor(value=1 / whole) if activations else Factor(), mean=math.prod(site.mean(site.ports[port]) for port in moments) / whole if activations else site.mean(site.ports[next(iter(moments))]) if moments else 0.0,
     )  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def _reduction(site: Site) -> Ideal:
 def _expansion(site: Site) -> Ideal:
     source = cast("fx.Node", site.node.args[0])
     n = max(math.prod(shape_of(site.node)) / max(math.prod(shape_of(source)), 1), 1.0)
-    return Ideal(operation=site.operation, why="n^-1/2 for n copies", gradients={0: Factor(value=n**-0.5)}, moment=site.moment(source), rigid=True)  # fmt: skip
+    return Ideal(operation=site.operation, why="n^-1/2 for n copies", gradients={0: Factor(value=n**-0.5)}, mean=site.mean(source), rigid=True)  # fmt: skip
 
 
 SUMS: dict[str, Rule] = {

@@ -3,16 +3,21 @@
 What `NodeChange` means is written here a second time, independently of the converted model.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from plimsoll.unit._capture import Captured
+from plimsoll.unit._analysis import Analysis, analyse
+from plimsoll.unit._capture import Captured, capture
 from plimsoll.unit._changes import Factor, NodeChange, ParameterChange, Scale
+from plimsoll.unit._constraints import Constraint
 from plimsoll.unit._graph import base_name, operation_of
+from tests.unit.models import MODELS
 
 
 class _Multiplied(torch.autograd.Function):
@@ -124,3 +129,34 @@ def run(
             arguments.append(constant.clone())
     carried = Carried(captured, changes, true=true)
     return carried, carried.run(*arguments, enable_io_processing=False)
+
+
+@functools.cache
+def captured(name: str) -> Captured:
+    """A model of `MODELS`, captured in float64: once for all tests of a process."""
+    case = MODELS[name]()
+    example = pytree.tree_map(_double, case.example)
+    return capture(case.model.double(), example)
+
+
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@functools.cache
+def analysed(name: str, constraint: Constraint | None = "gmean") -> Analysis:
+    return analyse(captured(name), constraint=constraint)
+
+
+def inputs_of(captured: Captured) -> list[Any]:
+    """The example's inputs, those of floating point with a gradient."""
+    leaves = pytree.tree_leaves((captured.args, dict(captured.kwargs)))
+    return [x.clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in leaves]
+
+
+def back(carried: Carried, outputs: tuple[str, ...]) -> None:
+    """One backward: of 1 from a loss, of independent normal values from other outputs."""
+    ends = [carried.kept[name] for name in outputs]
+    generator = torch.Generator().manual_seed(4)
+    seeds = [torch.randn(end.shape, generator=generator, dtype=end.dtype) if end.dim() else None for end in ends]
+    torch.autograd.backward(ends, seeds)
