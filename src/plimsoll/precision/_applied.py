@@ -47,7 +47,7 @@ class Applied:
                 self.fp8.take_back()
             raise
         if self.fp8 is not None and not self.computing.native:
-            self.fp8.narrow_inputs(root, self.computing.switch, torch.bfloat16)
+            self.fp8.narrow_outputs(root, self.computing.switch, torch.bfloat16)
         self._handles = list(self._wide_outputs(root, stage.level))
 
     def take_back(self) -> None:

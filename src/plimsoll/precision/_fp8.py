@@ -8,10 +8,11 @@ What a policy says of modules comes first: a layer that a rule puts into another
 rule does, is no FP8 layer; a rule of "e4m3" names one that would be left out otherwise.
 """
 
+import contextlib
 import glob
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,8 +21,7 @@ from plimsoll.emulate._modules import cast_floating, named_modules
 from plimsoll.emulate._regions import Switch
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
-from plimsoll.fp8 import Linear, convert
-from plimsoll.fp8._convert import Left
+from plimsoll.fp8 import Left, Linear, cached_weights, convert
 from plimsoll.precision._distributed import is_sharded_itself
 from plimsoll.precision._policy import Policy
 from plimsoll.unit import nn as unit_nn
@@ -34,6 +34,7 @@ Scaling = Literal["unit", "tensor"]
 FP8 = ModulePlan.of("e4m3")
 _ROOT = "model"
 _NOT_UNIT_SCALED = "it is not unit-scaled"
+_TAKEN = (nn.Linear, unit_nn.Linear, unit_nn.LinearReadout)
 _NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its weight is read, the module never runs
 
 
@@ -43,6 +44,7 @@ class Layers:
     def __init__(self, root: nn.Module, scaling: Scaling, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
         self._before = [_Attributes(module) for _, module in named_modules(root, twice=False)]
         self._handles: list[Any] = []
+        self._root, self._held, self._holding = root, contextlib.ExitStack(), False
         self.left: tuple[Left, ...] = ()
         chosen, self.left = chosen_layers(root, scaling, rules)
         options: dict[str, Any] = {}
@@ -55,17 +57,31 @@ class Layers:
         except Exception:
             self.take_back()
             raise
+        self.left += _left_by_convert(root, chosen)
         _MADE.update(self._made)
 
-    def narrow_inputs(self, root: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
-        """Has the layers take their inputs in a 16-bit dtype while the switch is on, as under torch's own autocast."""
+    def narrow_outputs(self, root: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
+        """Has the layers give their outputs in a 16-bit dtype while the switch is on, as under torch's own autocast."""
         hook = _Narrowed(switch, dtype)
         for module in root.modules():
             if isinstance(module, Linear):
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hook, prepend=True))
+
+    def hold_weights(self) -> None:
+        """From now on each weight is cast once and kept in FP8, until `release_weights`."""
+        if not self._holding:
+            self._holding = True
+            self._held.enter_context(cached_weights(self._root))
+
+    def release_weights(self) -> None:
+        """Weights are cast anew at each use."""
+        self._holding = False
+        self._held.close()
 
     def take_back(self) -> None:
         """Makes all layers what they were."""
+        self.release_weights()
+        self.left = ()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -73,6 +89,13 @@ class Layers:
             self._before.pop().put_back()
         for module in [module for module in self._made if module in _MADE]:
             del _MADE[module]
+
+
+def _left_by_convert(root: nn.Module, chosen: Sequence[str]) -> tuple[Left, ...]:
+    """What was to become an FP8 layer, and could not."""
+    names = {name or _ROOT for name in chosen}
+    said: list[Left] = getattr(root, "fp8_left", [])
+    return tuple(Left(module=clean(left.module), why=left.why) for left in said if left.module in names)
 
 
 def other_rules(rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
@@ -92,19 +115,20 @@ def chosen_layers(
     said = _effective(root, rules)
     there = False
     for name, module in named_modules(root, twice=False):
-        kind = _MADE.get(module, type(module))
-        if issubclass(kind, Linear):
-            _check_scaling(name, cast("Linear", module), scaling)
+        if isinstance(module, Linear) and module not in _MADE:
+            _check_scaling(name, module, scaling)
             there = True
-        elif issubclass(kind, nn.Linear):
-            why = _why_not(kind, scaling, said[name])
-            if why is None:
-                chosen.append(name)
-            else:
-                left[clean(name) or _ROOT] = why
+            continue
+        if not issubclass(_MADE.get(module, type(module)), nn.Linear):
+            continue
+        why = _why_not(module, scaling, said[name])
+        if why is None:
+            chosen.append(name)
+        else:
+            left[clean(name) or _ROOT] = why
     if not chosen and not there:
         raise _nothing_to_do(root, scaling, left)
-    _check_sharding(root, chosen)
+    _check_sharding(root, [*chosen, *left])
     return chosen, tuple(Left(module=name, why=why) for name, why in left.items())
 
 
@@ -117,17 +141,19 @@ def _effective(root: nn.Module, rules: Mapping[str, ModulePlan]) -> dict[str, Mo
     return found
 
 
-def _why_not(kind: type[nn.Module], scaling: Scaling, said: ModulePlan | None) -> str | None:
+def _why_not(module: nn.Module, scaling: Scaling, said: ModulePlan | None) -> str | None:
+    """Why a linear layer is no FP8 layer; None for one that is to be."""
+    kind = _MADE.get(module, type(module))
     if kind.__name__ == _NEVER_CALLED:
         return "the attention around it multiplies by its weight"
     if said is not None and said != FP8:
         return f"the policy has it in {said.forward}"
-    if scaling == "tensor":
-        return None
-    if not issubclass(kind, unit_nn.Linear):
+    if kind not in _TAKEN:
+        return f"its class {kind.__name__} may have a forward of its own"
+    if scaling == "unit" and not issubclass(kind, unit_nn.Linear):
         return _NOT_UNIT_SCALED
     if issubclass(kind, unit_nn.LinearReadout) and said is None:
-        return "a readout, whose outputs are the logits; with_module(name, 'e4m3') takes it in"
+        return "a readout, whose gradients come straight from the loss; with_module(name, 'e4m3') takes it in"
     return None
 
 
@@ -194,10 +220,8 @@ class _Narrowed:
     def __init__(self, switch: Switch, dtype: torch.dtype) -> None:
         self._switch, self._dtype = switch, dtype
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._switch.on:
-            return None
-        return cast_floating(args, self._dtype), cast_floating(kwargs, self._dtype)
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+        return cast_floating(output, self._dtype) if self._switch.on else None
 
 
 inlined_only(_Narrowed.__call__)

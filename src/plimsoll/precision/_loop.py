@@ -164,6 +164,8 @@ class Loop(Interventions):
     def forward(self) -> Generator[None]:
         """The context of a training forward and its loss: the level's arithmetic holds inside, and only there."""
         self._enter("forward")
+        if self._accumulate > 1 and self._applied.fp8 is not None:
+            self._applied.fp8.hold_weights()
         try:
             with self._applied.computing.forward(), gradients_stay(self._model, not self._last_micro):
                 yield
@@ -218,6 +220,7 @@ class Loop(Interventions):
     def zero_grad(self) -> None:
         """Drops all gradients, and the micro-batches so far. The loop does so itself after every step."""
         self._drop_gradients()
+        self._release_weights()
         self._micro = self._forwards = 0
         self._losses.clear()
         self._batch.clear()
@@ -263,6 +266,7 @@ class Loop(Interventions):
         return stepped, retries
 
     def _finish(self) -> Stepped:
+        self._release_weights()
         with self._applied.computing.backward():
             if self.scaler is None:
                 return step_plainly(self.optimizers, self._clip_norm)
@@ -296,6 +300,10 @@ class Loop(Interventions):
         for call in self._after_steps:
             call()
         return outcome
+
+    def _release_weights(self) -> None:
+        if self._applied.fp8 is not None:
+            self._applied.fp8.release_weights()
 
     def _drop_gradients(self) -> None:
         for optimizer in self._applied.optimizers:

@@ -103,6 +103,6 @@ def _check_policy(policy: object, schedule: Schedule) -> None:
     by_data = any(stage.level.fp8 == "tensor" for stage in schedule.stages)
     if isinstance(policy, Policy) and (policy.fp8_history or policy.fp8_margin) and not by_data:
         raise ArgumentError(
-            "prepare: expected fp8_history and fp8_margin in a policy for fp8-tensor, whose scales follow the data; got "
-            f"one at {', '.join(stage.level.name for stage in schedule.stages)}. Take with_fp8(...) out."
+            "prepare: expected fp8_history and fp8_margin with fp8-tensor, whose scales follow the data; got a policy "
+            f"with them at {', '.join(stage.level.name for stage in schedule.stages)}. Take with_fp8(...) out."
         )
