@@ -48,7 +48,7 @@ class ToBF16(Remedy):
         half = next((n for n in where if any(p.dtype is _HALF for p in self.training.module(n).parameters())), None)
         if half is not None and loop is None:
             return f"the weights of {half} are torch.float16, which autocast does not change"
-        reason = "BF16 has FP32's range" if whole else "these modules alone leave FP16's range; BF16 has FP32's"
+        reason = "BF16 has FP32's range" if whole else "these modules alone leave their format's range; BF16 has FP32's"
         return self.order(finding, since, reason, before=self._present(), after="bf16", where=where, targets=where)
 
     def _run_of_loop(self, finding: Finding, since: int, loop: Any) -> Order | str:
