@@ -255,7 +255,7 @@ def _prepare_stack(stack: Any) -> None:
             reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
-    spread(stack, stack.layers)
+    spread(stack.layers, stack.layers)
 
 
 def _check_layer(operation: str, layer: object, wanted: type[nn.Module]) -> None:

@@ -1,0 +1,58 @@
+"""Two ranks under FSDP2 (gloo): kinds survive the parameters' replacement, and training is one process's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plimsoll.unit._kinds import kinds_of
+from plimsoll.unit.optim import AdamW
+from tests.unit.nn.distributed.problem import batch, loss_of, network
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parents[3])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, str(HERE / "worker.py"), str(folder)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_kinds_and_factors_survive_sharding(found):
+    model = network()
+    groups = AdamW(model, lr=0.1).param_groups
+    for rank in found:
+        assert rank["sharded"]
+        assert rank["kinds"] == kinds_of(model)
+        assert rank["factors"] == [(g["kind"], g["lr_factor"], len(g["params"])) for g in groups]
+
+
+def test_two_ranks_train_as_one_process_does(found):
+    model = network()
+    optimizer = AdamW(model, lr=0.1, weight_decay=0.001)
+    for step in range(3):
+        optimizer.zero_grad()
+        # Each rank scales for its own rows; so does one process by halves: the mean over ranks is that of the halves.
+        for half in range(2):
+            (loss_of(model, batch(step)[half::2]) * 0.5).backward()
+        optimizer.step()
+    start = network().state_dict()
+    for name, weight in model.state_dict().items():
+        for rank in found:
+            torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-3, atol=1e-3)
+    moved = max(float((start[name] - weight).abs().max()) for name, weight in model.state_dict().items())
+    assert moved > 0.1  # so that the comparison says something
