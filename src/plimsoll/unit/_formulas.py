@@ -16,14 +16,16 @@ class Factors:
     """What multiplies an operation's tensors: its output, the gradient of each input, those of its parameters.
 
     - `weight`: for the gradients of weight and bias; None: ``rows ** -1/2`` at run time, whatever batch comes.
+    - `moment`: the root mean square of the input, 1 where its mean is 0: the weight's gradient is divided by it too.
 
     >>> linear(256, 64)
-    Factors(output=0.0625, inputs=(0.125,), weight=None)
+    Factors(output=0.0625, inputs=(0.125,), weight=None, moment=1.0)
     """
 
     output: float
     inputs: tuple[float, ...]
     weight: float | None = None
+    moment: float = 1.0
 
 
 def root(terms: float) -> float:
@@ -51,7 +53,7 @@ def matmul(inner: int, left: int, right: int, out: int) -> Factors:
     An element of an operand meets ``out * inner / its elements`` gradients, whatever is broadcast.
 
     >>> matmul(64, 8 * 64, 64 * 16, 8 * 16)  # (8, 64) by (64, 16)
-    Factors(output=0.125, inputs=(0.25, 0.35...), weight=None)
+    Factors(output=0.125, inputs=(0.25, 0.35...), weight=None, moment=1.0)
     """
     return Factors(
         output=root(inner), inputs=tuple(root(out * inner / size) if size else 1.0 for size in (left, right))
@@ -115,9 +117,9 @@ def softmax(length: int, mult: float, spread: float, slope: float) -> Factors:
     return Factors(output=(length / spread) ** 0.5, inputs=((length / slope) ** 0.5 / mult,))
 
 
-def log_softmax(length: int, mult: float, squares: float) -> Factors:
-    """A log-softmax over many: as its input, less what is nearly a constant; backward the probabilities take part."""
-    return Factors(output=1 / mult, inputs=((1 - 2 / length + squares) ** -0.5 / mult,))
+def log_softmax(length: int, mult: float, spread: float, variance: float) -> Factors:
+    """A log-softmax: `variance` is of a logarithm; backward a gradient loses the part along the probabilities."""
+    return Factors(output=variance**-0.5, inputs=((1 - 1 / length + spread) ** -0.5 / mult,))
 
 
 def attention(

@@ -50,11 +50,32 @@ def moments(length: int, mult: float) -> Moments:
     return Moments(squares=squares, spread=squares - 1 / length, slope=squares - 2 * cubes + pairs)
 
 
+def log_variance(lengths: Reals, mult: float) -> Reals:
+    """The variance of ``log p_i`` at each length, about its mean.
+
+    That of ``m x_i - log Z``, which is ``m^2 (1 - 2/n)`` and the variance of ``log Z``. For an exponential variable T,
+    ``P(log T - log Z > u)`` is ``phi_0(e^u)^n``, and log T alone has a variance of pi^2 / 6.
+    """
+    log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, 1200 + math.ceil(300 * mult))
+    step = log_t[1] - log_t[0]
+    phi = np.exp(-np.outer(np.exp(log_t), np.exp(mult * _X))) @ _DENSITY
+    survival = np.exp(lengths[:, None] * np.log(np.maximum(phi, 1e-300)))
+    ends = step * (survival[:, 0] + survival[:, -1]) / 2
+    first = survival.sum(1) * step - ends
+    # The trapezoid rule misses step^2 / 6 where the integrand 2 (u - u_0) P begins with a slope of 2.
+    second = (2 * (log_t - log_t[0]) * survival).sum(1) * step + step**2 / 6
+    return mult**2 * (1 - 2 / lengths) + second - first**2 - math.pi**2 / 6
+
+
 @functools.cache
-def softmax_curves(mult: float) -> tuple[Curve, Curve]:
-    """Of `spread` and of `slope`."""
+def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
+    """Of `spread`, of `slope`, and of the variance of a logarithm over the length."""
     squares, cubes, pairs = _integrals(_LENGTHS, mult)
-    return _fitted(squares - 1 / _LENGTHS), _fitted(squares - 2 * cubes + pairs)
+    return (
+        _fitted(squares - 1 / _LENGTHS),
+        _fitted(squares - 2 * cubes + pairs),
+        _fitted(log_variance(_LENGTHS, mult) / _LENGTHS),
+    )
 
 
 Attention = tuple[Curve, Curve, Curve]
@@ -88,12 +109,12 @@ def along(curve: Curve, length: float) -> float:
 
 def _integrals(lengths: Reals, mult: float) -> tuple[Reals, Reals, Reals]:
     """The means of ``sum p^2``, ``sum p^3`` and ``(sum p^2)^2`` at each length."""
-    powers = np.exp(mult * _X)
     log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 9, 10 * mult + 5, 40 * math.ceil(10 + 2.5 * mult))
-    t, width = np.exp(log_t), log_t[1] - log_t[0]
-    kernel = np.exp(-np.outer(t, powers)) * _DENSITY
+    width = log_t[1] - log_t[0]
+    product = np.exp(np.minimum(log_t[:, None] + mult * _X, 14.0))  # behind there the kernel is 0; no power is infinite
+    kernel = np.exp(-product) * _DENSITY
     # phi_j times t^j, so that neither becomes too large.
-    phi = [kernel.sum(1)] + [np.einsum("tx,tx->t", kernel, (t[:, None] * powers) ** j) for j in (2, 3, 4)]
+    phi = [kernel.sum(1)] + [np.einsum("tx,tx->t", kernel, product**j) for j in (2, 3, 4)]
     log_rest = np.log(np.maximum(phi[0], 1e-300))
     n = lengths[:, None]
     one, two = np.exp((n - 1) * log_rest), np.exp((n - 2) * log_rest)

@@ -118,7 +118,7 @@ def _convolved(
     """The convolution between its factors; the last two are how many terms the parameters' gradients sum over."""
     given = factors.weight
     x = multiplied(x, 1.0, factors.inputs[0])
-    weight = multiplied(weight, 1.0, root(of_weight) if given is None else given)
+    weight = multiplied(weight, 1.0, (root(of_weight) if given is None else given) / factors.moment)
     bias = None if bias is None else multiplied(bias, 1.0, root(of_bias) if given is None else given)
     return multiplied(plain(x, weight, bias), factors.output, 1.0)
 

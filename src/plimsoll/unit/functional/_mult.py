@@ -44,7 +44,7 @@ def largest(count: int) -> float:
 
 
 @torch.compiler.assume_constant_result
-def softmax_curves(mult: float) -> tuple[Curve, Curve]:
+def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
     """The curves of a softmax."""
     return _probabilities.softmax_curves(mult)
 

@@ -100,7 +100,7 @@ def _linear(
     of_weight = factors.weight
     if of_weight is None:
         of_weight = root(x.numel() // max(x.shape[-1], 1)) if x.numel() else 1.0
-    weight = multiplied(weight, 1.0, of_weight)
+    weight = multiplied(weight, 1.0, of_weight / factors.moment)
     bias = None if bias is None else multiplied(bias, 1.0, of_weight)
     out = torch.nn.functional.linear(multiplied(x, 1.0, factors.inputs[0]), weight, bias)
     return multiplied(out, factors.output, 1.0)

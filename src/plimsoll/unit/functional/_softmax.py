@@ -49,7 +49,7 @@ def softmax(
     length = input.shape[dim] if input.dim() else 1
     alpha, beta = 1.0, 1.0
     if length > 1:
-        spread, slope = (along(curve, length) for curve in softmax_curves(mult))
+        spread, slope, _ = (along(curve, length) for curve in softmax_curves(mult))
         ideal = _formulas.softmax(length, mult, spread, slope)
         alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
     x = multiplied(input, 1.0, beta)
@@ -64,10 +64,9 @@ def log_softmax(
     mult: float = 1.0,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.log_softmax` of `mult * input` at unit scale: 1 / mult forward and, for many classes, backward.
+    """`torch.log_softmax` of `mult * input` at unit scale: about 1 / mult both ways, for many classes.
 
-    Forward the logarithm of the sum counts as a constant, as it is for many classes: of sixteen the deviation is XX,
-    of two XX. Backward is exact. Arguments and exceptions are those of `softmax`.
+    Arguments and exceptions are those of `softmax`. Values keep their mean, below zero.
     """
     check_floating("log_softmax", input=input)
     check_constraint("log_softmax", constraint)
@@ -75,8 +74,8 @@ def log_softmax(
     length = input.shape[dim] if input.dim() else 1
     alpha, beta = 1.0, 1.0
     if length > 1:
-        squares = along(softmax_curves(mult)[0], length) + 1 / length
-        ideal = _formulas.log_softmax(length, mult, squares)
+        spread, _, variance = (along(curve, length) for curve in softmax_curves(mult))
+        ideal = _formulas.log_softmax(length, mult, spread, variance * length)
         alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
     x = multiplied(input, 1.0, beta)
     return multiplied(torch.log_softmax(x if mult == 1 else x * mult, dim, dtype), alpha, 1.0)
