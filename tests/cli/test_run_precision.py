@@ -214,11 +214,44 @@ def test_copies_and_pickles_are_plain_and_an_interrupt_leaves_nothing(start: Sta
     assert set(vars(model)) == keys and not model._forward_hooks
 
 
+# -- FP8
+
+
+def test_a_script_s_linear_layers_run_in_fp8_until_the_end(start: Start, said_here: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, parameters = [type(module) for module in model.modules()], list(model.parameters())
+    level = start("fp8-tensor", model, optimizer)
+    assert [type(model[0]), type(model[2])] == [pl.fp8.Linear] * 2 and not said_here
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    x = torch.randn(16, 8)
+    inside: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda *a: inside.append(a[2].dtype))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert inside == [torch.bfloat16] and loss.dtype == torch.float32 and model[0].weight.grad.dtype == torch.float32
+    level.end()
+    assert [type(module) for module in model.modules()] == before
+    assert model(x).dtype == torch.float32 and inside[1] == torch.float32
+
+
+def test_a_model_that_is_not_unit_scaled_is_refused_at_fp8_unit(start: Start, said_here: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 1))
+    start("fp8-unit", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "expected a unit-scaled model at fp8-unit" in said_here[0] and "goes on as it is" in said_here[0]
+    assert type(model[0]) is nn.Linear and not model._forward_hooks and "forward" not in vars(model)
+    scaled = nn.Sequential(pl.unit.nn.Linear(8, 32), pl.unit.nn.LinearReadout(32, 1))
+    start("fp8-unit", scaled, torch.optim.SGD(scaled.parameters(), lr=0.1))
+    assert type(scaled[0]) is pl.fp8.Linear and type(scaled[1]) is pl.unit.nn.LinearReadout and len(said_here) == 1
+
+
 # -- refusals
 
 
 def test_the_names_it_takes_are_the_levels_that_leave_the_loop() -> None:
-    assert UNCHANGED == ("fp32", "tf32", "amp-fp16", "amp-bf16")
+    assert UNCHANGED == ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp8-unit", "fp8-tensor")
     aliases = tuple(alias for alias, name in ALIASES.items() if name in UNCHANGED)
     assert (*UNCHANGED, *aliases) == _run.PRECISIONS
     assert level_for_scripts("O1") is LEVELS["amp-fp16"]
@@ -229,7 +262,6 @@ def test_the_names_it_takes_are_the_levels_that_leave_the_loop() -> None:
     [
         ("O2", "weights are cast and the optimizer's steps are others.* Use plimsoll.prepare"),
         ("bf16-kahan", "weights are cast and the optimizer's steps are others.* Use plimsoll.prepare"),
-        ("fp8-unit", "FP8 matrix products are not in this version.* plimsoll.prepare"),
         ("plan.toml", "which is no level. A plan or a schedule is carried out by plimsoll.prepare"),
     ],
 )

@@ -33,6 +33,7 @@ _MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKey
 Scaling = Literal["unit", "tensor"]
 FP8 = ModulePlan.of("e4m3")
 _ROOT = "model"
+_OTHER_CLASS = "its class"
 _NOT_UNIT_SCALED = "it is not unit-scaled"
 _TAKEN = (nn.Linear, unit_nn.Linear, unit_nn.LinearReadout)
 _NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its weight is read, the module never runs
@@ -122,13 +123,14 @@ def chosen_layers(
         if not issubclass(_MADE.get(module, type(module)), nn.Linear):
             continue
         why = _why_not(module, scaling, said[name])
+        if (why or "").startswith(_OTHER_CLASS) and is_sharded_itself(module):
+            raise _sharded_before(name)
         if why is None:
             chosen.append(name)
         else:
             left[clean(name) or _ROOT] = why
     if not chosen and not there:
         raise _nothing_to_do(root, scaling, left)
-    _check_sharding(root, [*chosen, *left])
     return chosen, tuple(Left(module=name, why=why) for name, why in left.items())
 
 
@@ -149,7 +151,7 @@ def _why_not(module: nn.Module, scaling: Scaling, said: ModulePlan | None) -> st
     if said is not None and said != FP8:
         return f"the policy has it in {said.forward}"
     if kind not in _TAKEN:
-        return f"its class {kind.__name__} may have a forward of its own"
+        return f"{_OTHER_CLASS} {kind.__name__} may have a forward of its own"
     if scaling == "unit" and not issubclass(kind, unit_nn.Linear):
         return _NOT_UNIT_SCALED
     if issubclass(kind, unit_nn.LinearReadout) and said is None:
@@ -183,14 +185,12 @@ def _check_scaling(name: str, module: Linear, scaling: Scaling) -> None:
         )
 
 
-def _check_sharding(root: nn.Module, chosen: Sequence[str]) -> None:
-    own = next((name for name in chosen if is_sharded_itself(root.get_submodule(name))), None)
-    if own is not None:
-        raise ArgumentError(
-            f"prepare: expected linear layers to be FP8 ones before fully_shard is applied to them; got "
-            f"{clean(own) or _ROOT}, which is sharded by itself. Call plimsoll.fp8.convert, then fully_shard, then "
-            "prepare."
-        )
+def _sharded_before(name: str) -> ArgumentError:
+    return ArgumentError(
+        "prepare: expected linear layers to be FP8 ones before fully_shard is applied to them; got "
+        f"{clean(name) or _ROOT}, which is sharded by itself. Call plimsoll.fp8.convert, then fully_shard, then "
+        "prepare."
+    )
 
 
 class _Attributes:

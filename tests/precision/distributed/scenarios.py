@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll as pl
+from plimsoll import fp8
 from plimsoll.precision import prepare
 from plimsoll.scaling._dynamic import DynamicScaler
 from tests.precision.training import batches, loss_of
@@ -119,6 +120,24 @@ def fsdp_fp16() -> Any:
     return trained(Net(), "fp16-master", sharded(FP16))
 
 
+def ddp_fp8() -> Any:
+    return trained(Net(), "fp8-tensor", DistributedDataParallel, accumulate=2)
+
+
+def ddp_fp8_late() -> Any:
+    return trained(Net(), "fp8-tensor", DistributedDataParallel, late=True)
+
+
+def fsdp_fp8() -> Any:
+    """Layers that were FP8 ones before each was sharded."""
+    return trained(fp8.convert(Net(), "tensor"), "fp8-tensor", sharded())
+
+
+def fsdp_fp8_whole() -> Any:
+    """Plain layers in a model that was sharded as a whole."""
+    return trained(Net(), "fp8-tensor", fully_shard, accumulate=2)
+
+
 def no_gradient_is_sent_before_the_last_micro_batch() -> Any:
     """Gradients of the first micro-batch differ between ranks: nothing has averaged them yet."""
     model = Net()
@@ -186,6 +205,7 @@ def refusals() -> Any:
         "other_dtype": (sharded(BF16)(Net()), "fp16-master"),
         "no_policy": (sharded()(Net()), "bf16-master"),
         "pure": (sharded(FP16)(Net()), "fp16-pure"),
+        "fp8_on_shards": (sharded()(Net()), "fp8-tensor"),
     }
     for name, (model, precision) in cases.items():
         try:

@@ -23,6 +23,10 @@ SAME: dict[str, tuple[Callable[[], Any], float]] = {
     "fsdp_accumulates": (lambda: trained(Net(), "fp32", accumulate=3), 1e-6),
     "fsdp_bf16": (lambda: trained(Net(), "bf16-master"), 8e-3),
     "fsdp_fp16": (lambda: trained(Net(), "fp16-master"), 2e-3),
+    "ddp_fp8": (lambda: trained(Net(), "fp8-tensor", accumulate=2), 9e-3),
+    "ddp_fp8_late": (lambda: trained(Net(), "fp8-tensor"), 9e-3),
+    "fsdp_fp8": (lambda: trained(Net(), "fp8-tensor"), 9e-3),
+    "fsdp_fp8_whole": (lambda: trained(Net(), "fp8-tensor", accumulate=2), 9e-3),
 }
 OTHERS = (
     "no_gradient_is_sent_before_the_last_micro_batch", "ddp_overflow", "fsdp_overflow", "one_ranks_loss_is_nan",
@@ -85,6 +89,10 @@ def test_no_rank_repeats_where_one_has_no_finite_loss(found: dict[str, list[Any]
             "fp16-master under fully_shard to be carried out by its mp_policy; got param_dtype torch.bfloat16",
         ),
         ("no_policy", "Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        (
+            "fp8_on_shards",
+            "got one, which is sharded by itself. Call plimsoll.fp8.convert, then fully_shard, then prepare",
+        ),
         ("pure", "Use fp16-master with MixedPrecisionPolicy(param_dtype=torch.float16)"),
     ],
 )
