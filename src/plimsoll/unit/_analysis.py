@@ -35,17 +35,19 @@ class Analysis:
 
     - `changes`: by node; one that is not here is carried out as it is. `parameters`: by name in the model, every name
       of a shared one. `left`: what was not converted, and why. `flow`: the graph that gradients flow through.
+    - `reasons`: by node, the rule's word on every operation that a gradient flows through, changed or not.
     """
 
     changes: Mapping[str, NodeChange]
     parameters: Mapping[str, ParameterChange]
     left: tuple[Left, ...]
     flow: Flow
+    reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """All that is known before the edges are looked at: the ideal factors, what is one operation, which edges are free."""
+    """All that is known before the edges are looked at: ideal factors, what is one operation, which edges are free."""
 
     graph: Flow
     nodes: Mapping[str, fx.Node]
@@ -80,7 +82,8 @@ def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", resi
     changes = _changes(rules)
     parameters, kept = parameter_changes(captured, graph, {name for name, one in rules.ideals.items() if one.left})
     left = [left_of(rules.nodes[name], ideal.left) for name, ideal in rules.ideals.items() if ideal.left]
-    return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph)
+    reasons = {name: ideal.why for name, ideal in rules.ideals.items()}
+    return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph, reasons=reasons)
 
 
 def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: Tau) -> _Rules:

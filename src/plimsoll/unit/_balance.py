@@ -38,8 +38,10 @@ def balanced(
         if any(edge in free for edge in edges.values()):
             known[name] = 1.0
             continue
-        parts = [_part(edge, end, graph) / (known[end] * _ideal_ratio(edge, end, ideals, nodes) * incoming.get(end, 1.0)) ** 2
-                 for (end, _), edge in edges.items()]  # fmt: skip
+        parts: list[float] = []
+        for (end, _), edge in edges.items():
+            own = known[end] * _ideal_ratio(edge, end, ideals, nodes) * incoming.get(end, 1.0)
+            parts.append(_part(edge, end, graph) / own**2)
         known[name] = math.fsum(parts) ** -0.5
     for name, cluster in clusters.items():
         known[name] = known[cluster.exit]

@@ -1,12 +1,12 @@
 """The graph of a model, as `torch.export` captures it for training, and where in the source a capture fails.
 
-The captured program is only read: what is built from it is ordinary modules. Sizes are left open (`Dim.AUTO`), so that a
-factor that depends on the batch can be told from a constant.
+The captured program is only read: what is built from it is ordinary modules. Sizes are left open (`Dim.AUTO`), so that
+a factor that depends on the batch can be told from a constant.
 """
 
 import inspect
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,18 +94,23 @@ def _arguments(example: object, operation: str) -> tuple[tuple[Any, ...], dict[s
     if isinstance(example, tuple):
         return cast("tuple[Any, ...]", example), {}
     if isinstance(example, Mapping):
-        named = dict(cast("Mapping[Any, Any]", example))
-        if all(isinstance(name, str) for name in named):
+        given = cast("Mapping[Any, Any]", example)
+        named: dict[str, Any] = {name: given[name] for name in given}
+        if all(isinstance(cast("object", name), str) for name in named):
             return (), named
     raise ArgumentError(
         f"{operation}: expected an example that is a tensor, a tuple of arguments or a mapping of keyword arguments; "
-        f"got {type(example).__name__}. Write a batch as the model is called with it: (x, y) for model(x, y)."
+        f"got {type(cast('object', example)).__name__}. Write a batch as the model is called with it: (x, y) for model(x, y)."
     )
 
 
 def _apart(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Every tensor of an example as a tensor of its own: export takes one tensor at two places for one input."""
-    copied = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, given)
+
+    def own(leaf: object) -> object:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    copied = pytree.tree_map(own, given)
     return cast("tuple[tuple[Any, ...], dict[str, Any]]", copied)
 
 
@@ -157,7 +162,7 @@ def _quiet() -> Generator[None]:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operation: str
 ) -> tuple[torch.export.ExportedProgram, bool]:
-    shapes = _open_shapes(model, args, kwargs)
+    shapes = _open_shapes(model, args, kwargs, operation)
     try:
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False), False
     except Exception as first:  # noqa: BLE001  (whatever torch.export raises; it has no tree of its own)
@@ -167,9 +172,15 @@ def _export(
             raise _refusal(first, model, operation) from first
 
 
-def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> dict[str, Any]:
     signature = inspect.signature(model.forward).parameters
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ArgumentError(
+            f"{operation}: expected an example that {type(model).__name__} can be called with; got {error}. Its "
+            f"arguments are {', '.join(signature)}."
+        ) from error
 
     def opened(leaf: object) -> object:
         return [torch.export.Dim.AUTO] * leaf.dim() if isinstance(leaf, Tensor) else None
@@ -184,9 +195,9 @@ def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _refusal(error: BaseException, model: nn.Module, operation: str) -> ArgumentError:
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): str(name) for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     place = _place(error.__traceback__, names)
-    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ") + "."
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         return ArgumentError(
             f"{operation}: expected a model whose control flow does not depend on the values of tensors; got a branch "
@@ -225,7 +236,8 @@ def _check_batch(program: torch.export.ExportedProgram, batch: int, model: nn.Mo
         value = node.meta.get("val")
         if node.op != "placeholder" or node.name not in own or not isinstance(value, Tensor) or not value.dim():
             continue
-        if isinstance(value.shape[0], int):
+        size: Any = value.shape[0]
+        if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:  # a fixed one may be a symbol
             raise ArgumentError(
                 f"{operation}: expected a model that takes any batch size; got {type(model).__name__}, which takes "
                 f"only {batch} rows of '{node.name}'. Write sizes from the input's shape: x.view(x.shape[0], -1)."

@@ -15,39 +15,26 @@ from plimsoll.unit._graph import Edge, Flow, base_name, bridges, shape_of, value
 
 _VALUES = frozenset(
     {
-        "add", "sub", "rsub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "abs", "exp", "expm1",
-        "log", "log1p", "tanh", "sigmoid", "erf", "relu", "silu", "gelu", "softplus", "clamp", "clamp_min", "clamp_max",
-        "sin", "cos", "maximum", "minimum", "elu", "leaky_relu", "logsigmoid", "masked_fill", "where", "true_divide",
+        "add", "sub", "rsub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "abs", "exp",
+        "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "relu", "silu", "gelu", "softplus", "clamp",
+        "clamp_min", "clamp_max", "sin", "cos", "maximum", "minimum", "elu", "leaky_relu", "logsigmoid", "masked_fill",
+        "where", "true_divide",
     }
 )  # fmt: skip
 _STATISTICS = frozenset(
-    {
-        "mean",
-        "sum",
-        "var",
-        "std",
-        "var_mean",
-        "std_mean",
-        "linalg_vector_norm",
-        "norm",
-        "amax",
-        "amin",
-        "max",
-        "logsumexp",
-    }
+    {"mean", "sum", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "amax", "amin", "logsumexp"}
 )
 _SHAPES = frozenset(
     {
-        "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "slice", "select", "chunk", "split", "getitem",
-        "cat", "stack", "to", "_to_copy", "contiguous", "clone", "type_as", "transpose", "permute", "flatten", "unflatten",
-        "split_with_sizes", "unbind", "narrow", "broadcast_to", "repeat", "roll", "float", "_unsafe_view",
+        "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "slice", "select", "chunk", "split",
+        "getitem", "cat", "stack", "to", "_to_copy", "contiguous", "clone", "type_as", "transpose", "permute",
+        "flatten", "unflatten", "split_with_sizes", "unbind", "narrow", "broadcast_to", "repeat", "roll",
+        "float", "_unsafe_view",
     }
 )  # fmt: skip
 _INSIDE = _VALUES | _STATISTICS | _SHAPES
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax"})
-_MASKING = frozenset(
-    {"masked_fill", "add", "where", "to", "view", "reshape", "unsqueeze", "masked_fill_", "maximum", "clamp"}
-)
+_MASKING = frozenset({"masked_fill", "add", "where", "to", "view", "reshape", "unsqueeze", "maximum", "clamp"})
 
 
 @dataclass(frozen=True, slots=True)

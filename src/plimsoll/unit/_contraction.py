@@ -43,7 +43,7 @@ class Contraction:
         return set[str]().union(*(self._of(operand) for operand in range(len(self.operands))))
 
     def _summed(self, letters: set[str]) -> Factor:
-        """n^-1/2 over some letters: as they come where one tensor has all the open ones, else at the example's sizes."""
+        """n^-1/2 over some letters: as they come if one tensor has all the open ones, else at the example's sizes."""
         places = {letter: self._place(letter) for letter in letters}
         opened = {letter for letter, (node, dim) in places.items() if is_open(node, dim)}
         fixed = math.prod(shape_of(node)[dim] for letter, (node, dim) in places.items() if letter not in opened)

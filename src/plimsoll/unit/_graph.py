@@ -39,10 +39,8 @@ class Edge:
 
 def operation_of(node: fx.Node) -> str:
     """The name of a node's operation without overload: "linear", "add", "getitem"; of an in-place one too ("add_")."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001  (the class of every node's target; torch exports no other name)
-        return target._schema.name.split("::")[1]  # noqa: SLF001
-    return getattr(target, "__name__", str(target))
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
 def base_name(node: fx.Node) -> str:
@@ -77,7 +75,7 @@ def is_open(node: fx.Node, dim: int) -> bool:
 def fixed_size(size: object) -> int | None:
     """A size that the model fixes, whatever comes; None for an open one. Export may write a fixed one as a symbol."""
     if isinstance(size, torch.SymInt):
-        return size.node.maybe_as_int()
+        return cast("int | None", size.node.maybe_as_int())
     return int(size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
@@ -102,7 +100,7 @@ def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
 
 def _floats(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return any(_floats(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
+        return any(_floats(one) for one in cast("list[object]", value))
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -82,12 +82,13 @@ class Site:
 # Operations that show a tensor otherwise, or some of its values, and change none.
 VIEWS = frozenset(
     {
-        "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten", "unflatten",
-        "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "getitem", "narrow", "to", "clone", "alias",
-        "_to_copy", "type_as", "movedim", "moveaxis", "swapaxes", "swapdims", "view_as", "reshape_as", "flip", "roll",
-        "index_select", "float", "half", "bfloat16", "double", "tensor_split", "numpy_T", "mT", "adjoint", "matrix_H",
-        "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "_unsafe_view", "rot90", "index", "gather", "detach_copy",
-        "take_along_dim", "diagonal", "tril", "triu", "lift_fresh_copy", "native_channel_shuffle", "unfold",
+        "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten",
+        "unflatten", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "getitem", "narrow",
+        "to", "clone", "alias", "_to_copy", "type_as", "movedim", "moveaxis", "swapaxes", "swapdims", "view_as",
+        "reshape_as", "flip", "roll", "index_select", "float", "half", "bfloat16", "double", "tensor_split",
+        "numpy_T", "mT", "adjoint", "matrix_H", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+        "_unsafe_view", "rot90", "index", "gather", "detach_copy", "take_along_dim", "diagonal", "tril", "triu",
+        "lift_fresh_copy", "native_channel_shuffle", "unfold",
     }
 )  # fmt: skip
 

@@ -1,9 +1,11 @@
 """Factors by measurement, of operations that have no formula.
 
 The operation (or a cluster of them) is run on tensors of independent normal values, in float64, of the example's
-shapes, until 2^15 values of each have been seen (in at most 16 runs), with seeds of its own; tensors that carry no gradient (masks,
-positions) are as in the example. Forward: mean and standard deviation of all output values. Backward, from a gradient of independent normal values: the root of the second moment of each
-input's gradient. The factors are 1 / those. What is not finite is left out, as rows that a mask leaves empty are.
+shapes, until 2^15 values of each have been seen (in at most 16 runs), with seeds of its own. Their means are those
+that the operations before them leave; tensors that carry no gradient (masks, positions) are as in the example. Forward:
+mean and standard deviation of all output values. Backward, from a gradient of independent normal values: the root of
+the second moment of each input's gradient. The factors are 1 / those. What is not finite is left out, as rows that a
+mask leaves empty are.
 """
 
 import math
@@ -39,9 +41,8 @@ def measured(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(_SEED)
         sums = [_one(function, shapes, means) for _ in range(runs)]
-    if any(one is None for one in sums):
-        return None
-    return _scales([one for one in sums if one is not None])
+    kept = [one for one in sums if one is not None]
+    return _scales(kept) if len(kept) == runs else None
 
 
 def _one(
@@ -53,7 +54,9 @@ def _one(
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
     seed = torch.randn(output.shape, dtype=output.dtype)
-    found = torch.autograd.grad(output, list(inputs.values()), seed, allow_unused=True)
+    found = cast(
+        "tuple[Tensor | None, ...]", torch.autograd.grad(output, list(inputs.values()), seed, allow_unused=True)
+    )
     sums = {"": _sums(output.detach())}
     for name, gradient in zip(inputs, found, strict=True):
         if gradient is not None:
@@ -79,4 +82,4 @@ def _scales(runs: list[dict[str, tuple[float, ...]]]) -> Measured | None:
             std = max(squares / n - mean**2, 0.0) ** 0.5
     if std < 1e-9 * roots.pop(""):
         return None
-    return Measured(mean=mean, std=std, gradients=cast("dict[str, float]", roots))
+    return Measured(mean=mean, std=std, gradients=roots)

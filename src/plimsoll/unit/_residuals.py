@@ -1,11 +1,12 @@
 """Residual additions: which additions join a branch to the path it left, and how both are weighted.
 
-A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. Its gradient would be small by sqrt(tau) all the way through;
-so it enters the branch unscaled and is multiplied by sqrt(tau) where it leaves it, at the branch's start.
+A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. Its gradient would be small by sqrt(tau) all the way
+through; so it enters the branch unscaled and is multiplied by sqrt(tau) where it leaves it, at the branch's start.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import networkx as nx
 from torch import fx
@@ -50,7 +51,7 @@ class Residuals:
 
 
 def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:
-    """The residual additions of `graph`, weighted by `tau`; those `inside` of an operation written in several are none."""
+    """The residual additions of `graph`, weighted by `tau`; those `inside` an operation written in several are none."""
     _check(tau)
     found = Residuals()
     depth: dict[str, int] = {}
@@ -120,11 +121,11 @@ def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
 
 def _check(tau: Tau) -> None:
     given = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
-    for kind, value in given.items():
+    for kind, value in cast("Mapping[str, object]", given).items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
             raise ArgumentError(
-                f"convert: expected residual_tau to lie between 0 and 1; got {value!r}{f' for {kind}' if kind else ''}. "
-                "0.5 weights a branch as its skip path; None weights all branches alike."
+                f"convert: expected residual_tau to lie between 0 and 1; got {value!r}"
+                f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all alike."
             )
     if isinstance(tau, Mapping) and set(tau) != {"attention", "mlp", "other"}:
         raise ArgumentError(

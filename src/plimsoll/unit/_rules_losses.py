@@ -21,7 +21,10 @@ def _loss(site: Site, own: float, dims: list[int], place: int) -> Ideal:
     mean = site.argument(place, "reduction", _MEAN) == _MEAN
     incoming = following(x, dims, 1.0) if mean else Factor()
     gradients: dict[Port, Factor] = dict.fromkeys(site.ports, Factor(value=own))
-    return Ideal(operation=site.operation, why="its value kept; n backward, and its own scale", gradients=gradients, incoming=incoming, rigid=True)  # fmt: skip
+    return Ideal(
+        operation=site.operation, why="its value kept; n backward, and its own scale", gradients=gradients,
+        incoming=incoming, rigid=True,
+    )  # fmt: skip
 
 
 def _classes(site: Site) -> tuple[int, list[int]]:

@@ -1,10 +1,11 @@
 """Rules by measurement: softmax, attention, pooling, activations without a formula, and clusters of operations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from plimsoll.unit._changes import Factor, Port
 from plimsoll.unit._clusters import Cluster
@@ -26,25 +27,27 @@ def by_measurement(site: Site) -> Ideal:
     for port, source in site.ports.items():
         if source.name in found.gradients:
             gradients[port] = Factor(value=1 / found.gradients[source.name])
-    return Ideal(operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients, mean=found.mean / found.std)  # fmt: skip
+    return Ideal(
+        operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients,
+        mean=found.mean / found.std,
+    )  # fmt: skip
 
 
 def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str, float]) -> Ideal:
     """The rule of several operations that are one; what cannot be measured is left as it is."""
     inside = [node for name, node in flow.nodes.items() if name in cluster.nodes]
+    last = flow.nodes[cluster.exit]
     found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
     if found is None or cluster.entry not in found.gradients:
-        return Ideal(
-            operation=base_name(flow.nodes[cluster.exit]),
-            why="left as it is",
-            rigid=True,
-            left="written in several operations, and their scale cannot be measured",
-        )
-    last = flow.nodes[cluster.exit]
+        why = "written in several operations, and their scale cannot be measured"
+        return Ideal(operation=base_name(last), why="left as it is", rigid=True, left=why)
     output, back = Factor(value=1 / found.std), Factor(value=1 / found.gradients[cluster.entry])
     if base_name(last) in ("softmax", "_softmax"):
         output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
-    return Ideal(operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output, gradients={ENTRY: back}, mean=found.mean / found.std)  # fmt: skip
+    return Ideal(
+        operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output,
+        gradients={ENTRY: back}, mean=found.mean / found.std,
+    )  # fmt: skip
 
 
 def left(site: Site, why: str) -> Ideal:
@@ -90,7 +93,10 @@ def _signature(nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node]) -> str:
 
 
 def _named(arguments: Any, called: Mapping[str, str]) -> str:
-    return repr(fx.node.map_arg(arguments, lambda node: called.get(node.name, f"given {node.name}")))
+    def name(node: fx.Node) -> str:
+        return called.get(node.name, f"given {node.name}")
+
+    return repr(cast("object", map_arg(arguments, name)))
 
 
 def _call(node: fx.Node, known: Mapping[str, Any], values: Values) -> Any:
@@ -102,13 +108,14 @@ def _call(node: fx.Node, known: Mapping[str, Any], values: Values) -> Any:
         fixed = values.of(one)
         return fixed.double() if isinstance(fixed, Tensor) and fixed.is_floating_point() else fixed
 
-    args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+    args = cast("tuple[Any, ...]", map_arg(node.args, value))
+    kwargs = cast("dict[str, Any]", map_arg(node.kwargs, value))
     name = operation_of(node)
     if name in ("to", "_to_copy", "float", "type_as"):
         return args[0]
     if name != base_name(node):
         args = (args[0].clone(), *args[1:])
-    return node.target(*args, **kwargs)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    return cast("Callable[..., Any]", node.target)(*args, **kwargs)
 
 
 def _by_length(softmax: fx.Node, source: fx.Node, factor: Factor) -> Factor:
@@ -147,14 +154,15 @@ def _attention(site: Site) -> Ideal:
 
 
 _POINTWISE = (
-    "elu", "selu", "celu", "leaky_relu", "hardtanh", "relu6", "hardswish", "hardsigmoid", "softplus", "mish", "logsigmoid",
-    "log_sigmoid", "exp", "expm1", "sin", "cos", "abs", "pow", "square", "clamp", "clamp_min", "clamp_max", "softsign", "hardshrink",
-    "softshrink", "tanhshrink", "threshold", "erf", "atan", "asinh", "maximum", "minimum", "prelu", "logcumsumexp", "logaddexp",
-    "glu", "cumsum",
+    "elu", "selu", "celu", "leaky_relu", "hardtanh", "relu6", "hardswish", "hardsigmoid", "softplus", "mish",
+    "logsigmoid", "log_sigmoid", "exp", "expm1", "sin", "cos", "abs", "pow", "square", "clamp", "clamp_min",
+    "clamp_max", "softsign", "hardshrink", "softshrink", "tanhshrink", "threshold", "erf", "atan", "asinh",
+    "maximum", "minimum", "prelu", "logcumsumexp", "logaddexp", "glu", "cumsum",
 )  # fmt: skip
 _POOLING = (
-    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "upsample_bilinear2d",
-    "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "amax", "amin", "logsumexp", "lp_pool2d",
+    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "amax", "amin",
+    "logsumexp", "lp_pool2d",
 )  # fmt: skip
 
 MEASURED: dict[str, Rule] = {

@@ -44,13 +44,14 @@ def _keeping(site: Site) -> Ideal:
     return Ideal(operation=site.operation, why="keeps the scale", mean=mean, rigid=True)
 
 
+_KEEPING = (
+    "dropout", "feature_dropout", "alpha_dropout", "masked_fill", "where", "cat", "stack", "neg", "pad",
+    "constant_pad_nd", "slice_scatter", "select_scatter", "reflection_pad2d", "replication_pad2d", "nan_to_num",
+)  # fmt: skip
+
 POINTWISE: dict[str, Rule] = {
     **dict.fromkeys(("gelu", "relu", "silu", "tanh", "sigmoid"), _activation),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"), _norm),
     **dict.fromkeys(VIEWS, _keeping),
-    **dict.fromkeys(
-        ("dropout", "feature_dropout", "alpha_dropout", "masked_fill", "where", "cat", "stack", "neg", "pad", "constant_pad_nd",
-         "slice_scatter", "select_scatter", "index_put", "reflection_pad2d", "replication_pad2d", "nan_to_num"),
-        _keeping,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(_KEEPING, _keeping),
+}

@@ -29,11 +29,9 @@ def _product(site: Site, found: Contraction, ports: Sequence[Port], why: str) ->
     return Ideal(operation=site.operation, why=why, output=times(found.forward, 1 / all_), gradients=gradients)
 
 
-def _with_bias(site: Site, ideal: Ideal, port: Port | None, rows: Factor, weight: float = 1.0) -> Ideal:
+def _with_bias(ideal: Ideal, port: Port | None, rows: Factor) -> Ideal:
     if port is not None:
         ideal.gradients[port] = rows
-        if weight != 1:
-            ideal.weights[port] = weight
     return ideal
 
 
@@ -43,7 +41,7 @@ def _linear(site: Site) -> Ideal:
     ports: list[Port] = [0, 1 if len(site.node.args) > 1 else "weight"]
     ideal = _product(site, found, ports, "fan_in^-1/2; fan_out^-1/2, rows^-1/2")
     rows = following(x, range(len(shape_of(x)) - 1), -0.5)
-    return _with_bias(site, ideal, site.port(2, "bias"), rows)
+    return _with_bias(ideal, site.port(2, "bias"), rows)
 
 
 def _matmul(site: Site) -> Ideal:
@@ -52,7 +50,7 @@ def _matmul(site: Site) -> Ideal:
 
 
 def _addmm(site: Site) -> Ideal:
-    """``beta * bias + alpha * (x @ w)``: the numbers are undone; what is added is a bias, or a term like the product."""
+    """A product and a bias, in one."""
     x, other = _node(site.node.args[1]), _node(site.node.args[2])
     ideal = _product(site, of_matmul(x, other), (1, 2), "n^-1/2 of what each sums over")
     bias = _node(site.node.args[0])
@@ -60,7 +58,7 @@ def _addmm(site: Site) -> Ideal:
         return ideal
     if len(shape_of(bias)) > 1 or not site.is_parameter(0):
         return left(site, "the term that is added to the product is no bias")
-    return _with_bias(site, ideal, 0, following(x, range(len(shape_of(x)) - 1), -0.5))
+    return _with_bias(ideal, 0, following(x, range(len(shape_of(x)) - 1), -0.5))
 
 
 def _einsum(site: Site) -> Ideal:
@@ -87,13 +85,15 @@ def _convolution(site: Site) -> Ideal:
     own = site.port(1, "weight")
     if own is not None:
         gradients[own] = times(places, 1 / moment)
-    made = Ideal(operation=site.operation, why="fan_in^-1/2; fan_out^-1/2, places^-1/2", output=Factor(value=ideal.output / moment), gradients=gradients)  # fmt: skip
+    why = "fan_in^-1/2; fan_out^-1/2, places^-1/2"
+    output = Factor(value=ideal.output / moment)
+    made = Ideal(operation=site.operation, why=why, output=output, gradients=gradients)
     outputs = times(places, step**-0.5) if transposed else places
-    return _with_bias(site, made, site.port(2, "bias"), outputs)
+    return _with_bias(made, site.port(2, "bias"), outputs)
 
 
 def _spread(given: Any, dims: int) -> tuple[int, ...]:
-    numbers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    numbers: tuple[int, ...] = tuple(cast("list[int]", given)) if isinstance(given, list | tuple) else (given,)
     return numbers * dims if len(numbers) == 1 else numbers
 
 

@@ -41,7 +41,8 @@ def _addition(site: Site) -> Ideal:
         counts = [_terms(site.ports[port], site) for port in terms]
         weights = {port: (count / sum(counts)) ** 0.5 for port, count in zip(terms, counts, strict=True)}
     mean = sum(weights.get(port, 1.0) * site.mean(site.ports[port]) for port in terms)
-    return Ideal(operation=name, why="n^-1/2 for n terms", gradients=gradients, weights=weights, mean=mean, rigid=True)  # fmt: skip
+    why = "n^-1/2 for n terms"
+    return Ideal(operation=name, why=why, gradients=gradients, weights=weights, mean=mean, rigid=True)
 
 
 def _terms(node: fx.Node, site: Site) -> int:
@@ -59,7 +60,9 @@ def _multiplication(site: Site) -> Ideal:
         if not shape_of(site.node) or other == 0:
             return Ideal(operation=site.operation, why="a loss's weight, kept", rigid=True)
         factor = Factor(value=1 / abs(other) if site.operation == "mul" else abs(other))
-        return Ideal(operation=site.operation, why="a constant, undone", output=factor, gradients=dict.fromkeys(site.ports, factor), mean=site.mean(site.node.args[0]))  # fmt: skip
+        mean = math.copysign(1.0, other) * site.mean(site.node.args[0])
+        why, gradients = "a constant, undone", dict.fromkeys(site.ports, factor)
+        return Ideal(operation=site.operation, why=why, output=factor, gradients=gradients, mean=mean)
     if site.operation == "div" and 1 in site.ports:
         return left(site, "a quotient of two tensors that both depend on parameters")
     return _gate(site)
@@ -72,11 +75,13 @@ def _gate(site: Site) -> Ideal:
     gradients = {
         port: times(broadcast(site, source), moments.get(port, 1.0) / whole) for port, source in site.ports.items()
     }
-    activations = len(moments) > 1
-    return Ideal(
-        operation=site.operation, why="a product at unit second moments", gradients=gradients, rigid=whole == 1.0 or not activations,
-        output=Factor(value=1 / whole) if activations else Factor(), mean=math.prod(site.mean(site.ports[port]) for port in moments) / whole if activations else site.mean(site.ports[next(iter(moments))]) if moments else 0.0,
-    )  # fmt: skip
+    mean = math.prod(site.mean(site.ports[port]) for port in moments)
+    if len(moments) < 2:  # by a gain, which starts at one, or by what carries no gradient
+        why = "a gain"
+        return Ideal(operation=site.operation, why=why, gradients=gradients, mean=mean if moments else 0.0, rigid=True)
+    why, output = "a product at unit second moments", Factor(value=1 / whole)
+    rigid = whole == 1.0
+    return Ideal(operation=site.operation, why=why, output=output, gradients=gradients, mean=mean / whole, rigid=rigid)
 
 
 def _reduction(site: Site) -> Ideal:
@@ -86,31 +91,37 @@ def _reduction(site: Site) -> Ideal:
     is_mean = site.operation in ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d") or "adaptive" in site.operation
     if not shape_of(site.node):
         incoming = following(source, range(len(shape)), 1.0) if is_mean and shape else Factor()
-        return Ideal(operation=site.operation, why="a loss, kept; its gradient that of a sum", incoming=incoming, rigid=True)  # fmt: skip
+        why = "a loss, kept; its gradient that of a sum"
+        return Ideal(operation=site.operation, why=why, incoming=incoming, rigid=True)
     n = max(math.prod(shape) / max(math.prod(shape_of(site.node)), 1), 1.0)
     # The squared mean of what is summed stays; its variance is divided by n.
     off_centre = site.moment(source) ** 2 - 1
     scale = (off_centre + 1 / n) ** 0.5 * (1 if is_mean else n)
     back = n if is_mean else 1.0
-    return Ideal(operation=site.operation, why="n^1/2 for a mean of n, n^-1/2 for a sum", output=Factor(value=1 / scale), gradients={0: Factor(value=back)})  # fmt: skip
+    why, output = "n^1/2 for a mean of n, n^-1/2 for a sum", Factor(value=1 / scale)
+    return Ideal(operation=site.operation, why=why, output=output, gradients={0: Factor(value=back)})
 
 
 def _expansion(site: Site) -> Ideal:
     source = cast("fx.Node", site.node.args[0])
     n = max(math.prod(shape_of(site.node)) / max(math.prod(shape_of(source)), 1), 1.0)
-    return Ideal(operation=site.operation, why="n^-1/2 for n copies", gradients={0: Factor(value=n**-0.5)}, mean=site.mean(source), rigid=True)  # fmt: skip
+    gradients: dict[Port, Factor] = {0: Factor(value=n**-0.5)} if 0 in site.ports else {}
+    why = "n^-1/2 for n copies"
+    return Ideal(operation=site.operation, why=why, gradients=gradients, mean=site.mean(source), rigid=True)
 
+
+_REDUCTIONS = (
+    "mean", "sum", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+)  # fmt: skip
+_EXPANSIONS = (
+    "expand", "expand_as", "repeat", "repeat_interleave", "broadcast_to", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "tile",
+)  # fmt: skip
 
 SUMS: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "rsub"), _addition),
     **dict.fromkeys(("mul", "div", "true_divide"), _multiplication),
-    **dict.fromkeys(
-        ("mean", "sum", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-        _reduction,
-    ),
-    **dict.fromkeys(
-        ("expand", "expand_as", "repeat", "repeat_interleave", "broadcast_to", "upsample_nearest1d", "upsample_nearest2d",
-         "upsample_nearest3d", "tile"),
-        _expansion,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_EXPANSIONS, _expansion),
+}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from plimsoll.unit._capture import Captured
@@ -37,7 +38,7 @@ class Values:
 
     def of(self, argument: Any) -> Any:
         """An argument of a node with every node in it replaced by its value."""
-        return fx.node.map_arg(argument, self._node)
+        return map_arg(argument, self._node)
 
     def _node(self, node: fx.Node) -> Any:
         if node.name not in self._known:
@@ -66,13 +67,17 @@ class Values:
         if node.target is operator.getitem or not arguments:
             return arguments, keywords
         # What is written in place is written to a copy: a buffer stays as it is.
-        return pytree.tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, arguments), keywords
+        return pytree.tree_map(_copied, arguments), keywords
 
     def _given_value(self, node: fx.Node) -> Any:
         value = self._given.get(node.name)
         if isinstance(value, Tensor) and value.device.type == "meta":
             raise NoValueError(node.name)
         return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _given(captured: Captured) -> dict[str, Any]:
