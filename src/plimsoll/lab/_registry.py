@@ -4,10 +4,12 @@ import difflib
 from collections.abc import Mapping
 
 from plimsoll.errors import ArgumentError
+from plimsoll.lab._audit import AUDIT
 from plimsoll.lab._clip import CLIP
 from plimsoll.lab._experiment import Experiment
+from plimsoll.lab._unit_quality import UNIT
 
-EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (CLIP,)}
+EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (CLIP, AUDIT, UNIT)}
 
 
 def experiment_named(name: str) -> Experiment:

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plimsoll.report._figure_audit import audit
     from plimsoll.report._figure_before import before_after
     from plimsoll.report._figure_codes import code_usage
     from plimsoll.report._figure_heatmap import heatmap
@@ -30,6 +31,7 @@ __all__ = [
     "FIGURES",
     "TEMPLATES",
     "Summary",
+    "audit",
     "before_after",
     "code_usage",
     "figure_for",
@@ -54,6 +56,7 @@ _HOME_OF = {
     "FIGURES": "_figures",
     "TEMPLATES": "_theme",
     "Summary": "_summary",
+    "audit": "_figure_audit",
     "before_after": "_figure_before",
     "code_usage": "_figure_codes",
     "figure_for": "_figures",

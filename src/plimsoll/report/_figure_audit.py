@@ -30,7 +30,7 @@ _DASHES = {"fp16": "solid", "e4m3": "dash", "e5m2": "dash"}
 _LEAST = (-32.0, 18.0)  # binades that are always shown: those of FP16, and room for the formats' names
 _MOST = 60.0  # binades above and below which marks stand at the edge
 _BAR, _GAP = 9, 17  # pixels of a format's bar, and from one to the next
-_NAMED_WORST = 3
+_NAMED_WORST, _APART = 3, 4  # how many are named, and how many rows lie between them at least
 
 
 def audit(before: Audit, after: Audit | None = None) -> "Figure":
@@ -53,13 +53,19 @@ def audit(before: Audit, after: Audit | None = None) -> "Figure":
         return nothing("audit figure", "Scale of every operation", "The model ran no operation on numbers.", meta)
     ticks = ticks_of([line.row for line in lines])
     low, high = _reach(lines)
-    traces = [t for d in DIRECTIONS for t in _traces(lines, d, low, high, two=after is not None)]
+    traces = _each_once([t for d in DIRECTIONS for t in _traces(lines, d, low, high, two=after is not None)])
     shown = before if after is None else after
     return made("audit figure", _title(before, after), _said(before, after), traces,
                 _layout(lines, ticks, low, high, shown), meta)  # fmt: skip
 
 
 register(audit)
+
+
+def _each_once(traces: list[Trace]) -> list[Trace]:
+    """The traces, of which the first of each name is in the legend."""
+    names = [trace["name"] for trace in traces]
+    return [{**trace, "showlegend": names.index(trace["name"]) == i} for i, trace in enumerate(traces)]
 
 
 def _title(before: Audit, after: Audit | None) -> str:
@@ -119,7 +125,7 @@ def _traces(lines: Sequence[Line], direction: Direction, low: float, high: float
     for look in _looks(two):
         places = [(i + look.off, place) for i, line in enumerate(lines) if (place := line.at(look.when, direction))]
         found += [_spans(places, axis, look), _marks(places, axis, look, low, high)]
-        found += _edges(places, axis, look, low, high)
+        found += _edges(places, axis, low, high)
     return found
 
 
@@ -132,8 +138,9 @@ def _spans(places: Sequence[tuple[float, Place]], axis: str, look: _Look) -> Tra
             across += [*middle(place.reading), None]
             down += [at, at, None]
     return {"type": "scatter", "mode": "lines", "x": across, "y": down, "xaxis": axis, "hoverinfo": "skip",
-            "line": {"color": look.colour, "width": look.width}, "opacity": 0.45, "showlegend": axis == "x",
-            "name": f"{look.when} 5 to 95 % of the values".strip(), "legendgroup": f"span {look.when}"}  # fmt: skip
+            "line": {"color": look.colour, "width": look.width}, "opacity": 0.45,
+            "name": f"{look.when}: 5 to 95 % of the values".strip(": "),
+            "legendgroup": f"span {look.when}"}  # fmt: skip
 
 
 def _marks(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: float, high: float) -> Trace:
@@ -142,16 +149,23 @@ def _marks(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: f
     mark = {"color": look.colour, "size": size, "symbol": look.symbol, "line": {"width": 1.5, "color": look.colour}}
     return {"type": "scatter", "mode": "markers", "x": [min(max(s, low), high) for _, _, s in shown],
             "y": [at for at, _, _ in shown], "text": [p.words for _, p, _ in shown], "xaxis": axis, "marker": mark,
-            "hovertemplate": "%{text}<extra></extra>", "showlegend": axis == "x",
-            "name": f"{look.when} standard deviation".strip(), "legendgroup": f"mark {look.when}"}  # fmt: skip
+            "hovertemplate": "%{text}<extra></extra>", "cliponaxis": False,
+            "name": f"{look.when}: standard deviation".strip(": "), "legendgroup": f"mark {look.when}"}  # fmt: skip
 
 
-def _edges(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: float, high: float) -> list[Trace]:
+def _edges(places: Sequence[tuple[float, Place]], axis: str, low: float, high: float) -> list[Trace]:
     """What has no place on the scale: NaN and Inf at the right edge; all zero, and no gradient, at the left one."""
+    inside = 0.015 * (high - low)
     kinds: list[tuple[str, str, str, float, Callable[[Place], bool]]] = [
-        ("NaN or Inf", RED, "x", high - 0.6, lambda p: p.reading is not None and p.reading.spoiled > 0),
-        ("all zero", RED, "triangle-left", low + 0.6, lambda p: p.reading is not None and p.reading.scale == -np.inf),
-        ("no gradient", GREY, "line-ew-open", low + 0.6, lambda p: p.reading is None),
+        ("NaN or Inf", RED, "x", high - inside, lambda p: p.reading is not None and p.reading.spoiled > 0),
+        (
+            "all zero",
+            RED,
+            "triangle-left",
+            low + inside,
+            lambda p: p.reading is not None and p.reading.scale == -np.inf,
+        ),
+        ("no gradient", GREY, "line-ew-open", low + inside, lambda p: p.reading is None),
     ]
     found: list[Trace] = []
     for name, colour, symbol, x, holds in kinds:
@@ -162,26 +176,26 @@ def _edges(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: f
                 {"type": "scatter", "mode": "markers", "x": [x] * len(chosen), "y": [at for at, _ in chosen],
                  "text": [place.words for _, place in chosen], "xaxis": axis, "marker": mark, "name": name,
                  "hovertemplate": "%{text}<extra></extra>", "legendgroup": name,
-                 "showlegend": look.when != "before"}
+                 "cliponaxis": False}
             )  # fmt: skip
     return found
 
 
 def _layout(lines: Sequence[Line], ticks: Any, low: float, high: float, shown: Audit) -> Layout:
     places, texts = powers(low, high, 8)
-    across: Layout = {"tickvals": places, "ticktext": texts, "range": [low, high], "zeroline": False, "showgrid": True}
+    across: Layout = {"tickvals": places, "ticktext": texts, "range": [low, high], "zeroline": False, "showgrid": False}
     shapes, notes = list[Layout](), list[Layout]()
     for direction in DIRECTIONS:
         axis = "x" if direction == "forward" else "x2"
         shapes += [_unit(axis), *_bars(axis, direction)]
-        notes += [_head(axis, _HEADS[direction]), *_names(axis)]
+        notes += [_head(axis, direction), *_names(axis)]
     notes += _named(lines, shown, ticks.grouped)
     rows = len(lines)
     inner = max(rows * (22 if not ticks.grouped else 7 if rows <= 400 else 4), 120)
     top, bottom = 92 + 22 + _GAP * len(FORMATS), 52
     return {
-        "xaxis": {**across, "domain": [0, 0.485], "title": {"text": "magnitude"}},
-        "xaxis2": {**across, "domain": [0.515, 1.0], "title": {"text": "magnitude"}, "anchor": "y"},
+        "xaxis": {**across, "domain": [0, 0.485], "title": {"text": _ends_said("forward")}},
+        "xaxis2": {**across, "domain": [0.515, 1.0], "title": {"text": _ends_said("backward")}, "anchor": "y"},
         "yaxis": {"tickvals": ticks.places, "ticktext": ticks.texts, "range": [rows - 0.4, -0.6], "zeroline": False,
                   "showgrid": not ticks.grouped, "ticks": ""},
         "shapes": [*shapes, *_separators(ticks)],
@@ -189,6 +203,11 @@ def _layout(lines: Sequence[Line], ticks: Any, low: float, high: float, shown: A
         "height": inner + top + bottom,
         "margin": {"l": 64, "r": 24, "t": top, "b": bottom},
     }  # fmt: skip
+
+
+def _ends_said(direction: Direction) -> str:
+    first, second = (get_element(name, "audit figure").name.upper() for name in _OF_DIRECTION[direction])
+    return f"magnitude; red: ends of {first} and, dashed, {second}"
 
 
 def _unit(axis: str) -> Layout:
@@ -229,9 +248,10 @@ def _names(axis: str) -> list[Layout]:
     ]  # fmt: skip
 
 
-def _head(axis: str, words: str) -> Layout:
-    return {"text": f"<b>{words}</b>", "xref": f"{axis} domain", "x": 0, "xanchor": "left", "yref": "paper", "y": 1,
-            "yanchor": "bottom", "yshift": _GAP * len(FORMATS) + 4}  # fmt: skip
+def _head(axis: str, direction: Direction) -> Layout:
+    said = "; bars: what formats hold, pale with fewer digits" if direction == "forward" else ""
+    return {"text": f"<b>{_HEADS[direction]}</b>{said}", "xref": f"{axis} domain", "x": 0, "xanchor": "left",
+            "yref": "paper", "y": 1, "yanchor": "bottom", "yshift": _GAP * len(FORMATS) + 4}  # fmt: skip
 
 
 def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:
@@ -240,16 +260,23 @@ def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:
     at = {line.row.key: i for i, line in enumerate(lines)}
     for direction in DIRECTIONS if grouped else ():
         axis = "x" if direction == "forward" else "x2"
-        for reading in shown.ranked("scale", direction=direction)[:_NAMED_WORST]:
-            if reading.row.key in at and np.isfinite(reading.scale):
-                left = reading.scale > -12
-                end = middle(reading)[0 if left else 1]
-                found.append(
-                    {"text": safe(reading.row.name, 36), "xref": axis, "yref": "y", "x": end,
-                     "y": at[reading.row.key], "xanchor": "right" if left else "left", "xshift": -6 if left else 6,
-                     "font": {"size": 10}}
-                )  # fmt: skip
+        taken: list[int] = []
+        for reading in shown.ranked("scale", direction=direction):
+            row = at[reading.row.key]
+            if np.isfinite(reading.scale) and all(abs(row - other) > _APART for other in taken):
+                taken.append(row)
+                found.append(_name_of(reading, axis, row))
+            if len(taken) == _NAMED_WORST:
+                break
     return found
+
+
+def _name_of(reading: Reading, axis: str, row: int) -> Layout:
+    """The name of an operation beside its line: at the end where there is room."""
+    left = reading.scale > _LEAST[0] / 2
+    return {"text": safe(reading.row.name, 36), "xref": axis, "yref": "y", "x": middle(reading)[0 if left else 1],
+            "y": row, "xanchor": "right" if left else "left", "xshift": -6 if left else 6,
+            "font": {"size": 10}}  # fmt: skip
 
 
 def _separators(ticks: Any) -> list[Layout]:
