@@ -30,6 +30,7 @@ class Constants(NamedTuple):
     margin: int = 0
     first: bool = False  # no history yet
     bias: float = 1.0
+    gradient: float = 1.0  # its scale, where that is a constant
 
 
 class Marks(NamedTuple):
@@ -114,7 +115,8 @@ def _hold_gradient(gradient: Tensor, marks: Marks, constants: Constants, of_inpu
 
 def _scale_gradient(gradient: Tensor, marks: Marks, constants: Constants) -> Tensor | None:
     if marks.scale is None:
-        return None
+        is_one = constants.gradient == 1.0
+        return None if is_one else torch.full((), constants.gradient, dtype=torch.float32, device=gradient.device)
     absmax = absmax_of(gradient)
     if marks.history is None or marks.absmax is None or marks.step is None or marks.forward_step is None:
         scale = scale_for(absmax, E5M2, constants.margin)

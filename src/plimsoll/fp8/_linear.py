@@ -15,7 +15,7 @@ from plimsoll.fp8._counting import Counting, check_counting
 from plimsoll.fp8._function import Constants, Fp8Product, Marks
 from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
-from plimsoll.kernels._fp8 import padded
+from plimsoll.kernels._fp8 import keep, padded
 from plimsoll.unit import _formulas
 from plimsoll.unit._constraints import Constraint
 from plimsoll.unit._formulas import Factors, root
@@ -42,7 +42,8 @@ class Linear(nn.Linear):
     the products' own scales and so cost nothing. "tensor": each tensor is multiplied by the largest power of two at
     which its largest magnitude still fits, and the product by its inverse. With `history=0` that magnitude is found
     first, so that the tensor is read twice; with N it is the largest of the last N steps, and values beyond saturate.
-    A step is a forward with its backward; the first finds its own magnitudes. Each rank has scales of its own, which
+    A step is a forward with its backward; the first finds its own magnitudes (and a compiled layer always looks at the
+    tensor first, unless one step has run uncompiled or a state was loaded: the bits are the same). Each rank has scales of its own, which
     its own products undo; histories that are saved once for all ranks need `fp8.agree` before.
 
     Args:
@@ -99,7 +100,7 @@ class Linear(nn.Linear):
         """Follows `recipe` from now on; what an earlier one has seen is forgotten."""
         self.fp8_recipe, self.fp8_first = recipe, True
         device = self.weight.device
-        if recipe.scaling == "tensor":
+        if recipe.follows_data:
             self.register_buffer("fp8_scales", torch.ones(2, device=device), persistent=False)
             self.register_buffer("fp8_gradient_scale", torch.ones((), device=device), persistent=False)
         if recipe.history:
@@ -110,8 +111,8 @@ class Linear(nn.Linear):
 
         The scale is a float where it is constant; else a 0-d tensor that follows the data: it holds the last one used.
         """
-        scales: tuple[float | Tensor, ...] = (1.0, 1.0, 1.0)
-        if self.fp8_recipe.scaling == "tensor":
+        scales: tuple[float | Tensor, ...] = self.fp8_recipe.scales or (1.0, 1.0, 1.0)
+        if self.fp8_recipe.follows_data:
             forward = self.get_buffer("fp8_scales")
             scales = (forward[0], forward[1], self.get_buffer("fp8_gradient_scale"))
         return {role: (FORMATS[role].name, scale) for role, scale in zip(ROLES, scales, strict=True)}
@@ -155,7 +156,8 @@ class Linear(nn.Linear):
         with torch.no_grad():
             if recipe.history and training:
                 history_of.begin_forward(self)
-                self.fp8_first = False
+                if not torch.compiler.is_compiling():  # no side effect where a compiler checkpoints
+                    self.fp8_first = False
             weight = self._hold_weight(training, training and x.requires_grad, first)
             scale = self._scale(0, x, training, first)
             marks = self._marks()
@@ -170,6 +172,7 @@ class Linear(nn.Linear):
             margin=recipe.margin,
             first=first,
             bias=of_weight,
+            gradient=1.0 if recipe.scales is None else recipe.scales[2],
         )
         bank, row = self._row("activations")
         found = cast("Tensor", Fp8Product.apply(x, self.weight, self.bias, weight, scale, bank, row, marks, constants))
@@ -194,13 +197,20 @@ class Linear(nn.Linear):
         """All but what passes with this very object: banks that are counted into, and weights in FP8."""
         return {name: value for name, value in self.__dict__.items() if name not in _PASSING}
 
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        if self.fp8_recipe.history and bool(self.get_buffer("fp8_history").any()):
+            self.fp8_first = False
+
     def _scale(self, index: int, x: Tensor, training: bool, first: bool) -> Tensor | None:
         """The scale of activations (0) or weights (1)."""
         recipe = self.fp8_recipe
+        if recipe.scales is not None:
+            return torch.full((), recipe.scales[index], dtype=torch.float32, device=x.device)
         if recipe.scaling == "unit":
             return None
         if recipe.history:
-            scale = history_of.forward_scale(self, index, x, training, first, recipe.margin)
+            scale = keep(history_of.forward_scale(self, index, x, training, first, recipe.margin))
         else:
             scale = scale_for(absmax_of(x), E4M3, recipe.margin)
         self.get_buffer("fp8_scales")[index].copy_(scale)
@@ -224,13 +234,13 @@ class Linear(nn.Linear):
     def _marks(self) -> Marks:
         bank, row = self._row("gradients")
         recipe = self.fp8_recipe
-        if recipe.scaling == "unit":
+        if not recipe.follows_data:
             return Marks(bank=bank, row=row)
         marks = Marks(self.get_buffer("fp8_gradient_scale"), bank=bank, row=row)
         if not recipe.history:
             return marks
         history, absmax, step = (self.get_buffer(name) for name in history_of.BACKWARD)
-        forward_step = self.get_buffer("fp8_step").clone()
+        forward_step = keep(self.get_buffer("fp8_step"))
         return marks._replace(history=history, absmax=absmax, step=step, forward_step=forward_step)
 
 

@@ -29,7 +29,7 @@ def product(
     if a.numel() == 0 or b.numel() == 0:
         found = torch.zeros((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
         return found if bias is None else found + bias.to(dtype)
-    if a.is_cuda and _has_units(a.device):
+    if a.is_cuda and has_units(a.device):
         return _on_units(a, b, scale_a, scale_b, bias, dtype, fast)
     return reference(a, b, scale_a, scale_b, bias, dtype)
 
@@ -81,7 +81,8 @@ def public_scaled_mm(
     return cast("Tensor", found)
 
 
-def _has_units(device: torch.device) -> bool:
+def has_units(device: torch.device) -> bool:
+    """Whether a CUDA device multiplies FP8 by itself."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HAS_UNITS
 
 

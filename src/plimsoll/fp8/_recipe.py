@@ -21,12 +21,20 @@ class Recipe:
     - `history`: with "tensor": 0 takes the magnitude of the tensor itself, N that of the last N steps.
     - `margin`: with "tensor": binades that the scale leaves above the largest magnitude.
     - `factors`: the constants of unit scaling; all 1 for a layer that is not unit-scaled.
+    - `scales`: with "tensor": constants for activations, weights and gradients, in place of what the data say; powers
+      of two, as a plan has them.
     """
 
     scaling: Scaling
     history: int = 0
     margin: int = 0
     factors: Factors = NO_FACTORS
+    scales: tuple[float, float, float] | None = None
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether scales come from the tensors."""
+        return self.scaling == "tensor" and self.scales is None
 
 
 def checked(operation: str, scaling: object, history: object, margin: object) -> Scaling:

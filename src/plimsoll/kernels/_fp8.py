@@ -75,6 +75,15 @@ def padded(size: int) -> int:
     return (size + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
+def keep(x: Tensor) -> Tensor:
+    """A copy that compiled code saves for its backward, and never computes again from what it came from.
+
+    Compilers may compute small tensors anew in the backward. Where they come from a buffer that the forward changes in
+    place (torch 2.13: under `no_grad`), that would be from its later contents.
+    """
+    return torch.ops.plimsoll.keep(x)
+
+
 @functools.cache
 def spec(dtype: torch.dtype) -> CastSpec:
     """The rounding of an 8-bit dtype."""
@@ -86,6 +95,9 @@ def register(library: torch.library.Library, tags: tuple[torch.Tag, ...]) -> Non
     library.define(_SCHEMA, tags=tags)
     library.impl("fp8_cast", _run, "CompositeExplicitAutograd")
     torch.library.register_fake("plimsoll::fp8_cast", _empty, lib=library)
+    library.define("keep(Tensor x) -> Tensor", tags=tags)
+    library.impl("keep", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("plimsoll::keep", torch.empty_like, lib=library)
 
 
 def _run(
