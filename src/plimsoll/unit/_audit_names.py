@@ -14,20 +14,22 @@ _OTHER_NAMES = {
     "linear_readout": "linear", "concat": "cat", "concatenate": "cat", "convolution": "conv", "_softmax": "softmax",
     "_log_softmax": "log_softmax", "nll_loss_nd": "nll_loss", "special_softmax": "softmax",
     "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "native_dropout": "dropout",
-    "_native_batch_norm_legit": "batch_norm", "Scaled": "scaled", "feature_dropout": "dropout2d",
+    "_native_batch_norm_legit": "batch_norm", "Scaled": "scaled",
+    "Fp8Product": "linear", "feature_dropout": "dropout2d",
 }  # fmt: skip
 _OPERATORS = frozenset(("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod", "div"))
 
-# The values of what these give are those of their inputs, elsewhere or again: views, copies, joins.
+# The values of what these give are those of their inputs, elsewhere or again: views, copies, joins, codes.
 _MOVES = frozenset((
-    "alias", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "block_diag", "broadcast_tensors", "broadcast_to",
-    "cat", "chunk", "clone", "column_stack", "contiguous", "copy", "detach", "diagonal", "dsplit", "dstack", "expand",
-    "expand_as", "flatten", "flip", "fliplr", "flipud", "gather", "getitem", "hsplit", "hstack", "index_select",
-    "masked_select", "meshgrid", "movedim", "moveaxis", "narrow", "pad", "permute", "pixel_shuffle", "pixel_unshuffle",
-    "ravel", "repeat", "repeat_interleave", "reshape", "reshape_as", "residual_split", "roll", "rot90", "select",
-    "setitem", "slice", "split", "split_with_sizes", "squeeze", "stack", "swapaxes", "swapdims", "t", "take",
-    "take_along_dim", "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-    "view_as", "vsplit", "vstack", "adjoint", "resolve_neg", "resolve_conj", "zero_pad2d", "constant_pad_nd",
+    "adjoint", "alias", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "block_diag", "broadcast_tensors",
+    "broadcast_to", "cat", "chunk", "clone", "column_stack", "constant_pad_nd", "contiguous", "copy", "detach",
+    "diagonal", "dsplit", "dstack", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "fp8_cast",
+    "gather", "getitem", "hsplit", "hstack", "index_select", "masked_select", "meshgrid", "moveaxis", "movedim",
+    "narrow", "pad", "permute", "pixel_shuffle", "pixel_unshuffle", "ravel", "repeat", "repeat_interleave", "reshape",
+    "reshape_as", "residual_split", "resolve_conj", "resolve_neg", "roll", "rot90", "select", "setitem", "slice",
+    "split", "split_with_sizes", "squeeze", "stack", "swapaxes", "swapdims", "t", "take", "take_along_dim",
+    "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
+    "vstack", "zero_pad2d",
 ))  # fmt: skip
 # What these give holds nothing of their inputs' values.
 _MAKERS = ("new_", "zeros", "ones", "empty", "full", "rand", "arange", "linspace", "eye", "tensor", "as_tensor")
