@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plimsoll.unit._audit_result import Audit as Audit
     from plimsoll.unit._audit_rows import Reading as Reading, Row as Row
     from plimsoll.unit._convert import convert as convert
+    from plimsoll.unit._fold import fold as fold
 
 _ROOMS = ("functional", "nn", "optim")
 # Where each name lives: the same as the block for type checkers above (a test compares them).
@@ -29,6 +30,7 @@ _HOMES = {
     "Row": "_audit_rows",
     "audit": "_audit",
     "convert": "_convert",
+    "fold": "_fold",
 }
 
 

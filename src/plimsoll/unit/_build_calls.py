@@ -76,7 +76,7 @@ def _grouped(steps: Sequence[Step], shared: Mapping[str, tuple[str, ...]]) -> Ca
 
 
 def _nested(step: Step, shared: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Its calls, each inside the one before; where a module calls one that is not its own, it runs those steps itself."""
+    """Its calls, each inside the one before; what a module calls outside of itself are its own steps."""
     stack: list[tuple[str, str]] = []
     for key, path in step.stack:
         inside = stack[-1][1] + "." if stack else ""

@@ -5,18 +5,33 @@ their operations, afresh in each module, so that the blocks of a deep model have
 deleted after its last use, as a hand-written forward would write over it.
 """
 
+import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from plimsoll.unit._build_calls import Call, own_path
 from plimsoll.unit._build_sizes import Sizes, size_text, tensors_in
-from plimsoll.unit._build_steps import Here, Recipe, Ref, Step, WhenTraining, refs_in
+from plimsoll.unit._build_steps import DEVICE_TYPE, Here, Recipe, Ref, Step, WhenTraining
 from plimsoll.unit._build_text import call_text, constant_text
 from plimsoll.unit._changes import Factor, Port, Scale
 
-_RESERVED = frozenset({"self", "torch", "operator", "math", "scaled", "size_factor", "_inputs", "del", "is", "in", "if", "or", "and", "not",
-                       "lambda", "return", "with", "as", "from", "float", "tuple", "list", "dict", "type"})  # fmt: skip
+# Names that a value must not take: those that the text uses, and Python's.
+_USED = (
+    "self",
+    "torch",
+    "operator",
+    "math",
+    "scaled",
+    "size_factor",
+    "_inputs",
+    "call",
+    "args",
+    "len",
+    "sorted",
+    "next",
+)
+_RESERVED = frozenset({*_USED, *keyword.kwlist})
 
 
 class Writer:
@@ -99,7 +114,7 @@ class Writer:
     def _step(self, step: Step) -> None:
         used: set[str] = set()
         change = step.change
-        inputs = {} if change is None else change.inputs
+        inputs: Mapping[Port, Scale] = {} if change is None else change.inputs
         args = [self._argument(one, i, inputs, used) for i, one in enumerate(step.args)]
         kwargs = {key: self._argument(one, key, inputs, used) for key, one in step.kwargs.items()}
         text = call_text(step.target, args, kwargs)
@@ -145,6 +160,8 @@ class Writer:
         return f"size_factor({tensor}, {factor.dims!r}, {factor.power!r}, {factor.value!r})"
 
     def _line(self, text: str, regions: tuple[str, ...], used: set[str]) -> None:
+        if any(DEVICE_TYPE in one for one in regions):
+            regions = tuple(one.replace(DEVICE_TYPE, f"{self._anchor(used)}.device.type") for one in regions)
         self._lines.append((text, regions, used))
 
     def _finished(self, kept: set[str]) -> list[str]:

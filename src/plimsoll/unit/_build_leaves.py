@@ -1,5 +1,7 @@
 """Modules that need no code of their own: `unit.nn.Linear` for `nn.Linear`, and what has no factors at all."""
 
+from typing import Any
+
 from torch import nn
 
 from plimsoll.unit import nn as unit_nn
@@ -16,7 +18,8 @@ _ROWS = -0.5  # the power of a product's rows that its weight's gradient is mult
 # The one operation that torch's module is, where it has no factors.
 _PLAIN: dict[type[nn.Module], str] = {
     nn.Linear: "linear", nn.Embedding: "embedding", nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm",
-    nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
+    nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm",
+    nn.BatchNorm3d: "batch_norm",
     nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d", nn.ConvTranspose2d: "conv_transpose2d",
     nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Dropout: "dropout",
     nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
@@ -45,6 +48,12 @@ def torch_class(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in kinds if kind is not nn.Module), None)
 
 
+def not_in_place(made: Any) -> None:
+    """Keeps a module from writing over its input, which may be a scaled one that others use."""
+    if getattr(made, "inplace", False):
+        made.inplace = False
+
+
 def _is_plain(call: Call, operation: str | None) -> bool:
     steps = [step for step in call.own_steps() if name_of(step) != "add_"]  # a norm's count of batches
     if len(steps) != 1 or name_of(steps[0]) != operation or steps[0].change is not None:
@@ -54,16 +63,15 @@ def _is_plain(call: Call, operation: str | None) -> bool:
 
 
 def _plain(kind: type[nn.Module], original: nn.Module, calls: list[Call]) -> nn.Module | None:
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     nn.Module.__init__(made)
     own = {name: value for name, value in vars(original).items() if name not in vars(made) and not name.startswith("_")}
     vars(made).update(own)
-    if hasattr(made, "inplace"):
-        made.inplace = False  # pyright: ignore[reportAttributeAccessIssue]  (what has factors is not written over)
+    not_in_place(made)
     if _PLAIN[kind] in NORMS:
         at = NORMS[_PLAIN[kind]][2]
         found = {step.args[at] for call in calls for step in call.own_steps() if name_of(step) == _PLAIN[kind]}
-        made.eps = found.pop()  # pyright: ignore[reportAttributeAccessIssue]  (folding may have changed it)
+        made.eps = found.pop()  # folding may have changed it
         if found:
             return None
     return made
@@ -74,16 +82,9 @@ def _linear(original: nn.Linear, calls: list[Call]) -> nn.Module | None:
     factors = found.pop()
     if found or factors is None:
         return None
-    made = unit_nn.Linear(
-        original.in_features,
-        original.out_features,
-        original.bias is not None,
-        device="meta",
-        constraint=None,
-        factors=factors,
-    )
-    made.unit_kinds = {}
-    return made
+    own: Any = original._parameters  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    sizes = original.in_features, original.out_features
+    return unit_nn.Linear(*sizes, own["bias"] is not None, device="meta", constraint=None, factors=factors)
 
 
 def _factors(call: Call) -> Factors | None:
@@ -109,7 +110,7 @@ def _factors(call: Call) -> Factors | None:
 
 def _of_tensors(step: Step, scales: dict[int, Scale]) -> tuple[float | None, float] | None:
     """The factor of weight and bias, None for ``rows ** -1/2``, and the weight's moment; None for anything else."""
-    biased = len(step.args) > 2 and step.args[2] is not None  # noqa: PLR2004  (the bias)
+    biased = len(step.args) > 2 and step.args[2] is not None
     of_weight, of_bias = scales[1].backward, scales[2].backward
     if _is_rows(of_weight, step):
         if biased and not (_is_rows(of_bias, step) and of_bias.value == 1.0):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plimsoll.unit._build_calls import Call, tree_of
 from plimsoll.unit._build_code import Writer
-from plimsoll.unit._build_leaves import leaf, torch_class
+from plimsoll.unit._build_leaves import leaf, not_in_place, torch_class
 from plimsoll.unit._build_signature import Signature, head_of, output_text
 from plimsoll.unit._build_steps import Recipe, Ref
 from plimsoll.unit._converted import Code, Converted, Folded, Part, make
@@ -90,12 +90,12 @@ class Builder:
         lines = writer.body(kept=tree.outputs)
         used: set[str] = set()
         values = [writer.value(one, used) if isinstance(one, Ref) else repr(one) for one in self._recipe.outputs]
-        returned = output_text(self._signature.out_spec, values, head.objects)
+        returned = output_text(self._signature.output, values, head.objects)
         body = "".join(f"{_INDENT}{line}\n" for line in [*head.lines, *lines, f"return {returned}"])
         text = f"def forward({', '.join(['self', *head.parameters])}):\n{body}"
         return Code(name=_class_name(self._source), text=text, objects=head.objects)
 
-    def _assemble(self, made: nn.Module, original: nn.Module, path: str, replaced: Mapping[str, nn.Module]) -> None:
+    def _assemble(self, made: Any, original: Any, path: str, replaced: Mapping[str, nn.Module]) -> None:
         """Fills a module with the original's tensors and modules, and those likewise."""
         self._made[id(original)] = made
         for name, parameter in original._parameters.items():  # noqa: SLF001
@@ -173,5 +173,4 @@ def shell(module: nn.Module) -> nn.Module:
 def _adopt(made: nn.Module, module: nn.Module) -> None:
     """Gives a module the other's own attributes, as sizes and flags; what torch keeps in every module stays."""
     vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
-    if getattr(made, "inplace", False):
-        made.inplace = False  # pyright: ignore[reportAttributeAccessIssue]  (what has factors is not written over)
+    not_in_place(made)

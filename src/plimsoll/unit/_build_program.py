@@ -2,14 +2,28 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from plimsoll.unit._build_steps import Here, Kind, Recipe, Ref, Source, Step, WhenTraining, is_whole_slice, mapped
+from plimsoll.unit._build_steps import (
+    DEVICE_TYPE,
+    Here,
+    Kind,
+    Recipe,
+    Ref,
+    Source,
+    Step,
+    WhenTraining,
+    is_whole_slice,
+    mapped,
+    refs_in,
+)
 from plimsoll.unit._capture import Captured
-from plimsoll.unit._changes import NodeChange
+from plimsoll.unit._changes import Factor, NodeChange, Scale
+from plimsoll.unit._converted import named_modules
 from plimsoll.unit._coverage import source_of
 
 # What says whether the model trains: the position of the argument in the operation's schema, by its name there.
@@ -25,9 +39,10 @@ _AUTOCAST_REGION = "wrap_with_autocast"
 def recipe_of(captured: Captured, model: nn.Module, changes: Mapping[str, NodeChange]) -> Recipe:
     """The steps of a captured program, each with its change."""
     reader = _Reader(captured, model, changes)
-    steps = tuple(reader.read(captured.graph.nodes, captured.program.graph_module, ()))
-    used = {name for step in steps for name in step.refs()}
+    steps = list(reader.read(captured.graph.nodes, captured.program.graph_module, ()))
     outputs = tuple(reader.outputs)
+    used = {name for step in steps for name in step.refs()} | set(refs_in(list(outputs)))
+    steps = tuple(step for step in steps if step.name in used or step.target != "operator.getitem")
     kept = {
         name: one for name, one in reader.sources.items() if one.kind == "input" or name in used or Ref(name) in outputs
     }
@@ -35,7 +50,7 @@ def recipe_of(captured: Captured, model: nn.Module, changes: Mapping[str, NodeCh
 
 
 class _Reader:
-    """One reading of a program; `renamed` says what stands for a value that a step has written over, or that is gone."""
+    """One reading of a program; `_renamed` says what stands for a value that is written over or gone."""
 
     def __init__(self, captured: Captured, model: nn.Module, changes: Mapping[str, NodeChange]) -> None:
         self._changes = changes
@@ -52,7 +67,7 @@ class _Reader:
             if node.op == "placeholder":
                 self._source(node)
             elif node.op == "output":
-                self.outputs = tuple(self._value(one) for one in node.args[0])  # type: ignore[union-attr]
+                self.outputs = tuple(self._values(node.args[0]))
             elif node.op == "call_function":
                 yield from self._operation(node, owner, regions)
 
@@ -91,8 +106,8 @@ class _Reader:
         if target == _GRAD_REGION:
             opened, (inner, *given) = f"torch.set_grad_enabled({node.args[0]})", node.args[1:]
         else:
-            device, dtype, enabled, cache = node.args[:4]
-            opened = f"torch.autocast({device!r}, dtype={dtype}, enabled={enabled}, cache_enabled={cache})"
+            _, dtype, enabled, cache = node.args[:4]  # the device is that which the model is on
+            opened = f"torch.autocast({DEVICE_TYPE}, dtype={dtype}, enabled={enabled}, cache_enabled={cache})"
             inner, *given = node.args[4:]
         body = getattr(owner, str(inner.target))  # type: ignore[union-attr]
         kept = self.outputs
@@ -110,9 +125,27 @@ class _Reader:
         target = self._not_in_place(node, target)
         return Step(
             name=node.name, target=target, args=args, kwargs=kwargs, stack=_stack(node), regions=regions,
-            change=self._changes.get(node.name), sizes=_sizes(node), size=_size(node), place=source_of(node),
-            floating=_floating(node.meta.get("val")),
+            change=self._change(node), sizes=_sizes(node), size=_size(node),
+            place=source_of(node), floating=_floating(node.meta.get("val")),
         )  # fmt: skip
+
+    def _change(self, node: fx.Node) -> NodeChange | None:
+        """The change, its run-time factors of sizes of the operation's own tensors where these tell them."""
+        change = self._changes.get(node.name)
+        if change is None:
+            return None
+
+        def near(factor: Factor) -> Factor:
+            if factor.of is None:
+                return factor
+            own = _of_own(node, factor)
+            return replace(own, of=self._renamed.get(str(own.of), Ref(str(own.of))).name)
+
+        def both(scale: Scale) -> Scale:
+            return Scale(forward=near(scale.forward), backward=near(scale.backward))
+
+        inputs = {port: both(scale) for port, scale in change.inputs.items()}
+        return replace(change, output=both(change.output), inputs=inputs)
 
     def _not_in_place(self, node: fx.Node, target: str) -> str:
         """The form of the operation that writes into a new tensor, which then stands for the one written over."""
@@ -141,8 +174,6 @@ class _Reader:
         return mapped(nest, self._value)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, list | tuple):
-            return type(leaf)(self._value(one) for one in leaf)  # pyright: ignore[reportUnknownVariableType, reportCallIssue]
         if not isinstance(leaf, fx.Node):
             return leaf
         return self._renamed.get(leaf.name, Ref(leaf.name))
@@ -177,14 +208,27 @@ def _following(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def _of_own(node: fx.Node, factor: Factor) -> Factor:
+    named = next(one for one in node.graph.nodes if one.name == factor.of)
+    own = [*node.all_input_nodes, node]
+    if named in own:
+        return factor
+    wanted = [(_sizes(named) or ())[dim] for dim in factor.dims]
+    for one in own:
+        sizes = list(_sizes(one) or ())
+        if all(sizes.count(size) == wanted.count(size) for size in wanted):
+            return replace(factor, of=one.name, dims=tuple(i for i, size in enumerate(sizes) if size in wanted))
+    return factor
+
+
 def _target(node: fx.Node) -> str:
-    target = node.target
+    target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        return str(target)
+        return str(cast("object", target))
     name = getattr(target, "__name__", str(target))
     module = getattr(target, "__module__", "")
     if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        return target.name() if callable(getattr(target, "name", None)) else name
+        return str(target.name())
     return f"{module.lstrip('_')}.{name}"
 
 
@@ -198,7 +242,7 @@ def _stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
 
 
 def _sizes(node: fx.Node) -> tuple[str, ...] | None:
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     return tuple(_text(size) for size in value.shape) if isinstance(value, Tensor) else None
 
 
@@ -208,12 +252,12 @@ def _size(node: fx.Node) -> str | None:
 
 
 def _text(size: Any) -> str:
-    return str(size.node.expr) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else str(size)
+    return str(size.node.expr) if hasattr(size, "node") else str(size)
 
 
-def _floating(value: object) -> bool:
+def _floating(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_floating(one) for one in value)  # pyright: ignore[reportUnknownVariableType]
+        return all(_floating(one) for one in cast("list[Any]", value))
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -227,7 +271,7 @@ def _paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _shared(model: nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_modules(model):
         names[id(module)] = (*names.get(id(module), ()), name)
     return {name: group for group in names.values() if len(group) > 1 for name in group}
 

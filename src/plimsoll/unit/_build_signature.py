@@ -3,31 +3,33 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit._build_inputs import kind_of
+from plimsoll.unit._build_inputs import Structure, kind_of
 from plimsoll.unit._capture import Captured
 from plimsoll.unit._graph import fixed_size
 
 _SIMPLE = (int, float, str, bool, type(None))
 _NONE = inspect.Parameter.empty
+_LARGEST = 2**31  # above it, what the compiler says of a size is no bound of the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """One value among the example's: a tensor by its open and fixed sizes, or a constant.
 
-    - `name`: the value in the program; None for a constant.
+    - `name`: the value in the program; None for a constant. `most`: the largest sizes, () where all are open.
     """
 
     name: str | None
     sizes: tuple[int | None, ...] = ()
     kind: str = ""
     constant: Any = None
+    most: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Argument:
     name: str
     parameter: inspect.Parameter
     given: tuple[Given, ...] | None = None
-    spec: pytree.TreeSpec | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,19 @@ class Signature:
     """How a model is called, and what it returns: constants and the structure of the output."""
 
     arguments: tuple[Argument, ...]
-    out_spec: pytree.TreeSpec
+    output: Structure
 
 
 def signature_of(captured: Captured, forward: Callable[..., Any]) -> Signature:
     """The signature of the captured model, each argument with what the example gave for it."""
     given = iter(_given(captured))
-    args_spec, kwargs_spec = _children(captured.program.call_spec.in_spec)
+    call: Any = captured.program.call_spec
+    args_spec, kwargs_spec = _children(call.in_spec)
     positional = [(spec, _take(given, spec)) for spec in _children(args_spec)]
-    names = kwargs_spec.context or []
+    names: list[str] = kwargs_spec.context or []
     named = {name: (spec, _take(given, spec)) for name, spec in zip(names, _children(kwargs_spec), strict=True)}
     arguments = tuple(_arguments(inspect.signature(forward).parameters, positional, named))
-    return Signature(arguments=arguments, out_spec=captured.program.call_spec.out_spec)
+    return Signature(arguments=arguments, output=Structure.of(call.out_spec))
 
 
 _Found = tuple[pytree.TreeSpec, tuple[Given, ...]]
@@ -72,37 +75,48 @@ def _arguments(
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             for i, (spec, given) in enumerate(rest):
-                yield Argument(name=f"{name}[{i}]", parameter=parameter, given=given, spec=spec)
+                yield Argument(name=f"{name}[{i}]", parameter=parameter, given=given, structure=Structure.of(spec))
             rest = []
             yield Argument(name=name, parameter=parameter)
         elif parameter.kind is parameter.VAR_KEYWORD:
             for key, (spec, given) in named.items():
-                yield Argument(name=key, parameter=parameter, given=given, spec=spec)
+                yield Argument(name=key, parameter=parameter, given=given, structure=Structure.of(spec))
             named = {}
             yield Argument(name=name, parameter=parameter)
         elif rest and parameter.kind is not parameter.KEYWORD_ONLY:
             spec, given = rest.pop(0)
-            yield Argument(name=name, parameter=parameter, given=given, spec=spec)
+            yield Argument(name=name, parameter=parameter, given=given, structure=Structure.of(spec))
         elif name in named:
             spec, given = named.pop(name)
-            yield Argument(name=name, parameter=parameter, given=given, spec=spec)
+            yield Argument(name=name, parameter=parameter, given=given, structure=Structure.of(spec))
         else:
             yield Argument(name=name, parameter=parameter)
 
 
 def _given(captured: Captured) -> Iterator[Given]:
     nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    ranges = cast("Mapping[Any, Any]", captured.program.range_constraints)
     for one in captured.program.graph_signature.input_specs:
         if one.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
             continue
         value = nodes[one.arg.name].meta.get("val") if one.arg.name in nodes else None
         if isinstance(value, Tensor):
             sizes = tuple(fixed_size(size) for size in value.shape)
-            yield Given(name=one.arg.name, sizes=sizes, kind=kind_of(value.dtype))
+            yield Given(name=one.arg.name, sizes=sizes, kind=kind_of(value.dtype), most=_most(value, ranges))
         elif isinstance(value, torch.SymInt):
             yield Given(name=one.arg.name, kind="number")
         else:
             yield Given(name=None, constant=getattr(one.arg, "value", value))
+
+
+def _most(value: Tensor, ranges: Mapping[Any, Any]) -> tuple[int | None, ...]:
+    """The upper ends of the open sizes' ranges; () where none has one."""
+    found: list[int | None] = []
+    for size in value.shape:
+        known = ranges.get(size.node.expr) if isinstance(size, torch.SymInt) and fixed_size(size) is None else None
+        upper = None if known is None or not known.upper.is_finite or known.upper > _LARGEST else int(known.upper)
+        found.append(upper)
+    return tuple(found) if any(one is not None for one in found) else ()
 
 
 def _take(given: Iterator[Given], spec: pytree.TreeSpec) -> tuple[Given, ...]:
@@ -135,7 +149,6 @@ def head_of(signature: Signature, named: Callable[[str, str], str]) -> Head:
             count = sum(one.parameter is argument.parameter for one in signature.arguments) - 1
             head.lines.append(f"_inputs.constant('the number of {argument.name}', len({argument.name}), {count})")
         elif kind is inspect.Parameter.VAR_KEYWORD and own:
-            keys = sorted(one.name for one in signature.arguments if one.parameter is argument.parameter)[:-1]
             keys = sorted(
                 one.name for one in signature.arguments if one.parameter is argument.parameter and one is not argument
             )
@@ -168,11 +181,11 @@ def _take_apart(head: Head, argument: Argument, text: str, named: Callable[[str,
     if argument.given is None:
         default = _written(head, "default_" + argument.name, argument.parameter.default)
         head.lines.append(f"_inputs.constant({argument.name!r}, {text}, {default})")
-    elif len(argument.given) == 1 and argument.spec is not None and argument.spec.is_leaf():
+    elif len(argument.given) == 1 and argument.structure is not None and argument.structure.spec.is_leaf():
         _one(head, argument.given[0], argument.name, text, named)
     else:
         values = f"values_{len(head.lines)}"
-        spec = _written(head, f"spec_{argument.name.replace('[', '_').rstrip(']')}", argument.spec)
+        spec = _written(head, f"spec_{argument.name.replace('[', '_').rstrip(']')}", argument.structure)
         head.lines.append(f"{values} = _inputs.leaves({argument.name!r}, {text}, {spec})")
         for i, one in enumerate(argument.given):
             _one(head, one, f"{argument.name}[{i}]", f"{values}[{i}]", named)
@@ -187,7 +200,8 @@ def _one(head: Head, given: Given, name: str, text: str, named: Callable[[str, s
     if given.kind == "number":
         head.lines.append(f"{local} = {text}")
     else:
-        head.lines.append(f"{local} = _inputs.tensor({name!r}, {text}, {given.sizes!r}, {given.kind!r})")
+        most = f", {given.most!r}" if given.most else ""
+        head.lines.append(f"{local} = _inputs.tensor({name!r}, {text}, {given.sizes!r}, {given.kind!r}{most})")
 
 
 def _written(head: Head, name: str, value: object) -> str:
@@ -197,13 +211,14 @@ def _written(head: Head, name: str, value: object) -> str:
     return name
 
 
-def output_text(spec: pytree.TreeSpec, values: Sequence[str], objects: dict[str, Any]) -> str:
+def output_text(output: Structure, values: Sequence[str], objects: dict[str, Any]) -> str:
     """The returned structure as Python text, from its values as text."""
+    spec = output.spec
     if spec.is_leaf():
         return values[0]
     if spec.type in (tuple, list, dict) and all(child.is_leaf() for child in spec.children()):
         if spec.type is dict:
             return "{" + ", ".join(f"{key!r}: {value}" for key, value in zip(spec.context, values, strict=True)) + "}"
         return f"({''.join(value + ', ' for value in values)})" if spec.type is tuple else f"[{', '.join(values)}]"
-    objects["out_spec"] = spec
-    return f"_inputs.built([{', '.join(values)}], out_spec)"
+    objects["output"] = output
+    return f"_inputs.built([{', '.join(values)}], output)"

@@ -83,7 +83,7 @@ def size_text(value: Any, local: Mapping[str, str]) -> str:
         return f"{tensor}.numel()" if value.dimension is None else f"{tensor}.shape[{value.dimension}]"
     if isinstance(value, Computed):
         operands = [size_text(one, local) for one in value.operands]
-        if value.function in _SIGNS.values() and len(operands) == 2:  # noqa: PLR2004  (a sign stands between two)
+        if value.function in _SIGNS.values() and len(operands) == 2:
             return f"({operands[0]} {value.function} {operands[1]})"
         return f"{value.function}({', '.join(operands)})"
     return repr(value)

@@ -12,7 +12,7 @@ example's dtypes and devices are dropped; slices of everything are dropped.
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -31,6 +31,9 @@ class Here(enum.Enum):
 
     TRAINING = "training"  # `self.training`
     DEVICE = "device"  # that of the module's first tensor
+
+
+DEVICE_TYPE = "<device type>"  # in the text of a region: that of the module's first tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,8 @@ def refs_in(value: object) -> Iterator[str]:
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The nest of arguments with each leaf changed."""
     if isinstance(value, list | tuple):
-        return type(value)(mapped(one, change) for one in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportCallIssue]
+        inside = [mapped(one, change) for one in cast("list[Any]", value)]
+        return tuple(inside) if isinstance(value, tuple) else inside
     if isinstance(value, dict):
         return {key: mapped(one, change) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, slice):

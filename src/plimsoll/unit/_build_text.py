@@ -26,8 +26,10 @@ _OTHERS = frozenset({"aten.to.dtype_layout", "aten.to.prim_Device", "aten.to.pri
 def call_text(target: str, args: list[str], kwargs: dict[str, str]) -> str:
     """A call of an operation with arguments that are text already.
 
-    >>> call_text("aten.gelu.default", ["x"], {"approximate": "'tanh'"}), call_text("aten.view.default", ["x", "[4]"], {})
-    ("torch._C._nn.gelu(x, approximate='tanh')", 'x.view([4])')
+    >>> call_text("aten.gelu.default", ["x"], {"approximate": "'tanh'"})
+    "torch._C._nn.gelu(x, approximate='tanh')"
+    >>> call_text("aten.view.default", ["x", "[4]"], {})
+    'x.view([4])'
     """
     special = _SPECIAL.get(target)
     if special is not None and not kwargs:
@@ -45,7 +47,7 @@ def call_text(target: str, args: list[str], kwargs: dict[str, str]) -> str:
 def function_text(target: str) -> str:
     """How an operation is called; with a leading dot where it is a method of its first argument."""
     if not target.startswith("aten."):
-        return target if target.split(".")[0] in ("torch", "operator", "math") else f"torch.ops.{target}"
+        return target if target.startswith(("torch.", "operator.", "math.")) else f"torch.ops.{target}"
     name = target.split(".")[1]
     if target in _SAME:
         return _SAME[target]

@@ -7,18 +7,18 @@ share one. A part pickles as its code and its state; loading it needs neither th
 import linecache
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from plimsoll.errors import StateError
 from plimsoll.unit import _build_inputs as inputs
 from plimsoll.unit._build_draw import draw
 from plimsoll.unit._build_signature import Signature
 from plimsoll.unit._build_steps import Recipe
-from plimsoll.errors import StateError
 from plimsoll.unit._changes import Left, ParameterChange
 from plimsoll.unit._fold_plan import Kept
 from plimsoll.unit._kinds import tag
@@ -78,7 +78,7 @@ class Part(nn.Module):
         return _empty, (self._code, self._base()), self.__getstate__()
 
     def _base(self) -> "type[Part]":
-        return next(kind for kind in (Converted, Folded, Part) if isinstance(self, kind))
+        return next((kind for kind in (Converted, Folded) if isinstance(self, kind)), Part)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -103,7 +103,7 @@ class Converted(Part):
         """Notes what the model was built from, and how its parameters and those of each part are drawn."""
         self.recipe, self.signature, self._coverage = recipe, signature, list(left)
         self._all_draws, self._seed = dict(parameters), seed
-        for path, module in self.named_modules(remove_duplicate=False):
+        for path, module in named_modules(self):
             _tag(module, path, parameters)
             if isinstance(module, Part):
                 inside = {name: f"{path}.{name}" if path else name for name in module._parameters}  # noqa: SLF001
@@ -150,10 +150,15 @@ class Folded(Part):
         return super().train(False)
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module by each of its names."""
+    return list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
+
+
 def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]) -> None:
     """Notes the kinds of the module's own parameters for the optimizers."""
     kinds: dict[str, Any] = {}
-    for name in module._parameters:  # noqa: SLF001
+    for name in module._parameters:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         change = parameters.get(f"{path}.{name}" if path else name)
         if change is not None:
             kinds[name] = change.kind

@@ -1,20 +1,35 @@
 """`fold`: a converted model as plain weights, for inference."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit._build_modules import Builder
-from plimsoll.unit._converted import Converted, Folded
+from plimsoll.unit._converted import Converted, Folded, named_modules
 from plimsoll.unit._fold_plan import plan_of
 
 
 @torch.no_grad()
 def fold(converted: nn.Module) -> Folded:
-    """A copy of a converted model whose factors are in its weights: the same outputs, for inference."""
+    """A copy of a converted model whose factors are in its weights: the same outputs to rounding, for inference.
+
+    Forward factors move into weights, biases, tables, running statistics and the epsilon of norms, through every
+    operation that is homogeneous: views, ReLU, pooling, sums whose terms agree. Backward factors are dropped. Dropout
+    is left out. Modules keep their names, and one without a factor left is torch's own again. In evaluation for good:
+    `train()` is refused.
+
+    Its `kept` lists the multiplications that stay, with why: those that follow the batch's sizes, those at a function
+    that is not linear, those at a value that is used at several scales. Its state has the original's names and loads
+    into a model folded from the same conversion.
+
+    Raises `ArgumentError` for anything but a converted model, and `StateError` where its modules are FP8's by now.
+
+    >>> import plimsoll as pl
+    >>> converted = pl.unit.convert(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8))
+    >>> folded = fold(converted.eval())
+    >>> folded.kept, type(folded.get_submodule("0"))
+    ([], <class 'torch.nn.modules.linear.Linear'>)
+    """
     if not isinstance(converted, Converted):
         raise ArgumentError(
             f"fold: expected a model that plimsoll.unit.convert gave; got {type(converted).__name__}. Only there is it "
@@ -36,7 +51,7 @@ def fold(converted: nn.Module) -> Folded:
 
 
 def _check_plain(converted: Converted) -> None:
-    for name, module in converted.named_modules():
+    for name, module in named_modules(converted):
         if callable(getattr(module, "casts", None)):
             raise StateError(
                 f"fold: expected a converted model in its own modules; got {type(module).__name__} at '{name}', whose "

@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Plan:
-    """What folding does: the steps with the factors that stay, and multipliers of tensors by their names in the recipe."""
+    """What folding does: the steps with the factors that stay, and multipliers of tensors by name."""
 
     recipe: Recipe
     tensors: dict[str, float] = field(default_factory=dict[str, float])
@@ -50,12 +50,12 @@ def plan_of(recipe: Recipe) -> Plan:
     steps = [folding.folded(step) for step in recipe.steps]
     outputs: list[Any] = []
     kept = folding.kept
-    for i, one in enumerate(recipe.outputs):
-        scale = folding.output(one.name) if isinstance(one, Ref) else 1.0
+    for i, returned in enumerate(recipe.outputs):
+        one, scale = returned, folding.output(returned.name) if isinstance(returned, Ref) else 1.0
         if abs(scale - 1) > _TOLERANCE:
             steps.append(Step(name=f"result_{i}", target="aten.mul.Tensor", args=(one, scale)))
             kept.append(Kept(operation="return", module="", source=None, at="output", factor=scale, why=_RETURNED))
-            one = Ref(f"result_{i}")  # noqa: PLW2901
+            one = Ref(f"result_{i}")
         outputs.append(one)
     folded = replace(recipe, steps=tuple(steps), outputs=tuple(outputs))
     return Plan(recipe=folded, tensors=folding.multipliers(), kept=kept)
@@ -71,9 +71,9 @@ def _inference(recipe: Recipe) -> Recipe:
             return gone.get(leaf.name, leaf)
         return False if leaf is Here.TRAINING else 0.0 if isinstance(leaf, WhenTraining) else leaf
 
-    for step in recipe.steps:
-        dropout, counts = "dropout" in name_of(step), name_of(step) == "add_" and Here.TRAINING in step.args
-        step = replace(step, args=mapped(step.args, settled), kwargs=mapped(dict(step.kwargs), settled))
+    for given in recipe.steps:
+        dropout, counts = "dropout" in name_of(given), name_of(given) == "add_" and Here.TRAINING in given.args
+        step = replace(given, args=mapped(given.args, settled), kwargs=mapped(dict(given.kwargs), settled))
         if counts or (dropout and step.change is None):
             gone[step.name] = step.args[0]
         elif dropout:
@@ -87,9 +87,9 @@ def _inference(recipe: Recipe) -> Recipe:
 class _Folding:
     """The scales of all values, and what they make of each step.
 
-    A step of the converted model gives V = a f(a1 X1, a2 X2, ...), a's its factors. With V = s V' and X = s X', the folded
-    one has V' = (a / s) f(k1 X1', k2 X2', ...), k = a s of the input. `_relate` ties and asks so that little is left of
-    (a / s) and k; `folded` moves what is left into parameters, and keeps the rest.
+    A step of the converted model gives V = a f(a1 X1, a2 X2, ...). With V = s V' and X = s X' the folded one gives
+    V' = (a / s) f(k1 X1', k2 X2', ...), k = a s of an input. `_relate` ties and asks so that little is left of (a / s)
+    and k; `folded` moves what is left into parameters, and keeps the rest.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -171,7 +171,7 @@ class _Folding:
         return at if at is not None and isinstance(argument(step, at), Ref) else None
 
     def _relate_product(self, step: Step, product: list[tuple[Port, str]] | None) -> None:
-        """The first factor that is no parameter and not fixed is tied to the result; the others are wanted as they are."""
+        """Ties the first factor that is no parameter and not fixed to the result, and wants the others as they are."""
         homogeneous = dict(product or ())
         free = next((name for name in homogeneous.values() if self._free(Ref(name))), None)
         tied = next((port for port, name in homogeneous.items() if self._moves(name)), None)

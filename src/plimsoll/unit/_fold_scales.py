@@ -1,7 +1,7 @@
 """The scales of values: by how much each one is kept smaller or larger in a folded model than in the converted one.
 
-A value V of the converted model is s V' in the folded one. An operation that is homogeneous ties s of its result to s of
-its input, so values fall into classes whose members follow from one number. What cannot absorb a factor asks for a
+A value V of the converted model is s V' in the folded one. An operation that is homogeneous ties s of its result to
+s of its input, so values fall into classes whose members follow from one number. What cannot absorb a factor asks for a
 value of that number: a non-linear function wants its input as it is, an output is given as it is. Each class takes the
 number that most ask for; where others ask for another, a multiplication has to stay. Whatever the choice, the result is
 the same: it only decides how many stay.
@@ -46,7 +46,7 @@ class Scales:
         self._chosen = {root: exact[root, counts.most_common(1)[0][0]] for root, counts in asked.items()}
 
     def of(self, value: str) -> float:
-        """s of a value."""
+        """The value's own s."""
         root, up = self._find(value)
         return math.exp(self._chosen.get(root, 0.0) + up)
 

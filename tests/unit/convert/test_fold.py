@@ -26,5 +26,4 @@ def test_outputs_are_the_converted_models(name: str) -> None:
         converted.eval()
         folded = fold(converted)
         expected, got = _tensors(converted(*args, **kwargs)), _tensors(folded(*args, **kwargs))
-    print(name, len(folded.kept), [str(k) for k in folded.kept])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
