@@ -16,7 +16,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.precision._computing import Computing, check_policy
 from plimsoll.precision._distributed import is_fully_sharded, level_on
-from plimsoll.precision._fp8 import Layers, chosen_layers, other_rules
+from plimsoll.precision._fp8 import InPlace, Layers, chosen_layers, other_rules
+from plimsoll.precision._fp8_plan import PlannedLayers, are_multiplied, planned_layers
 from plimsoll.precision._levels import DTYPES, Level
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import CastOutputs, Placement, module_formats
@@ -37,16 +38,15 @@ class Applied:
         self.given = tuple(optimizers)
         self.stage, self.level = stage, level_on(model, stage.level)
         rules = _rules(root, stage, policy)
-        self.fp8 = None if self.level.fp8 is None else Layers(root, self.level.fp8, policy, rules)
+        self.fp8, rules = _in_fp8(root, self.level, policy, rules)
         try:
-            rules = rules if self.fp8 is None else other_rules(rules)
             self.computing = Computing(root, self.level, policy, rules)
             self.optimizers = self._cast(root, optimizers, rules)
         except Exception:
             if self.fp8 is not None:
                 self.fp8.take_back()
             raise
-        if self.fp8 is not None and not self.computing.native:
+        if isinstance(self.fp8, Layers) and not self.computing.native:
             self.fp8.narrow_outputs(root, self.computing.switch, torch.bfloat16)
         self._handles = list(self._wide_outputs(root, stage.level))
 
@@ -92,6 +92,18 @@ class Applied:
         """Under `fully_shard`, whose policy casts the model: its outputs in FP32, as at other places."""
         if level.casts and is_fully_sharded(root):
             yield root.register_forward_hook(CastOutputs(DTYPES["fp32"]))
+
+
+def _in_fp8(
+    root: nn.Module, level: Level, policy: Policy, rules: dict[str, ModulePlan]
+) -> tuple[InPlace | None, dict[str, ModulePlan]]:
+    """The layers that a level, or a plan, runs in FP8; and the rules that are left for regions."""
+    if level.fp8 is not None:
+        return Layers(root, level.fp8, policy, rules), other_rules(rules)
+    if level.casts or not are_multiplied(root, policy) or not planned_layers(root, rules):
+        return None, rules
+    planned = PlannedLayers(root, rules)
+    return planned, {name: said for name, said in rules.items() if name not in planned.names}
 
 
 def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:

@@ -39,27 +39,20 @@ _TAKEN = (nn.Linear, unit_nn.Linear, unit_nn.LinearReadout)
 _NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its weight is read, the module never runs
 
 
-class Layers:
-    """The FP8 layers of a level on a model. `left`: the linear layers that are none, and why."""
+class InPlace:
+    """Layers that another class has been given, and that get their own back. `left`: those that have not, and why."""
 
-    def __init__(self, root: nn.Module, scaling: Scaling, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._before = [_Attributes(module) for _, module in named_modules(root, twice=False)]
         self._handles: list[Any] = []
         self._root, self._held, self._holding = root, contextlib.ExitStack(), False
+        self._made: list[nn.Module] = []
         self.left: tuple[Left, ...] = ()
-        chosen, self.left = chosen_layers(root, scaling, rules)
-        options: dict[str, Any] = {}
-        if scaling == "tensor":
-            options = {"history": policy.fp8_history, "margin": policy.fp8_margin}
-        self._made = {root.get_submodule(name): type(root.get_submodule(name)) for name in chosen}
-        try:
-            if chosen:
-                convert(root, scaling, include=[glob.escape(name or _ROOT) for name in chosen], **options)
-        except Exception:
-            self.take_back()
-            raise
-        self.left += _left_by_convert(root, chosen)
-        _MADE.update(self._made)
+
+    def note(self, module: nn.Module) -> None:
+        """The module is about to get another class."""
+        _MADE[module] = type(module)
+        self._made.append(module)
 
     def narrow_outputs(self, root: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
         """Has the layers give their outputs in a 16-bit dtype while the switch is on, as under torch's own autocast."""
@@ -88,8 +81,28 @@ class Layers:
         self._handles.clear()
         while self._before:
             self._before.pop().put_back()
-        for module in [module for module in self._made if module in _MADE]:
-            del _MADE[module]
+        while self._made:
+            _MADE.pop(self._made.pop(), None)
+
+
+class Layers(InPlace):
+    """The FP8 layers of a level on a model."""
+
+    def __init__(self, root: nn.Module, scaling: Scaling, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
+        super().__init__(root)
+        chosen, self.left = chosen_layers(root, scaling, rules)
+        options: dict[str, Any] = {}
+        if scaling == "tensor":
+            options = {"history": policy.fp8_history, "margin": policy.fp8_margin}
+        for name in chosen:
+            self.note(root.get_submodule(name))
+        try:
+            if chosen:
+                convert(root, scaling, include=[glob.escape(name or _ROOT) for name in chosen], **options)
+        except Exception:
+            self.take_back()
+            raise
+        self.left += _left_by_convert(root, chosen)
 
 
 def _left_by_convert(root: nn.Module, chosen: Sequence[str]) -> tuple[Left, ...]:
@@ -97,6 +110,11 @@ def _left_by_convert(root: nn.Module, chosen: Sequence[str]) -> tuple[Left, ...]
     names = {name or _ROOT for name in chosen}
     said: list[Left] = getattr(root, "fp8_left", [])
     return tuple(Left(module=clean(left.module), why=left.why) for left in said if left.module in names)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has when no level is in force."""
+    return _MADE.get(module, type(module))
 
 
 def other_rules(rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
@@ -120,7 +138,7 @@ def chosen_layers(
             _check_scaling(name, module, scaling)
             there = True
             continue
-        if not issubclass(_MADE.get(module, type(module)), nn.Linear):
+        if not issubclass(own_class(module), nn.Linear):
             continue
         why = _why_not(module, scaling, said[name])
         if (why or "").startswith(_OTHER_CLASS) and is_sharded_itself(module):
@@ -145,7 +163,7 @@ def _effective(root: nn.Module, rules: Mapping[str, ModulePlan]) -> dict[str, Mo
 
 def _why_not(module: nn.Module, scaling: Scaling, said: ModulePlan | None) -> str | None:
     """Why a linear layer is no FP8 layer; None for one that is to be."""
-    kind = _MADE.get(module, type(module))
+    kind = own_class(module)
     if kind.__name__ == _NEVER_CALLED:
         return "the attention around it multiplies by its weight"
     if said is not None and said != FP8:

@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from rich.table import Table
 from torch import nn
@@ -14,6 +14,8 @@ from plimsoll.emulate._modules import named_modules
 from plimsoll.emulate._planned import ROOT, check_matches
 from plimsoll.errors import ArgumentError
 from plimsoll.fp8._recipe import checked
+
+PlanFP8 = Literal["auto", "multiplied", "emulated"]
 
 _MEANING = {
     "low": "inputs are cast to the level's 16-bit format",
@@ -42,6 +44,8 @@ class Policy:
       is called "model".
     - `fp8_history`, `fp8_margin`: of fp8-tensor, whether a scale follows the tensor itself (0) or the largest magnitude
       of so many last steps, and how many binades it leaves above.
+    - `fp8_plans`: whether linear layers that a plan has in E4M3 and E5M2 are "multiplied" in FP8, or "emulated";
+      "auto": multiplied where the device has FP8 units.
 
     >>> policy = Policy().with_operation("softmax", "low").with_module("blocks.3.*", "fp32")
     >>> policy.operations.of("softmax"), policy.modules
@@ -52,11 +56,17 @@ class Policy:
     modules: tuple[tuple[str, str], ...] = ()
     fp8_history: int = 0
     fp8_margin: int = 0
+    fp8_plans: PlanFP8 = "auto"
 
     def __post_init__(self) -> None:
         modules = tuple((glob, _format_name(glob, fmt)) for glob, fmt in self.modules)
         object.__setattr__(self, "modules", modules)
         checked("Policy", "tensor", self.fp8_history, self.fp8_margin)
+        if self.fp8_plans not in get_args(PlanFP8):
+            raise ArgumentError(
+                f"Policy: expected fp8_plans to be one of {', '.join(get_args(PlanFP8))}; got {self.fp8_plans!r}. "
+                "Leave it out."
+            )
 
     @property
     def own_lists(self) -> bool:
@@ -79,10 +89,12 @@ class Policy:
         """The policy with the modules of that name, or that the glob matches, in that format."""
         return replace(self, modules=(*self.modules, (glob, _format_name(glob, fmt))))
 
-    def with_fp8(self, *, history: int | None = None, margin: int | None = None) -> "Policy":
-        """The policy with delayed scales of FP8 tensors, or another margin above their largest magnitude."""
-        history = self.fp8_history if history is None else history
-        return replace(self, fp8_history=history, fp8_margin=self.fp8_margin if margin is None else margin)
+    def with_fp8(
+        self, *, history: int | None = None, margin: int | None = None, plans: PlanFP8 | None = None
+    ) -> "Policy":
+        """The policy with delayed scales of FP8 tensors, another margin, or another way to carry out plans."""
+        given: dict[str, Any] = {"fp8_history": history, "fp8_margin": margin, "fp8_plans": plans}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def records(self) -> list[PolicyRecord]:
         """The policy line by line: operations by list and name, then the modules' rules in order."""
@@ -108,7 +120,8 @@ class Policy:
     def _fp8(self) -> list[tuple[str, str]]:
         """What it says of FP8 tensors, where that is not the usual."""
         found = {"history": (self.fp8_history, "steps"), "margin": (self.fp8_margin, "binades")}
-        return [(name, f"{value} {unit}") for name, (value, unit) in found.items() if value]
+        told = [(name, f"{value} {unit}") for name, (value, unit) in found.items() if value]
+        return told if self.fp8_plans == "auto" else [*told, ("plans", self.fp8_plans)]
 
     def formats_of(self, root: nn.Module) -> dict[str, str]:
         """The format that a rule gives to each module, by the module's name; those without a rule are not in it."""
