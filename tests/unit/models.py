@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Attention(nn.Module):
         else:
             scores = (q @ k.transpose(-2, -1)) / (d // self.heads) ** 0.5
             if self.causal:
-                scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
+                later = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
+                scores = scores.masked_fill(later, float("-inf"))
             y = scores.softmax(-1) @ v
         return self.out(y.transpose(1, 2).reshape(b, t, d))
 
@@ -195,7 +196,11 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.down1, self.down2, self.bottom = _double(3, width), _double(width, 2 * width), _double(2 * width, 4 * width)
+        self.down1, self.down2, self.bottom = (
+            _double(3, width),
+            _double(width, 2 * width),
+            _double(2 * width, 4 * width),
+        )
         self.pool = nn.MaxPool2d(2)
         self.up2, self.dec2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), _double(4 * width, 2 * width)
         self.up1, self.dec1 = nn.ConvTranspose2d(2 * width, width, 2, 2), _double(2 * width, width)

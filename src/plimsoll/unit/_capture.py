@@ -100,7 +100,8 @@ def _arguments(example: object, operation: str) -> tuple[tuple[Any, ...], dict[s
             return (), named
     raise ArgumentError(
         f"{operation}: expected an example that is a tensor, a tuple of arguments or a mapping of keyword arguments; "
-        f"got {type(cast('object', example)).__name__}. Write a batch as the model is called with it: (x, y) for model(x, y)."
+        f"got {type(cast('object', example)).__name__}. Write a batch as the model is called with it: (x, y) for "
+        "model(x, y)."
     )
 
 

@@ -32,7 +32,7 @@ def check_aliases(captured: Captured, graph: Flow) -> None:
     """Refuses a tensor that is written in place and read again under another name: a factor would part the two."""
     nodes = list(captured.graph.nodes)
     for position, node in enumerate(nodes):
-        if node.name not in graph.nodes or node.op != "call_function" or base_name(node) == operation_of(node):
+        if node.name not in graph.carrying or node.op != "call_function" or base_name(node) == operation_of(node):
             continue
         written = cast("fx.Node", node.args[0])
         shown = _shown(written)

@@ -29,7 +29,7 @@ def by_measurement(site: Site) -> Ideal:
             gradients[port] = Factor(value=1 / found.gradients[source.name])
     return Ideal(
         operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients,
-        mean=found.mean / found.std,
+        mean=found.centre,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str,
         output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
     return Ideal(
         operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output,
-        gradients={ENTRY: back}, mean=found.mean / found.std,
+        gradients={ENTRY: back}, mean=found.centre,
     )  # fmt: skip
 
 

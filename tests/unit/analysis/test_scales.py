@@ -34,18 +34,21 @@ def root(x: Tensor) -> float:
 def measure(name: str, constraint: Any, *, plain: bool = False) -> Scales:
     """The scales of a model as converted, or plain: as it was made, drawn as torch drew it."""
     graph, analysis = captured(name), analysed(name, constraint)
-    parameters = {key: ParameterChange(draw="keep", kind="") for key in analysis.parameters} if plain else analysis.parameters  # fmt: skip
+    kept = {key: ParameterChange(draw="keep", kind="") for key in analysis.parameters}
+    parameters = kept if plain else analysis.parameters
     state = drawn(graph, parameters, torch.float64, seed=2)
     torch.manual_seed(3)
     carried, _ = run(graph, {} if plain else analysis.changes, state, inputs_of(graph), true=False)
     back(carried, analysis.flow.outputs)
     inside = {key for key, change in _whys(name, constraint).items() if change.startswith("part of")}
     kept = {key: x for key, x in carried.kept.items() if key in analysis.flow.nodes and x.dim() and key not in inside}
+    finite = {key: x.detach()[x.isfinite()] for key, x in kept.items()}
+    leaves = {key: x.grad for key, x in state.items() if x.requires_grad and x.grad is not None}
     return Scales(
-        {key: math.log2(float(x.detach()[x.isfinite()].std())) for key, x in kept.items() if x.isfinite().any() and x.std() > 0},
+        {key: math.log2(float(x.std())) for key, x in finite.items() if x.numel() > 1 and x.std() > 0},
         {key: math.log2(root(x.grad)) for key, x in kept.items() if x.grad is not None and x.grad.any()},
-        {key: math.log2(root(x.grad)) for key, x in state.items() if x.requires_grad and x.grad is not None and root(x.grad) > 1e-9},
-    )  # fmt: skip
+        {key: math.log2(root(gradient)) for key, gradient in leaves.items() if root(gradient) > 1e-9},
+    )
 
 
 def _whys(name: str, constraint: Any) -> dict[str, str]:
