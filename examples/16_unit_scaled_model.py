@@ -74,4 +74,5 @@ for name, precision in {"fp32": {}, "fp16": {"precision": "fp16"}}.items():
         losses.append(loss.item())
     final[name] = sum(losses[-10:]) / 10
     print(f"{name}: loss {losses[0]:.3f} -> {final[name]:.3f}")
-assert final["fp32"] < 3.1 and abs(final["fp16"] - final["fp32"]) < 0.01 * final["fp32"]
+assert final["fp32"] < 3.1
+assert abs(final["fp16"] - final["fp32"]) < 0.01 * final["fp32"]

@@ -19,18 +19,30 @@ if TYPE_CHECKING:
     from plimsoll.unit._audit_rows import Reading as Reading, Row as Row
     from plimsoll.unit._convert import convert as convert
     from plimsoll.unit._fold import fold as fold
+    from plimsoll.unit._kinds import (
+        Kind as Kind,
+        kinds_of as kinds_of,
+        tag as tag,
+        tag_depth as tag_depth,
+        tag_fan_in as tag_fan_in,
+    )
 
 _ROOMS = ("functional", "nn", "optim")
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
     "Audit": "_audit_result",
     "Comparison": "_audit_compare",
+    "Kind": "_kinds",
     "Pair": "_audit_compare",
     "Reading": "_audit_rows",
     "Row": "_audit_rows",
     "audit": "_audit",
     "convert": "_convert",
     "fold": "_fold",
+    "kinds_of": "_kinds",
+    "tag": "_kinds",
+    "tag_depth": "_kinds",
+    "tag_fan_in": "_kinds",
 }
 
 
