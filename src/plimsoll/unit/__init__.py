@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from plimsoll.unit._audit_compare import Comparison as Comparison, Pair as Pair
     from plimsoll.unit._audit_result import Audit as Audit
     from plimsoll.unit._audit_rows import Reading as Reading, Row as Row
+    from plimsoll.unit._changes import Left as Left
     from plimsoll.unit._convert import convert as convert
+    from plimsoll.unit._converted import Converted as Converted, Folded as Folded
     from plimsoll.unit._fold import fold as fold
+    from plimsoll.unit._fold_plan import Kept as Kept
     from plimsoll.unit._kinds import (
-        Kind as Kind,
         kinds_of as kinds_of,
         tag as tag,
         tag_depth as tag_depth,
@@ -32,11 +34,14 @@ _ROOMS = ("functional", "nn", "optim")
 _HOMES = {
     "Audit": "_audit_result",
     "Comparison": "_audit_compare",
-    "Kind": "_kinds",
     "Pair": "_audit_compare",
     "Reading": "_audit_rows",
     "Row": "_audit_rows",
     "audit": "_audit",
+    "Converted": "_converted",
+    "Folded": "_converted",
+    "Kept": "_fold_plan",
+    "Left": "_changes",
     "convert": "_convert",
     "fold": "_fold",
     "kinds_of": "_kinds",
