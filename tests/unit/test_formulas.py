@@ -15,7 +15,14 @@ MULTS = (0.05, 0.5, 1.0, 2.0, 5.0)
 
 def mean(f: object) -> float:
     """Under the normal density, by adaptive quadrature."""
-    found, error = integrate.quad(lambda x: f(x) * math.exp(-x * x / 2) / math.sqrt(2 * math.pi), -14, 14, points=[-1, 0, 1], limit=400, epsabs=1e-13)  # fmt: skip
+    found, error = integrate.quad(
+        lambda x: f(x) * math.exp(-x * x / 2) / math.sqrt(2 * math.pi),
+        -14,
+        14,
+        points=[-1, 0, 1],
+        limit=400,
+        epsabs=1e-13,
+    )
     assert error < 1e-6
     return found
 

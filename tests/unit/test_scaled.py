@@ -36,7 +36,15 @@ def test_with_both_constants_one_it_is_the_tensor_itself() -> None:
     assert y is not x and torch.equal(y, x) and y._base is None or y.data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize(("x", "why"), [(torch.tensor([float("nan"), float("inf"), -float("inf")]), "NaN passes"), (torch.zeros(0, 3), "empty"), (torch.tensor(2.0), "0-d"), (torch.randn(4, 5).T[::2], "strided")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (torch.tensor([float("nan"), float("inf"), -float("inf")]), "NaN passes"),
+        (torch.zeros(0, 3), "empty"),
+        (torch.tensor(2.0), "0-d"),
+        (torch.randn(4, 5).T[::2], "strided"),
+    ],
+)
 def test_odd_tensors(x: torch.Tensor, why: str) -> None:
     x = x.requires_grad_()
     y = scaled(x, 0.5, 3.0)
@@ -107,11 +115,14 @@ def test_other_kinds_of_tensors_are_refused(dtype: torch.dtype) -> None:
         ((1.0, float("inf")), "scaled: expected beta to be finite; got inf"),
         (("2", 1.0), "scaled: expected alpha to be a number; got '2' (str)"),
         ((True, 1.0), "scaled: expected alpha to be a number; got True (bool)"),
-        ((torch.ones(2), 1.0), "scaled: expected alpha to be a number, or a 0-d tensor that needs no gradient; got a tensor"),
+        (
+            (torch.ones(2), 1.0),
+            "scaled: expected alpha to be a number, or a 0-d tensor that needs no gradient; got a tensor",
+        ),
         ((1.0, torch.tensor(1.0, requires_grad=True)), "scaled: expected beta to be a number, or a 0-d tensor"),
         ((torch.tensor(1), 1.0), "scaled: expected alpha to be a number, or a 0-d tensor"),
     ],
-)  # fmt: skip
+)
 def test_other_factors_are_refused(factors: tuple[object, object], told: str) -> None:
     import re
 

@@ -57,16 +57,42 @@ case("linear readout", lambda x, w: U.linear_readout(x, w) * 8, (64, 64), (32, 6
 case("matmul", lambda a, b: U.matmul(a, b, constraint=None), (4, 3, 16, 32), (4, 3, 32, 24))
 case("matmul broadcast", lambda a, b: U.matmul(a, b, constraint=None), (6, 1, 16, 32), (3, 32, 24))
 case("matmul vector", lambda a, b: U.matmul(a, b, constraint=None), (50, 40, 128), (128,))
-case("matmul dot", lambda a, b: torch.stack([U.matmul(x, y, constraint=None) for x, y in zip(a, b, strict=True)]),
-     (100, 16), (100, 16))  # fmt: skip
-case("conv1d", lambda x, w, b: U.conv1d(x, w, b * 0 + b - b.detach(), constraint=None), (4, 8, 128), (64, 8, 5), (64,),
-     left_out=(0, 0.02, 0, 0))  # fmt: skip
-case("conv2d", lambda x, w: U.conv2d(x, w, padding=1, constraint=None), (4, 8, 32, 32), (16, 8, 3, 3),
-     output=(94 / 96), inputs=(94 / 96, 94 / 96))  # fmt: skip
-case("conv2d groups stride", lambda x, w: U.conv2d(x, w, stride=2, groups=4, constraint=None), (4, 16, 41, 41), (32, 4, 3, 3),
-     left_out=(0, 0.03, 0))  # fmt: skip
-case("conv_transpose2d", lambda x, w: U.conv_transpose2d(x, w, stride=2, constraint=None), (4, 16, 20, 20), (16, 8, 4, 4),
-     left_out=(0.05, 0, 0))  # fmt: skip
+case(
+    "matmul dot",
+    lambda a, b: torch.stack([U.matmul(x, y, constraint=None) for x, y in zip(a, b, strict=True)]),
+    (100, 16),
+    (100, 16),
+)
+case(
+    "conv1d",
+    lambda x, w, b: U.conv1d(x, w, b * 0 + b - b.detach(), constraint=None),
+    (4, 8, 128),
+    (64, 8, 5),
+    (64,),
+    left_out=(0, 0.02, 0, 0),
+)
+case(
+    "conv2d",
+    lambda x, w: U.conv2d(x, w, padding=1, constraint=None),
+    (4, 8, 32, 32),
+    (16, 8, 3, 3),
+    output=(94 / 96),
+    inputs=(94 / 96, 94 / 96),
+)
+case(
+    "conv2d groups stride",
+    lambda x, w: U.conv2d(x, w, stride=2, groups=4, constraint=None),
+    (4, 16, 41, 41),
+    (32, 4, 3, 3),
+    left_out=(0, 0.03, 0),
+)
+case(
+    "conv_transpose2d",
+    lambda x, w: U.conv_transpose2d(x, w, stride=2, constraint=None),
+    (4, 16, 20, 20),
+    (16, 8, 4, 4),
+    left_out=(0.05, 0, 0),
+)
 for mult in (0.25, 1.0, 3.0):
     for f in (U.gelu, U.silu, U.tanh, U.sigmoid):
         case(f"{f.__name__} {mult}", lambda x, f=f, mult=mult: f(x, mult=mult, constraint=None), (64, 64))
@@ -87,19 +113,51 @@ for mult in (0.25, 1.0, 3.0):
         )
 case("softmax first dim", lambda x: U.softmax(x, 0, constraint=None), (50, 100))
 case("relu", lambda x: U.relu(x, constraint=None), (64, 64))
-for d, s, causal, mult, short in ((8, 16, False, 1.0, 0.02), (64, 32, False, 1.0, 0.01), (64, 128, False, 1.0, 0.01),
-    (16, 64, True, 1.0, 0.01), (64, 128, True, 1.0, 0.01), (32, 48, True, 2.0, 0.02), (32, 48, False, 0.5, 0.01)):  # fmt: skip
-    case(f"attention {d} {s} {causal} {mult}",
-         lambda q, k, v, c=causal, m=mult: U.scaled_dot_product_attention(q, k, v, is_causal=c, mult=m, constraint=None),
-         *[(2, 4, s, d)] * 3, left_out=(0.003, short, 0.003, 0.003))  # fmt: skip
-case("attention across", lambda q, k, v: U.scaled_dot_product_attention(q, k, v, dropout_p=0.2, constraint=None),
-     (4, 4, 24, 32), (4, 4, 96, 32), (4, 4, 96, 48), left_out=(0.003, 0.02, 0.01, 0.003))  # fmt: skip
-case("attention groups", lambda q, k, v: U.scaled_dot_product_attention(q, k, v, enable_gqa=True, constraint=None),
-     (4, 4, 64, 32), (4, 2, 64, 32), (4, 2, 64, 32), left_out=(0.003, 0.01, 0.003, 0.003))  # fmt: skip
-case("attention own scale", lambda q, k, v: U.scaled_dot_product_attention(q, k, v, scale=0.25, constraint=None),
-     *[(4, 4, 64, 32)] * 3, left_out=(0.003, 0.02, 0.01, 0.003))  # fmt: skip
-case("layer_norm", lambda x, w, b: U.layer_norm(x, (96,), one(w), one(b) - 1), (400, 96), (96,), (96,),
-     left_out=(0, 0.02, 0.01, 0))  # fmt: skip
+for d, s, causal, mult, short in (
+    (8, 16, False, 1.0, 0.02),
+    (64, 32, False, 1.0, 0.01),
+    (64, 128, False, 1.0, 0.01),
+    (16, 64, True, 1.0, 0.01),
+    (64, 128, True, 1.0, 0.01),
+    (32, 48, True, 2.0, 0.02),
+    (32, 48, False, 0.5, 0.01),
+):
+    case(
+        f"attention {d} {s} {causal} {mult}",
+        lambda q, k, v, c=causal, m=mult: U.scaled_dot_product_attention(q, k, v, is_causal=c, mult=m, constraint=None),
+        *[(2, 4, s, d)] * 3,
+        left_out=(0.003, short, 0.003, 0.003),
+    )
+case(
+    "attention across",
+    lambda q, k, v: U.scaled_dot_product_attention(q, k, v, dropout_p=0.2, constraint=None),
+    (4, 4, 24, 32),
+    (4, 4, 96, 32),
+    (4, 4, 96, 48),
+    left_out=(0.003, 0.02, 0.01, 0.003),
+)
+case(
+    "attention groups",
+    lambda q, k, v: U.scaled_dot_product_attention(q, k, v, enable_gqa=True, constraint=None),
+    (4, 4, 64, 32),
+    (4, 2, 64, 32),
+    (4, 2, 64, 32),
+    left_out=(0.003, 0.01, 0.003, 0.003),
+)
+case(
+    "attention own scale",
+    lambda q, k, v: U.scaled_dot_product_attention(q, k, v, scale=0.25, constraint=None),
+    *[(4, 4, 64, 32)] * 3,
+    left_out=(0.003, 0.02, 0.01, 0.003),
+)
+case(
+    "layer_norm",
+    lambda x, w, b: U.layer_norm(x, (96,), one(w), one(b) - 1),
+    (400, 96),
+    (96,),
+    (96,),
+    left_out=(0, 0.02, 0.01, 0),
+)
 case("rms_norm", lambda x, w: U.rms_norm(x, (96,), one(w)), (400, 96), (96,), left_out=(0, 0.02, 0.01))
 case(
     "group_norm",

@@ -1,13 +1,16 @@
 """Functions of one number at unit scale: the factors of GELU and the like are integrals (`_nonlinear`)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit._constraints import Constraint, check_constraint, constrained
+from plimsoll.unit._constraints import Constraint, check_constraint
 from plimsoll.unit._formulas import RELU
-from plimsoll.unit._scaled import check_floating, multiplied
+from plimsoll.unit._scaled import check_floating
+from plimsoll.unit.functional._factors import carried_out
 from plimsoll.unit.functional._mult import checked_mult, gated, nonlinear
 
 
@@ -36,14 +39,12 @@ def gelu(
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"gelu: expected approximate to be 'none' or 'tanh'; got {approximate!r}. Take 'none'.")
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    x, alpha = _prepared("gelu", name, input, mult, constraint)
-    return multiplied(F.gelu(x, approximate=approximate), alpha, 1.0)
+    return _applied("gelu", name, lambda x: F.gelu(x, approximate=approximate), input, mult, constraint)
 
 
 def silu(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
     """`torch.nn.functional.silu` of `mult * input` at unit scale. Arguments and exceptions are those of `gelu`."""
-    x, alpha = _prepared("silu", "silu", input, mult, constraint)
-    return multiplied(F.silu(x), alpha, 1.0)
+    return _applied("silu", "silu", F.silu, input, mult, constraint)
 
 
 def relu(input: Tensor, *, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
@@ -53,14 +54,12 @@ def relu(input: Tensor, *, constraint: Constraint | None = "gmean") -> Tensor:  
     """
     check_floating("relu", input=input)
     check_constraint("relu", constraint)
-    alpha, beta = constrained(constraint, RELU.output, *RELU.inputs)
-    return multiplied(F.relu(multiplied(input, 1.0, beta)), alpha, 1.0)
+    return carried_out(F.relu, RELU, constraint, input)
 
 
 def tanh(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
     """`torch.tanh` of `mult * input` at unit scale: 1.593 forward, 1.467 backward where mult is 1. As `gelu`."""
-    x, alpha = _prepared("tanh", "tanh", input, mult, constraint)
-    return multiplied(torch.tanh(x), alpha, 1.0)
+    return _applied("tanh", "tanh", torch.tanh, input, mult, constraint)
 
 
 def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
@@ -68,8 +67,7 @@ def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None =
 
     The values keep their mean, one half times the factor: unit scale is of the deviation from it.
     """
-    x, alpha = _prepared("sigmoid", "sigmoid", input, mult, constraint)
-    return multiplied(torch.sigmoid(x), alpha, 1.0)
+    return _applied("sigmoid", "sigmoid", torch.sigmoid, input, mult, constraint)
 
 
 def silu_glu(
@@ -92,20 +90,17 @@ def silu_glu(
     check_floating("silu_glu", input=input, gate=gate)
     check_constraint("silu_glu", constraint)
     mult = checked_mult("silu_glu", mult)
-    ideal = gated("silu", mult)
-    alpha, of_input, of_gate = constrained(constraint, ideal.output, *ideal.inputs)
-    gate = _times(multiplied(gate, 1.0, of_gate), mult)
-    return multiplied(multiplied(input, 1.0, of_input) * F.silu(gate), alpha, 1.0)
+    return carried_out(lambda x, g: x * F.silu(_times(g, mult)), gated("silu", mult), constraint, input, gate)
 
 
-def _prepared(operation: str, name: str, x: Tensor, mult: float, constraint: Constraint | None) -> tuple[Tensor, float]:
-    """What the function is taken of, and the factor of its result."""
+def _applied(
+    operation: str, name: str, function: Callable[[Tensor], Tensor], x: Tensor, mult: float,
+    constraint: Constraint | None,
+) -> Tensor:  # fmt: skip
     check_floating(operation, input=x)
     check_constraint(operation, constraint)
     mult = checked_mult(operation, mult)
-    ideal = nonlinear(name, mult)
-    alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
-    return _times(multiplied(x, 1.0, beta), mult), alpha
+    return carried_out(lambda x: function(_times(x, mult)), nonlinear(name, mult), constraint, x)
 
 
 def _times(x: Tensor, mult: float) -> Tensor:

@@ -1,8 +1,24 @@
 """The factors that a function is to use: its own ideal ones under a constraint, or those that it is given."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from plimsoll.errors import ArgumentError
 from plimsoll.unit._constraints import Constraint, check_constraint, constrained
 from plimsoll.unit._formulas import Factors
+from plimsoll.unit._scaled import multiplied
+
+
+def carried_out(
+    function: Callable[..., Tensor], ideal: Factors, constraint: Constraint | None, *inputs: Tensor
+) -> Tensor:
+    """The function between its factors; where a constraint makes them one, times it: exact in every derivative."""
+    output, *gradients = constrained(constraint, ideal.output, *ideal.inputs)
+    if constraint is not None:
+        return multiplied(function(*inputs), output, output)
+    scaled = (multiplied(x, 1.0, factor) for x, factor in zip(inputs, gradients, strict=True))
+    return multiplied(function(*scaled), output, 1.0)
 
 
 def resolved(operation: str, constraint: Constraint | None, given: Factors | None, ideal: Factors) -> Factors:

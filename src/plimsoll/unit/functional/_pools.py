@@ -1,15 +1,17 @@
 """Pooling at unit scale."""
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import _formulas
-from plimsoll.unit._constraints import Constraint, check_constraint, constrained
+from plimsoll.unit._constraints import Constraint, check_constraint
 from plimsoll.unit._formulas import Factors
-from plimsoll.unit._scaled import check_floating, multiplied
+from plimsoll.unit._scaled import check_floating
+from plimsoll.unit.functional._factors import carried_out
 from plimsoll.unit.functional._mult import largest
 
 Sizes = int | tuple[int, ...]
@@ -31,9 +33,14 @@ def avg_pool1d(
 
     Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
     """
-    x, alpha = _prepared("avg_pool1d", input, _average(kernel_size, stride, 1), constraint)
     step = kernel_size if stride is None else stride
-    return multiplied(F.avg_pool1d(x, kernel_size, step, padding, ceil_mode, count_include_pad), alpha, 1.0)
+    return _applied(
+        "avg_pool1d",
+        lambda x: F.avg_pool1d(x, kernel_size, step, padding, ceil_mode, count_include_pad),
+        input,
+        _average(kernel_size, stride, 1),
+        constraint,
+    )
 
 
 def avg_pool2d(
@@ -56,8 +63,13 @@ def avg_pool2d(
             f"avg_pool2d: expected no divisor_override, since the result is at unit scale whatever divides; got "
             f"{divisor_override}. Leave it out."
         )
-    x, alpha = _prepared("avg_pool2d", input, _average(kernel_size, stride, 2), constraint)
-    return multiplied(F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad), alpha, 1.0)
+    return _applied(
+        "avg_pool2d",
+        lambda x: F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad),
+        input,
+        _average(kernel_size, stride, 2),
+        constraint,
+    )
 
 
 def adaptive_avg_pool2d(
@@ -79,8 +91,13 @@ def adaptive_avg_pool2d(
             f"{columns}. Choose one that does, or pool with avg_pool2d."
         )
     window = (height // rows) * (width // columns)
-    x, alpha = _prepared("adaptive_avg_pool2d", input, _formulas.average_pool(window, window), constraint)
-    return multiplied(F.adaptive_avg_pool2d(x, (rows, columns)), alpha, 1.0)
+    return _applied(
+        "adaptive_avg_pool2d",
+        lambda x: F.adaptive_avg_pool2d(x, (rows, columns)),
+        input,
+        _formulas.average_pool(window, window),
+        constraint,
+    )
 
 
 def max_pool1d(
@@ -99,8 +116,13 @@ def max_pool1d(
 
     Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
     """
-    x, alpha = _prepared("max_pool1d", input, _maximum(kernel_size, stride, 1), constraint)
-    return multiplied(F.max_pool1d(x, kernel_size, stride, padding, dilation, ceil_mode), alpha, 1.0)
+    return _applied(
+        "max_pool1d",
+        lambda x: F.max_pool1d(x, kernel_size, stride, padding, dilation, ceil_mode),
+        input,
+        _maximum(kernel_size, stride, 1),
+        constraint,
+    )
 
 
 def max_pool2d(
@@ -114,15 +136,21 @@ def max_pool2d(
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
     """`torch.nn.functional.max_pool2d` at unit scale: as `max_pool1d`, k being the window's area."""
-    x, alpha = _prepared("max_pool2d", input, _maximum(kernel_size, stride, 2), constraint)
-    return multiplied(F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode), alpha, 1.0)
+    return _applied(
+        "max_pool2d",
+        lambda x: F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode),
+        input,
+        _maximum(kernel_size, stride, 2),
+        constraint,
+    )
 
 
-def _prepared(operation: str, x: Tensor, ideal: Factors, constraint: Constraint | None) -> tuple[Tensor, float]:
+def _applied(
+    operation: str, function: Callable[[Tensor], Tensor], x: Tensor, ideal: Factors, constraint: Constraint | None
+) -> Tensor:
     check_floating(operation, input=x)
     check_constraint(operation, constraint)
-    alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
-    return multiplied(x, 1.0, beta), alpha
+    return carried_out(function, ideal, constraint, x)
 
 
 def _average(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:

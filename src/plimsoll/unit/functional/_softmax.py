@@ -5,18 +5,19 @@ under a compiler too.
 """
 
 import math
+import operator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit import _formulas
-from plimsoll.unit._constraints import Constraint, check_constraint, constrained
+from plimsoll.unit._constraints import Constraint, check_constraint
 from plimsoll.unit._formulas import Factors
 from plimsoll.unit._probabilities import along
-from plimsoll.unit._scaled import check_floating, multiplied
+from plimsoll.unit._scaled import check_floating
 from plimsoll.unit.functional._dropout import checked_p
-from plimsoll.unit.functional._factors import check_factors
+from plimsoll.unit.functional._factors import carried_out, check_factors
 from plimsoll.unit.functional._mult import attention_curves, checked_mult, softmax_curves
 
 
@@ -47,13 +48,11 @@ def softmax(
     check_constraint("softmax", constraint)
     mult = checked_mult("softmax", mult)
     length = input.shape[dim] if input.dim() else 1
-    alpha, beta = 1.0, 1.0
+    ideal = Factors(output=1.0, inputs=(1.0,))
     if length > 1:
         spread, slope, _ = (along(curve, length) for curve in softmax_curves(mult))
         ideal = _formulas.softmax(length, mult, spread, slope)
-        alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
-    x = multiplied(input, 1.0, beta)
-    return multiplied(torch.softmax(x if mult == 1 else x * mult, dim, dtype), alpha, 1.0)
+    return carried_out(lambda x: torch.softmax(x if mult == 1 else x * mult, dim, dtype), ideal, constraint, input)
 
 
 def log_softmax(
@@ -72,13 +71,11 @@ def log_softmax(
     check_constraint("log_softmax", constraint)
     mult = checked_mult("log_softmax", mult)
     length = input.shape[dim] if input.dim() else 1
-    alpha, beta = 1.0, 1.0
+    ideal = Factors(output=1.0, inputs=(1.0,))
     if length > 1:
         spread, _, variance = (along(curve, length) for curve in softmax_curves(mult))
         ideal = _formulas.log_softmax(length, mult, spread, variance * length)
-        alpha, beta = constrained(constraint, ideal.output, *ideal.inputs)
-    x = multiplied(input, 1.0, beta)
-    return multiplied(torch.log_softmax(x if mult == 1 else x * mult, dim, dtype), alpha, 1.0)
+    return carried_out(lambda x: torch.log_softmax(x if mult == 1 else x * mult, dim, dtype), ideal, constraint, input)
 
 
 def scaled_dot_product_attention(
@@ -121,23 +118,23 @@ def scaled_dot_product_attention(
     check_constraint(operation, constraint)
     checked_p(operation, dropout_p)
     mult = checked_mult(operation, mult)
-    width = query.shape[-1]
-    score = mult * (scale if scale is not None else max(width, 1) ** -0.5)
-    if factors is None:
-        ideal = _attention_factors(query, key, value, score, dropout_p, is_causal)
-        out, of_query, of_key, of_value = constrained(constraint, ideal.output, *ideal.inputs)
-    else:
+    width = operator.index(query.shape[-1])  # a number under a compiler too: heads do not change their width
+    score = mult * (math.copysign(scale, scale) if scale is not None else max(width, 1) ** -0.5)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=score, enable_gqa=enable_gqa
+        )
+
+    if factors is not None:
         check_factors(operation, factors, inputs=3)
-        out, (of_query, of_key, of_value) = factors.output, factors.inputs
-    y = F.scaled_dot_product_attention(
-        multiplied(query, 1.0, of_query), multiplied(key, 1.0, of_key), multiplied(value, 1.0, of_value),
-        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=score, enable_gqa=enable_gqa,
-    )  # fmt: skip
-    return multiplied(y, out, 1.0)
+        return carried_out(plain, factors, None, query, key, value)
+    ideal = _attention_factors(query, key, value, score, dropout_p, is_causal)
+    return carried_out(plain, ideal, constraint, query, key, value)
 
 
 def _attention_factors(q: Tensor, k: Tensor, v: Tensor, score: float, dropout: float, causal: bool) -> Factors:
-    width, keys, keep = q.shape[-1], k.shape[-2], 1 - dropout
+    width, keys, keep = operator.index(q.shape[-1]), k.shape[-2], 1 - dropout
     rows_per_key = (q.numel() * v.shape[-1]) / (v.numel() * width) if q.numel() and v.numel() else 1.0
     if keys < 2 or not width or not keep:  # one weight, always 1: no gradient comes to query and key
         return Factors(output=1.0, inputs=(1.0, 1.0, rows_per_key**-0.5))
