@@ -148,6 +148,18 @@ def test_unit_scaled_layers_keep_their_factors() -> None:
     assert float((found - expected).std() / expected.std()) < 0.06  # E4M3 rounds to 4 bits; another factor is 2.8 off
 
 
+def test_a_converted_model_is_unit_scaled() -> None:
+    torch.manual_seed(0)
+    converted = unit.convert(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16)), torch.randn(4, 8))
+    unit.tag(converted.get_submodule("2"), weight="readout")
+    with prepare(converted, adamw(converted), "fp8-unit") as loop:
+        assert eights(converted) == ["0"] and "a readout" in loop.fp8_left["2"]
+        with loop.forward():
+            loss = converted(torch.randn(16, 8)).float().square().mean()
+        loop.step(loss)
+    assert type(converted.get_submodule("0")) is unit.nn.Linear
+
+
 def test_rules_of_a_policy_come_first() -> None:
     model = unit_model()
     policy = pl.Policy().with_module("embed", "fp32").with_module("head", "e4m3")

@@ -172,7 +172,8 @@ def _why_not(module: nn.Module, scaling: Scaling, said: ModulePlan | None) -> st
         return f"{_OTHER_CLASS} {kind.__name__} may have a forward of its own"
     if scaling == "unit" and not issubclass(kind, unit_nn.Linear):
         return _NOT_UNIT_SCALED
-    if issubclass(kind, unit_nn.LinearReadout) and said is None:
+    kinds: Mapping[str, str] = getattr(module, "unit_kinds", {})
+    if (issubclass(kind, unit_nn.LinearReadout) or kinds.get("weight") == "readout") and said is None:
         return "a readout, whose gradients come straight from the loss; with_module(name, 'e4m3') takes it in"
     return None
 
