@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def held_out_batch(text: Text, *, pieces: int, length: int) -> Batch:
 
 def spelled(codes: Tensor) -> str:
     """The characters of codes on one axis; the one symbol for all others is a question mark in a box (U+FFFD)."""
-    return "".join("\ufffd" if code == OTHER else ALPHABET[code] for code in codes.tolist())
+    listed = cast("list[int]", codes.tolist())
+    return "".join("\ufffd" if code == OTHER else ALPHABET[code] for code in listed)
 
 
 def _cut(characters: Tensor, starts: Tensor, length: int) -> Batch:

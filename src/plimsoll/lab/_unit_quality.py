@@ -48,11 +48,11 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 
 def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
-    """Every training: of each kind, rate and seed. The first seed's at the middle rate is watched, and comes first."""
+    """Every training: of each kind, rate and seed. The first seed's at the main rate is watched, and comes first."""
     jobs = [
         Job(
             kind=kind, rate=rate, seed=bench.seed + seed, run=bench.runs / f"{kind.name}-{rate:g}-{bench.seed + seed}",
-            watched=seed == 0 and rate == setup.middle(kind.family),
+            watched=seed == 0 and rate == setup.main_rate(kind.family),
         )
         for kind in KINDS
         for rate in setup.rates(kind)
@@ -93,6 +93,7 @@ def _of_quality(found: Scores) -> tuple[Claim, ...]:
         ("fp16-2048", "fp32", "FP16 with a loss scale of 2,048: as FP32, at the same learning rate"),
         ("unit-fp16", "unit-fp32", "unit-scaled FP16: as unit-scaled FP32, at the same learning rate"),
         ("unit-fp8", "unit-fp32", "unit-scaled FP8: as unit-scaled FP32, at the same learning rate"),
+        ("unit-fp8-level", "unit-fp32", "level fp8-unit: as unit-scaled FP32, at the same learning rate"),
         ("unit-fp8-fnuz", "unit-fp32", "unit-scaled FP8 (FNUZ): as unit-scaled FP32, at the same learning rate"),
     )
     best = (

@@ -53,11 +53,15 @@ class Plain(nn.Module):
 
 
 class UnitBlock(nn.Module):
-    """`Block` at unit scale; `taus`: the shares that its two branches have of the sum they are added to."""
+    """`Block` at unit scale; `taus`: the shares of its two branches, which the stack sets.
 
-    def __init__(self, width: int, heads: int, taus: tuple[float, float]) -> None:
+    Attention has one factor, that of its output. The mean of it with those of the gradients would make outputs louder
+    than 1, and so the branch's share larger than it says.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.taus = heads, taus
+        self.heads, self.taus = heads, [0.5, 0.5]
         self.norm1, self.norm2 = (unit.nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
         self.qkv, self.out = unit.nn.Linear(width, 3 * width, bias=False), unit.nn.Linear(width, width, bias=False)
         self.up = unit.nn.Linear(width, 4 * width, bias=False)
@@ -67,7 +71,7 @@ class UnitBlock(nn.Module):
         """The same shape, (pieces, length, width)."""
         branch, skip = U.residual_split(x, self.taus[0])
         q, k, v = split_heads(self.qkv(self.norm1(branch)), self.heads)
-        attended = U.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = U.scaled_dot_product_attention(q, k, v, is_causal=True, constraint="to_output_scale")
         x = U.residual_add(self.out(join_heads(attended)), skip, self.taus[0])
         branch, skip = U.residual_split(x, self.taus[1])
         return U.residual_add(self.down(U.gelu(self.up(self.norm2(branch)))), skip, self.taus[1])
@@ -79,7 +83,7 @@ class Unit(nn.Module):
     def __init__(self, *, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
         self.characters, self.places = unit.nn.Embedding(SYMBOLS, width), unit.nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[UnitBlock(width, heads, shares(layer, layers)) for layer in range(layers)])
+        self.blocks = unit.nn.Stack(*[UnitBlock(width, heads) for _ in range(layers)])
         self.norm = unit.nn.LayerNorm(width, elementwise_affine=False)
         self.readout = unit.nn.LinearReadout(width, SYMBOLS, bias=False)
 
@@ -92,16 +96,6 @@ class Unit(nn.Module):
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
         """The mean over all characters, in nats; its gradient is at unit scale, however many there are."""
         return U.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-
-def shares(layer: int, layers: int) -> tuple[float, float]:
-    """The taus of a block's two branches: all branches alike, and together as much as the embedding (u-muP's rule).
-
-    >>> shares(0, 2), shares(1, 2)  # after two blocks: four branches of 1/8 each, and an embedding of 1/2
-    ((0.2, 0.16666666666666666), (0.14285714285714285, 0.125))
-    """
-    before = 2 * (layers + layer)
-    return 1 / (before + 1), 1 / (before + 2)
 
 
 def split_heads(x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

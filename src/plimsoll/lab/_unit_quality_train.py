@@ -36,12 +36,13 @@ class Setup:
     - `pieces`, `length`: of a micro-batch; `accumulate`: how many of them a step would have. One alone is computed, as
       if all were alike, and its loss is divided by their number, as in gradient accumulation. So a step stands for
       pieces * length * accumulate characters: here 2^19, the half million tokens of GPT-3's smaller models.
-    - `plain_rates`, `unit_rates`: the learning rates of either model, ascending; `seeds`: how many trainings of each.
+    - `plain_rates`, `unit_rates`: the learning rates of either model, ascending; the second is the main one. `seeds`:
+      how many trainings there are of each.
     - `every`: how often the watched trainings are recorded. `held_out`: how many pieces are held out.
     """
 
-    steps: int = 150
-    warmup: int = 15
+    steps: int = 300
+    warmup: int = 30
     pieces: int = 8
     length: int = 64
     accumulate: int = 1024
@@ -49,20 +50,20 @@ class Setup:
     layers: int = 2
     heads: int = 4
     plain_rates: tuple[float, ...] = (0.005, 0.01, 0.02)
-    unit_rates: tuple[float, ...] = (0.25, 0.5, 1.0)
+    unit_rates: tuple[float, ...] = (0.5, 1.0)
     seeds: int = 3
     every: int = 10
     held_out: int = 256
 
-    def middle(self, family: Family) -> float:
-        """The learning rate in the middle of that model's, at which trainings are watched."""
+    def main_rate(self, family: Family) -> float:
+        """The learning rate of that model at which all kinds are trained, and watched."""
         rates = self.plain_rates if family == "plain" else self.unit_rates
-        return rates[len(rates) // 2]
+        return rates[min(1, len(rates) - 1)]
 
     def rates(self, kind: "Kind") -> tuple[float, ...]:
         """The learning rates of a kind."""
         if not kind.swept:
-            return (self.middle(kind.family),)
+            return (self.main_rate(kind.family),)
         return self.plain_rates if kind.family == "plain" else self.unit_rates
 
     def to_dict(self) -> dict[str, object]:
@@ -83,7 +84,16 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     whole = Setup()
     if full:
         whole = replace(
-            whole, steps=1000, warmup=100, pieces=32, length=128, accumulate=128, width=128, layers=4, seeds=5
+            whole,
+            unit_rates=(0.5, 1.0, 2.0),
+            steps=1000,
+            warmup=100,
+            pieces=32,
+            length=128,
+            accumulate=128,
+            width=128,
+            layers=4,
+            seeds=5,
         )
     if steps is None:
         return whole
@@ -99,7 +109,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 class Kind:
     """A way to train: of which modules, in which level's arithmetic, at which loss scale, products in which formats.
 
-    `swept`: at every learning rate; otherwise at the middle one, to be compared there.
+    `swept`: at every learning rate; otherwise at the main one alone.
     """
 
     name: str
@@ -117,12 +127,13 @@ KINDS = (
     Kind(name="fp16-2048", title="FP16, loss scale 2,048", family="plain", scale=2048.0, swept=False),
     Kind(name="fp32", title="FP32", family="plain", precision="fp32"),
     Kind(name="unit-fp32", title="unit-scaled, FP32", family="unit", precision="fp32"),
-    Kind(name="unit-fp16", title="unit-scaled, FP16", family="unit"),
-    Kind(name="unit-fp8", title="unit-scaled, FP8 (OCP)", family="unit", forward="e4m3", backward="e5m2"),
+    Kind(name="unit-fp16", title="unit-scaled, FP16", family="unit", swept=False),
+    Kind(name="unit-fp8", title="unit-scaled, FP8 (OCP)", family="unit", forward="e4m3", backward="e5m2", swept=False),
     Kind(
         name="unit-fp8-fnuz", title="unit-scaled, FP8 (FNUZ)", family="unit", forward="e4m3fnuz", backward="e5m2fnuz",
         swept=False,
     ),
+    Kind(name="unit-fp8-level", title="unit-scaled, level fp8-unit", family="unit", precision="fp8-unit", swept=False),
 )  # fmt: skip
 
 
@@ -143,7 +154,7 @@ def train(job: Job, setup: Setup, device: str) -> None:
     model = make_model(job.kind.family, setup).to(device)
     optimizer = make_optimizer(model, job.rate, setup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _part_of_rate(step, setup))
-    scaler = StaticScaler(job.kind.scale, device=device)
+    scaler = None if job.kind.precision == "fp8-unit" else StaticScaler(job.kind.scale, device=device)
     level = "fp32" if job.kind.forward else job.kind.precision  # FP8 brings its own arithmetic (`_arithmetic`)
     with (
         _record(job, setup, model, optimizer) as record,
