@@ -168,8 +168,7 @@ def test_what_is_no_audit_is_refused_and_plotly_is_asked_for(monkeypatch: pytest
 
 
 @needs_browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("layers", [1, 40])
+@pytest.mark.parametrize(("theme", "layers"), [("light", 1), ("dark", 40)])
 def test_it_shows_in_a_browser(theme: str, layers: int, page: Any, tmp_path: Path) -> None:
     figure = report.themed(many(layers, -4.0).compare(many(layers)).figure(), theme)  # pyright: ignore[reportArgumentType]
     path = tmp_path / "figure.html"

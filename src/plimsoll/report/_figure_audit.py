@@ -54,6 +54,7 @@ def audit(before: Audit, after: Audit | None = None) -> "Figure":
     ticks = ticks_of([line.row for line in lines])
     low, high = _reach(lines)
     traces = _each_once([t for d in DIRECTIONS for t in _traces(lines, d, low, high, two=after is not None)])
+    traces += _legend_of_bars()
     shown = before if after is None else after
     return made("audit figure", _title(before, after), _said(before, after), traces,
                 _layout(lines, ticks, low, high, shown), meta)  # fmt: skip
@@ -188,7 +189,7 @@ def _layout(lines: Sequence[Line], ticks: Any, low: float, high: float, shown: A
     for direction in DIRECTIONS:
         axis = "x" if direction == "forward" else "x2"
         shapes += [_unit(axis), *_bars(axis, direction)]
-        notes += [_head(axis, direction), *_names(axis)]
+        notes += [_head(axis, _HEADS[direction]), *_names(axis)]
     notes += _named(lines, shown, ticks.grouped)
     rows = len(lines)
     inner = max(rows * (22 if not ticks.grouped else 7 if rows <= 400 else 4), 120)
@@ -248,10 +249,18 @@ def _names(axis: str) -> list[Layout]:
     ]  # fmt: skip
 
 
-def _head(axis: str, direction: Direction) -> Layout:
-    said = "; bars: what formats hold, pale with fewer digits" if direction == "forward" else ""
-    return {"text": f"<b>{_HEADS[direction]}</b>{said}", "xref": f"{axis} domain", "x": 0, "xanchor": "left",
-            "yref": "paper", "y": 1, "yanchor": "bottom", "yshift": _GAP * len(FORMATS) + 4}  # fmt: skip
+def _head(axis: str, words: str) -> Layout:
+    return {"text": f"<b>{words}</b>", "xref": f"{axis} domain", "x": 0, "xanchor": "left", "yref": "paper", "y": 1,
+            "yanchor": "bottom", "yshift": _GAP * len(FORMATS) + 4}  # fmt: skip
+
+
+def _legend_of_bars() -> list[Trace]:
+    """What the bars mean: traces without a place."""
+    return [
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
+         "marker": {"color": GREY, "size": 10, "symbol": "square", "opacity": opacity}}
+        for name, opacity in (("a format holds it", 1.0), ("with fewer digits", 0.4))
+    ]  # fmt: skip
 
 
 def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:

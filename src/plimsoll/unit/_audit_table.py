@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,9 @@ def compared(pairs: "Sequence[Pair]", most: int | None = None) -> Table:
 
 def text(audit: "Audit", worst: Sequence[Row]) -> str:
     """A summary, and the worst operations."""
-    lines = [f"Audit of {audit.model}: {summary(audit)}"]
+    lines = [textwrap.fill(f"Audit of {audit.model}: {summary(audit)}", WIDTH)]
     if audit.unmeasured:
-        lines.append(f"Not measured: {', '.join(sorted(set(audit.unmeasured)))}.")
+        lines.append(textwrap.fill(f"Not measured: {', '.join(sorted(set(audit.unmeasured)))}.", WIDTH))
     return "\n".join([*lines, *([_printed(table(worst, _WORST_SHOWN))] if worst else [])])
 
 
@@ -65,8 +66,8 @@ def compared_text(comparison: "Comparison", pairs: "Sequence[Pair]") -> str:
     """Both summaries, and the operations whose scale has changed most."""
     alone = len(comparison.only_before), len(comparison.only_after)
     lines = [
-        f"Before: {summary(comparison.before)}",
-        f"After:  {summary(comparison.after)}",
+        textwrap.fill(f"Before: {summary(comparison.before)}", WIDTH, subsequent_indent="        "),
+        textwrap.fill(f"After:  {summary(comparison.after)}", WIDTH, subsequent_indent="        "),
         f"{len(pairs):,} operations matched; rows only before: {alone[0]:,}, only after: {alone[1]:,}.",
     ]
     changed = sorted(pairs, key=_change, reverse=True)
@@ -82,7 +83,8 @@ def summary(audit: "Audit") -> str:
     for direction in ("forward", "backward"):
         scales = [r.scale for r in audit.readings(direction) if math.isfinite(r.scale)]
         if scales:
-            parts.append(f"{direction} std 2^{min(scales):.1f} to 2^{max(scales):.1f}")
+            low, high = (signed(end).removeprefix("+") for end in (min(scales), max(scales)))
+            parts.append(f"{direction} std 2^{low} to 2^{high}")
     spoiled = sum(reading.spoiled > 0 for reading in audit.readings())
     zero = sum(reading.scale == -math.inf for reading in audit.readings())
     parts += [f"{spoiled:,} with NaN or Inf"] if spoiled else []
@@ -131,7 +133,17 @@ def _scale(reading: Reading) -> Text:
     if math.isnan(scale):
         return Text("-", style="dim")
     style = "bold red" if abs(scale) > _FAR else "yellow" if abs(scale) > _NEAR else "green"
-    return Text(f"{scale:+.1f}", style=style)
+    return Text(signed(scale), style=style)
+
+
+def signed(scale: float) -> str:
+    """A number of binades with its sign; zero has none.
+
+    >>> signed(1.25), signed(-0.04)
+    ('+1.2', '0.0')
+    """
+    said = f"{scale:+.1f}"
+    return said[1:] if float(said) == 0 else said
 
 
 def _share(reading: Reading, fmt: str) -> Text:
