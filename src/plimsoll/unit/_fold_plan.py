@@ -29,7 +29,7 @@ class Kept:
     why: str
 
     def __str__(self) -> str:
-        by = "a number that follows the sizes" if self.factor is None else f"{self.factor:.4g}"
+        by = "a run-time factor" if self.factor is None else f"{self.factor:.4g}"
         place = f" ({self.source})" if self.source else ""
         return f"{self.module or 'model'}: {self.at} of {self.operation}{place} times {by}: {self.why}"
 
@@ -295,7 +295,7 @@ class _Folding:
         self.kept.append(
             Kept(
                 operation=name_of(step), module=module, source=step.place, at=at, factor=None if follows else left,
-                why="it follows the sizes of the batch" if follows else why,
+                why="it follows the sizes of what comes" if follows else why,
             )
         )  # fmt: skip
         return Scale(forward=factor, backward=factor)

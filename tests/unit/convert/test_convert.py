@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -348,11 +349,11 @@ class Nothing(nn.Module):
 @pytest.mark.parametrize(
     ("model", "example", "message"),
     [
-        (lambda: nn.ReLU(), torch.ones(2, 8), r"expected a model with parameters; got ReLU"),
-        (lambda: Nothing(), torch.ones(2, 8), r"expected a model that returns a tensor; got Nothing"),
+        (nn.ReLU, torch.ones(2, 8), r"expected a model with parameters; got ReLU"),
+        (Nothing, torch.ones(2, 8), r"expected a model that returns a tensor; got Nothing"),
         (lambda: nn.Linear(8, 8), 3, r"expected an example that is a tensor.*got int"),
         (lambda: pl.unit.nn.Linear(8, 8), torch.ones(2, 8), r"expected a model that has no factors yet; got Linear"),
-        (lambda: DataDependent(), torch.ones(2, 8), r"control flow .* in module 'inner.1' at .*models\.py:\d+"),
+        (DataDependent, torch.ones(2, 8), r"control flow .* in module 'inner.1' at .*models\.py:\d+"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
