@@ -81,7 +81,8 @@ def _list(output: str) -> None:
 def _show(result: "Result", target: Console) -> None:
     """One screen: the trainings, what was found in the first, the claims, and where everything lies."""
     target.print()
-    target.print(_trainings(result.measured.trainings, target))
+    if result.measured.trainings:
+        target.print(_trainings(result.measured.trainings, target))
     for training in result.measured.trainings[:1]:
         for line in _found(training):
             target.print(line, no_wrap=True, overflow="ellipsis")
@@ -91,7 +92,8 @@ def _show(result: "Result", target: Console) -> None:
     target.print(_verdict(result.measured.claims))
     for path in list(result.reports.values())[:1]:
         target.print(Text.assemble(("report  ", "dim"), str(path)), soft_wrap=True)
-    rest = f"{result.folder}: {len(result.reports) - 1} more reports, runs/, result.json"
+    reports = f"{len(result.reports) - 1} more reports, " if result.reports else ""
+    rest = f"{result.folder}: {reports}runs/, result.json"
     target.print(Text(rest, style="dim"), soft_wrap=True)
 
 

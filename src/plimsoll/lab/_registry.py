@@ -7,9 +7,10 @@ from plimsoll.errors import ArgumentError
 from plimsoll.lab._audit import AUDIT
 from plimsoll.lab._clip import CLIP
 from plimsoll.lab._experiment import Experiment
+from plimsoll.lab._unit_factors import UNIT_FACTORS
 from plimsoll.lab._unit_quality import UNIT
 
-EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (CLIP, AUDIT, UNIT)}
+EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (CLIP, AUDIT, UNIT, UNIT_FACTORS)}
 
 
 def experiment_named(name: str) -> Experiment:

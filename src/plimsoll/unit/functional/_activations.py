@@ -90,7 +90,11 @@ def silu_glu(
     check_floating("silu_glu", input=input, gate=gate)
     check_constraint("silu_glu", constraint)
     mult = checked_mult("silu_glu", mult)
-    return carried_out(lambda x, g: x * F.silu(_times(g, mult)), gated("silu", mult), constraint, input, gate)
+
+    def plain(x: Tensor, g: Tensor) -> Tensor:
+        return x * F.silu(_times(g, mult))
+
+    return carried_out(plain, gated("silu", mult), constraint, input, gate)
 
 
 def _applied(
@@ -100,7 +104,11 @@ def _applied(
     check_floating(operation, input=x)
     check_constraint(operation, constraint)
     mult = checked_mult(operation, mult)
-    return carried_out(lambda x: function(_times(x, mult)), nonlinear(name, mult), constraint, x)
+
+    def plain(x: Tensor) -> Tensor:
+        return function(_times(x, mult))
+
+    return carried_out(plain, nonlinear(name, mult), constraint, x)
 
 
 def _times(x: Tensor, mult: float) -> Tensor:

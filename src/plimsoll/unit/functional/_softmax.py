@@ -52,7 +52,11 @@ def softmax(
     if length > 1:
         spread, slope, _ = (along(curve, length) for curve in softmax_curves(mult))
         ideal = _formulas.softmax(length, mult, spread, slope)
-    return carried_out(lambda x: torch.softmax(x if mult == 1 else x * mult, dim, dtype), ideal, constraint, input)
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.softmax(x if mult == 1 else x * mult, dim, dtype)
+
+    return carried_out(plain, ideal, constraint, input)
 
 
 def log_softmax(
@@ -75,7 +79,11 @@ def log_softmax(
     if length > 1:
         spread, _, variance = (along(curve, length) for curve in softmax_curves(mult))
         ideal = _formulas.log_softmax(length, mult, spread, variance * length)
-    return carried_out(lambda x: torch.log_softmax(x if mult == 1 else x * mult, dim, dtype), ideal, constraint, input)
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.log_softmax(x if mult == 1 else x * mult, dim, dtype)
+
+    return carried_out(plain, ideal, constraint, input)
 
 
 def scaled_dot_product_attention(

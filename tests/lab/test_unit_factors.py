@@ -1,0 +1,64 @@
+"""The factor table: it holds, and a wrong formula does not."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from plimsoll.cli import app
+from plimsoll.errors import ArgumentError
+from plimsoll.lab import EXPERIMENTS, Bench
+from plimsoll.lab._experiment import Silent
+from plimsoll.lab._unit_factors import Row, claims, measured_rows
+from plimsoll.lab._unit_factors_cases import Case, cases
+
+RUNS = 32
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row for case in cases() for row in measured_rows(case, RUNS, seed=1)]
+
+
+def test_every_formula_holds(rows: list[Row]) -> None:
+    failed = {str(row): row.of_bound for row in rows if row.of_bound > 1}
+    assert not failed
+    assert len(rows) == sum(d is not None for case in cases() for d in case.directions) > 60
+    ids = [claim.id for claim in claims(rows)]
+    assert len(set(ids)) == len(ids) == len({row.case.operation for row in rows}) + 1
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.operation} {case.shape}")
+def test_a_factor_that_is_a_fifth_off_is_found(case: Case, rows: list[Row]) -> None:
+    own = [row for row in rows if row.case.operation == case.operation and row.case.shape == case.shape]
+    assert own
+    for row in own:
+        wrong = dataclasses.replace(
+            row, direction=dataclasses.replace(row.direction, factor=1.2 * row.direction.factor)
+        )
+        assert wrong.of_bound > 1 and "NOT WITHIN" in str(wrong)
+        others = [other for other in rows if other is not row]
+        found = {claim.id for claim in claims([*others, wrong]) if not claim.holds}
+        assert f"factors-{case.operation.replace('_', '-')}" in found
+
+
+def test_wide_bounds_are_told(rows: list[Row]) -> None:
+    wide = dataclasses.replace(rows[0], bound=0.5)
+    assert not {claim.id: claim for claim in claims([wide, *rows[1:]])}["bounds-narrow"].holds
+
+
+def test_too_few_runs_are_refused(tmp_path: Path) -> None:
+    bench = Bench(runs=tmp_path, seed=0, device="cpu", steps=7, full=False, progress=Silent())
+    with pytest.raises(ArgumentError, match="unit-factors: expected 8 runs or more, for a standard error; got steps=7"):
+        EXPERIMENTS["unit-factors"].settings(bench)
+
+
+def test_the_command_prints_the_table(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    told = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--out", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    assert "All 17 claims hold." in told.output and "rms m f'(mx)" in told.output
+    assert "training" not in told.output and (tmp_path / "out" / "result.json").exists()
+    assert torch.equal(state, torch.random.get_rng_state())
