@@ -49,8 +49,9 @@ def trained(given: Plan, policy: Policy, steps: int = 4) -> tuple[list[float], A
         plan(scales={"0": SCALES, "2.0": {**SCALES, "activations": 2.0**-3}}),
         plan(scales={}, scale=2.0**12),  # no scales of casts: a loss scale carries the gradients
         plan(scales={"0": SCALES, "2.0": SCALES}, default="fp32"),
+        plan(scales={"0": SCALES, "2.0": SCALES}, default="bf16"),
     ],
-    ids=["scales", "small", "loss scale", "default"],
+    ids=["scales", "small", "loss scale", "fp32", "bf16"],
 )
 def test_multiplied_is_emulated_to_the_bit(given: Plan) -> None:
     multiplied, emulated = trained(given, MULTIPLIED), trained(given, EMULATED)

@@ -46,8 +46,9 @@ class Applied:
             if self.fp8 is not None:
                 self.fp8.take_back()
             raise
-        if isinstance(self.fp8, Layers) and not self.computing.native:
-            self.fp8.narrow_outputs(root, self.computing.switch, torch.bfloat16)
+        if self.fp8 is not None and not self.computing.native:
+            dtypes = {"outputs": torch.bfloat16} if isinstance(self.fp8, Layers) else {"inputs": torch.float32}
+            self.fp8.keep_lists_out(root, self.computing.switch, **dtypes)
         self._handles = list(self._wide_outputs(root, stage.level))
 
     def take_back(self) -> None:

@@ -22,6 +22,7 @@ from plimsoll.emulate._regions import Switch
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert
+from plimsoll.precision._computing import device_of
 from plimsoll.precision._distributed import is_sharded_itself
 from plimsoll.precision._policy import Policy
 from plimsoll.unit import nn as unit_nn
@@ -54,12 +55,18 @@ class InPlace:
         _MADE[module] = type(module)
         self._made.append(module)
 
-    def narrow_outputs(self, root: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
-        """Has the layers give their outputs in a 16-bit dtype while the switch is on, as under torch's own autocast."""
-        hook = _Narrowed(switch, dtype)
+    def keep_lists_out(
+        self, root: nn.Module, switch: Switch, *, inputs: torch.dtype | None = None, outputs: torch.dtype | None = None
+    ) -> None:
+        """Where lists are applied by Plimsoll and not by torch: the layers are left alone by them, as FP8 units are.
+
+        While the switch is on, they take `inputs` and give `outputs`, where these are named.
+        """
         for module in root.modules():
             if isinstance(module, Linear):
-                self._handles.append(module.register_forward_hook(hook, prepend=True))
+                call = _Call(switch, inputs, outputs)
+                self._handles.append(module.register_forward_pre_hook(call.enter, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(call.leave, prepend=True, always_call=True))
 
     def hold_weights(self) -> None:
         """From now on each weight is cast once and kept in FP8, until `release_weights`."""
@@ -235,12 +242,26 @@ class _Attributes:
                 now.discard(key) if isinstance(now, set) else now.pop(key)
 
 
-class _Narrowed:
-    def __init__(self, switch: Switch, dtype: torch.dtype) -> None:
-        self._switch, self._dtype = switch, dtype
+class _Call:
+    """A layer's calls, in a region without casts."""
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
-        return cast_floating(output, self._dtype) if self._switch.on else None
+    def __init__(self, switch: Switch, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        self._switch, self._inputs, self._outputs = switch, inputs, outputs
+        self._open: list[contextlib.ExitStack] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        stack = contextlib.ExitStack()
+        self._open.append(stack)
+        if not self._switch.on:
+            return None
+        stack.enter_context(torch.autocast(device_of(module).type, enabled=False))
+        if self._inputs is None:
+            return None
+        return cast_floating(args, self._inputs), cast_floating(kwargs, self._inputs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+        self._open.pop().close()
+        return cast_floating(output, self._outputs) if self._switch.on and self._outputs is not None else None
 
 
-inlined_only(_Narrowed.__call__)
+inlined_only(_Call.enter, _Call.leave)

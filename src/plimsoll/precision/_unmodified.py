@@ -167,7 +167,7 @@ class Unmodified:
             self._undo.append(layers.take_back)
         computing = Computing(root, self._level, Policy(), {})
         if layers is not None and not computing.native:
-            layers.narrow_outputs(root, computing.switch, torch.bfloat16)
+            layers.keep_lists_out(root, computing.switch, outputs=torch.bfloat16)
         with computing.forward():  # what this machine cannot do shows here, and not in the script's call
             pass
         if self._level.matmuls is not None and has_tf32(device_of(root)):
