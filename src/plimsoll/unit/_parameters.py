@@ -61,7 +61,8 @@ def _change(placeholder: str, graph: Flow, left: set[str]) -> ParameterChange:
         return ParameterChange(draw="normal", kind="weight")
     if names & {"mul"}:
         return ParameterChange(draw="ones", kind="norm")
-    if names <= _ADDITIONS and sum(size != 1 for size in shape) > 1:
+    # A table of positions that is added, or a token of its own that is put before the others.
+    if names <= _ADDITIONS and (names & {"cat", "stack"} or sum(size != 1 for size in shape) > 1):
         return ParameterChange(draw="normal", kind="embedding")
     if names <= _PRODUCTS | {"add", "sub"}:
         return ParameterChange(draw="zeros", kind="bias")

@@ -28,6 +28,7 @@ class Values:
         self._carrying = carrying
         self._known: dict[str, Any] = {}
         self._given = _given(captured)
+        self._module = captured.program.graph_module
         self._remembered: dict[str, Any] = {}
 
     def remembered(self, key: str, make: Callable[[], Any]) -> Any:
@@ -53,6 +54,8 @@ class Values:
             raise NoValueError(node.name)
         if node.op == "placeholder":
             return self._given_value(node)
+        if node.op == "get_attr":  # the inside of a region without gradients or under autocast
+            return self._module.get_submodule(str(node.target))
         if node.op != "call_function" or isinstance(node.target, str):
             raise NoValueError(node.name)
         arguments, keywords = self._ready(node)

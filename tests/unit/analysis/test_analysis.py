@@ -308,3 +308,25 @@ def test_a_model_without_values_is_analysed_alike() -> None:
     meta = analyse(capture(model.to("meta"), {name: x.to("meta") for name, x in example.items()}))
     real = analyse(capture(MODELS["gpt_by_hand"]().model, example))
     assert meta.changes == real.changes and meta.parameters == real.parameters and not meta.left
+
+
+def test_a_token_of_its_own_is_drawn_like_an_embedding() -> None:
+    model = Of(lambda m, x: torch.cat([m.t.expand(x.shape[0], -1, -1), x @ m.w], 1), w=(8, 8), t=(1, 1, 8))
+    drawn = of(model, torch.randn(4, 3, 8)).parameters["t"]
+    assert (drawn.draw, drawn.kind) == ("normal", "embedding")
+
+
+def test_values_inside_a_region_without_gradients_are_known() -> None:
+    """As transformers computes the angles of rotated halves: the whole is measured with them."""
+
+    def rotated(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.ones(8)
+            sine, cosine = angle.sin(), angle.cos()
+        h = x @ m.w
+        a, b = h.chunk(2, -1)
+        return h * cosine + torch.cat((-b, a), -1) * sine
+
+    analysis = of(Of(rotated, w=(8, 8)), torch.randn(4, 16, 8))
+    assert not analysis.left
+    assert any("as one, by measurement" in why for why in analysis.reasons.values())
