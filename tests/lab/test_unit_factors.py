@@ -60,5 +60,6 @@ def test_the_command_prints_the_table(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--out", str(tmp_path / "out")])
     assert told.exit_code == 0, told.output
     assert "All 17 claims hold." in told.output and "rms m f'(mx)" in told.output
+    assert max(map(len, told.output.splitlines()[:-1])) <= 79
     assert "training" not in told.output and (tmp_path / "out" / "result.json").exists()
     assert torch.equal(state, torch.random.get_rng_state())

@@ -45,11 +45,17 @@ class Row:
 
     def __str__(self) -> str:
         d, holds = self.direction, "" if self.of_bound <= 1 else "  NOT WITHIN"
-        where = f"{self.case.operation:<14}{self.case.shape:<19}{d.name:<7}"
-        return f"{where}{d.formula:<26}{d.factor:9.4f}{self.measured:9.4f} +-{self.bound:6.2%}{holds}"
+        where = f"{self.case.operation:<14}{self.case.shape:<15}{d.name:<7}"
+        return f"{where}{d.formula:<21}{_four(d.factor):>7}{_four(self.measured):>8} {self.bound:6.2%}{holds}"
 
 
-HEAD = f"{'operation':<14}{'shape':<19}{'of':<7}{'formula':<26}{'gives':>9}{'measured':>9}   bound"
+def _four(value: float) -> str:
+    """Four digits, zeros at the end too."""
+    return f"{value:#.4g}"
+
+
+# In the columns of `Row`'s text: 79 signs, so that no terminal wraps them.
+HEAD = f"{'operation':<14}{'shape':<15}{'of':<7}{'formula':<21}{'gives':>7}{'is':>8} {'within':>6}"
 
 
 def measure(bench: Bench) -> Measured:

@@ -62,7 +62,7 @@ def _product(b: int, m: int, n: int) -> Case:
     )
     return Case(
         operation="linear",
-        shape=f"({b}, {m}) ({m}, {n})",
+        shape=f"{b}, {m} to {n}",
         function=F.linear,
         shapes=((b, m), (n, m)),
         directions=directions,
@@ -76,11 +76,11 @@ def _convolution(channels: int, stride: int) -> Case:
     directions = (
         Direction(name="output", formula="fan_in^-1/2", factor=ideal.output),
         # Next to the border a gradient has fewer terms: 31 of 33 a dimension.
-        Direction(name="input", formula="(fan_out / stride)^-1/2", factor=ideal.inputs[0], left_out=0.07),
+        Direction(name="input", formula="(fan_out/stride)^-1/2", factor=ideal.inputs[0], left_out=0.07),
         Direction(name="weight", formula="positions^-1/2", factor=_formulas.root(places)),
     )
     return Case(
-        operation="conv2d", shape=f"{channels} to {out}, 3x3/{stride}",
+        operation="conv2d", shape=f"{channels} to {out}, /{stride}",
         function=lambda x, w: F.conv2d(x, w, stride=stride),
         shapes=((4, channels, side, side), (out, channels, 3, 3)), directions=directions,
     )  # fmt: skip
@@ -126,13 +126,13 @@ def _attention(s: int, width: int, causal: bool) -> Case:
     squares, slope, weighted = (along(curve, s) for curve in attention_curves(1.0, width, causal))
     ideal = _formulas.attention(width**-0.5, width, 1.0, 1.0, squares, slope, weighted)
     # A key is not independent of its own weight, which the formula for the query's gradient leaves out.
-    known = (("query", "rms of weights' slopes", 0.02), ("key", "likewise", 2e-3), ("value", "as the output", 2e-3))
+    known = (("query", "1 / rms of slopes", 0.02), ("key", "likewise", 2e-3), ("value", "as the output", 2e-3))
     directions = (
-        Direction(name="output", formula="(mean of sum p^2)^-1/2", factor=ideal.output, left_out=2e-3),
+        Direction(name="output", formula="(E sum p^2)^-1/2", factor=ideal.output, left_out=2e-3),
         *(Direction(name=n, formula=f, factor=x, left_out=o) for (n, f, o), x in zip(known, ideal.inputs, strict=True)),
     )
     return Case(
-        operation="attention", shape=f"{s} x {width}{', causal' if causal else ''}",
+        operation="attention", shape=f"{s}x{width}{' causal' if causal else ''}",
         function=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
         shapes=((2, 4, s, width),) * 3, directions=directions,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def _embedding() -> Case:
 
     directions = (
         Direction(name="output", formula="1", factor=1.0),
-        Direction(name="table", formula="(vocabulary / tokens)^1/2", factor=factor),
+        Direction(name="table", formula="(vocab/tokens)^1/2", factor=factor),
     )
     return Case(operation="embedding", shape="400 of 500", function=plain, shapes=((500, 64),), directions=directions)
 
@@ -201,7 +201,7 @@ def _dropout() -> Case:
 def _maximum() -> Case:
     ideal: Factors = _formulas.maximum_pool(largest(4), 4)
     directions = (
-        Direction(name="output", formula="1 / std of the largest", factor=ideal.output),
+        Direction(name="output", formula="1 / std of largest", factor=ideal.output),
         Direction(name="input", formula="stride^1/2", factor=ideal.inputs[0]),
     )
     return Case(
