@@ -42,9 +42,9 @@ class Linear(nn.Linear):
     the products' own scales and so cost nothing. "tensor": each tensor is multiplied by the largest power of two at
     which its largest magnitude still fits, and the product by its inverse. With `history=0` that magnitude is found
     first, so that the tensor is read twice; with N it is the largest of the last N steps, and values beyond saturate.
-    A step is a forward with its backward; the first finds its own magnitudes (and a compiled layer always looks at the
-    tensor first, unless one step has run uncompiled or a state was loaded: the bits are the same). Each rank has scales of its own, which
-    its own products undo; histories that are saved once for all ranks need `fp8.agree` before.
+    A step is a forward with its backward; the first finds its own magnitudes (a compiled layer looks for them in every
+    step, unless one has run uncompiled or a state was loaded: the bits are the same). Each rank has scales of its own,
+    which its own products undo; histories that are saved once for all ranks need `fp8.agree` before.
 
     Args:
         in_features: size of an input's last dimension.
@@ -263,5 +263,6 @@ def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
                 f"{tuple(tensor.shape)}. Use .float(): FP8 holds no more."
             )
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     return dtype if dtype in _DTYPES else x.dtype

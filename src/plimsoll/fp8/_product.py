@@ -7,6 +7,7 @@ result is rounded once to the output's dtype. On a CPU, and on GPUs without FP8 
 units add in another order, and some of them in fewer bits.
 """
 
+import contextlib
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,9 @@ def reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`product` as this module's first lines define it, on any device."""
-    with torch.autocast(a.device.type, enabled=False):
+    kind = a.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
         sums = torch.mm(a.to(torch.float32), b.to(torch.float32).t())
     sums = sums * (scale_a * scale_b)
     if bias is not None:
