@@ -204,7 +204,7 @@ def add_transfer(results: Results, options: argparse.Namespace) -> None:
     """The table of the best learning rates."""
     widths = (16, 32) if options.quick else (64, 128, 256, 512)
     count = 2 if options.quick else 5
-    rates = {True: [2.0**k for k in range(-5, 0)][:count], False: [2.0**k for k in range(-10, -5)][:count]}
+    rates = {True: [2.0**k for k in range(-4, 1)][:count], False: [2.0**k for k in range(-10, -5)][:count]}
     note = f"{options.steps} steps, {options.seeds} seed(s), Adam. Rates are powers of two. {options.note}".strip()
     results.add(
         "The best learning rate",

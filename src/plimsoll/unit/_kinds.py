@@ -24,13 +24,12 @@ _KINDS, _FANS, _DEPTH = "unit_kinds", "unit_fans", "unit_depth"  # attributes of
 class Trait:
     """What a learning rate's rule needs to know of a parameter.
 
-    - `fan_in`: how many inputs an output sums over. `fan_out`: the width of an embedding's rows, 1 for other kinds.
+    - `fan_in`: how many inputs an output sums over; 1 for embeddings, biases and norms, which sum over none.
     - `depth`: how many layers the residual stacks around it have, 1 outside of any.
     """
 
     kind: Kind
     fan_in: int = 1
-    fan_out: int = 1
     depth: int = 1
 
 
@@ -87,7 +86,7 @@ def tag_depth(module: nn.Module, depth: int) -> None:
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
     """The kind of each parameter that has one, by its name in `model.named_parameters()`.
 
-    A weight shared by an embedding and a readout is an embedding: the smaller learning rate of the two. Other uses that
+    A weight shared by an embedding and a readout is an embedding; the rules of the two are one. Other uses that
     disagree raise `ArgumentError`.
     """
     return {name: trait.kind for name, trait in traits_of(model).items()}
@@ -115,9 +114,7 @@ def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, T
 
 def trait_of(kind: Kind, parameter: Tensor, *, fan_in: int | None = None, depth: int = 1) -> Trait:
     """The trait of a parameter of that kind, by its shape where `fan_in` is not told."""
-    if kind == "embedding":
-        return Trait(kind=kind, fan_out=parameter.shape[-1], depth=depth)
-    if kind in ("bias", "norm"):
+    if kind in ("embedding", "bias", "norm"):
         return Trait(kind=kind, depth=depth)
     return Trait(kind=kind, fan_in=fan_in or max(1, math.prod(parameter.shape[1:])), depth=depth)
 

@@ -24,7 +24,7 @@ def factors(optimizer):
 @pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
 def test_every_kind_has_its_rule(optimizer):
     assert factors(optimizer(model(), lr=1.0)) == {
-        "0.weight": 64**-0.5, "1.weight": 1.0, "1.bias": 1.0, "2.weight": 64**-0.5, "2.bias": 1.0,
+        "0.weight": 1.0, "1.weight": 1.0, "1.bias": 1.0, "2.weight": 64**-0.5, "2.bias": 1.0,
         "4.weight": 256**-0.5, "4.bias": 1.0, "5.weight": 1.0, "5.bias": 1.0,
     }  # fmt: skip
 
@@ -32,7 +32,7 @@ def test_every_kind_has_its_rule(optimizer):
 def test_parameters_of_one_factor_share_a_group():
     groups = AdamW(model(), lr=1.0).param_groups
     assert [(g["kind"], g["lr_factor"], len(g["params"])) for g in groups] == [
-        ("embedding", 0.125, 1), ("norm", 1.0, 1), ("bias", 1.0, 4), ("weight", 0.125, 1), ("weight", 0.0625, 1),
+        ("embedding", 1.0, 1), ("norm", 1.0, 1), ("bias", 1.0, 4), ("weight", 0.125, 1), ("weight", 0.0625, 1),
         ("readout", 1.0, 1),
     ]  # fmt: skip
 
@@ -67,11 +67,11 @@ def test_kinds_are_the_modules_and_survive_other_tensors_in_their_place():
     assert kinds_of(unn.Linear(4, 8, bias=False)) == {"weight": "weight"}
 
 
-def test_a_table_that_is_a_readout_too_takes_the_smaller_rate():
+def test_a_table_that_is_a_readout_too_is_an_embedding():
     tied = nn.Sequential(unn.Embedding(10, 64), unn.LinearReadout(64, 10, bias=False))
     tied[1].weight = tied[0].weight
     assert kinds_of(tied) == {"0.weight": "embedding"}
-    assert factors(AdamW(tied, lr=1.0)) == {"0.weight": 0.125}
+    assert factors(AdamW(tied, lr=1.0)) == {"0.weight": 1.0}
     turned = nn.Sequential(tied[1], tied[0])
     assert kinds_of(turned) == {"0.weight": "embedding"}
 
@@ -152,7 +152,7 @@ def test_groups_keep_their_settings_and_are_split_by_factor():
     ]
     first, second = (0.5, 0.8, 0.0), (2.0, 0.9, 0.1)
     assert found == [
-        (*first, 0.125, 0.5), (*first, 1.0, 0.5), (*first, 1.0, 0.5), (*first, 0.125, 0.5),
+        (*first, 1.0, 0.5), (*first, 1.0, 0.5), (*first, 1.0, 0.5), (*first, 0.125, 0.5),
         (*second, 0.0625, 2.0), (*second, 1.0, 2.0), (*second, 1.0, 2.0),
     ]  # fmt: skip
 
@@ -163,8 +163,10 @@ def test_a_group_may_say_its_kind():
     assert AdamW(groups, lr=1.0).param_groups[0]["lr_factor"] == 0.5
     assert AdamW([{**groups[0], "fan_in": 16, "depth": 4}], lr=1.0).param_groups[0]["lr_factor"] == 0.125
     optimizer = AdamW([{"params": [x], "kind": "plain"}], lr=1.0)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4, 64))], "kind": "embedding", "lr": 3.0})
-    assert [(g["lr_factor"], g["reference_lr"]) for g in optimizer.param_groups] == [(1.0, 1.0), (0.125, 3.0)]
+    optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.zeros(4, 64))], "kind": "embedding", "lr": 3.0, "depth": 4}
+    )
+    assert [(g["lr_factor"], g["reference_lr"]) for g in optimizer.param_groups] == [(1.0, 1.0), (0.5, 3.0)]
     with pytest.raises(ArgumentError, match="expected a group's kind to be 'plain' or one of weight, .* got 'matrix'"):
         AdamW([{"params": [x], "kind": "matrix"}], lr=1.0)
     with pytest.raises(ArgumentError, match="got a parameter of shape"):

@@ -16,8 +16,8 @@ _ADAM, _ADAMW, _SGD = unhooked(torch.optim.Adam), unhooked(torch.optim.AdamW), u
 class AdamW(UnitOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` for unit-scaled models: a learning rate found on a narrow model serves a wide one.
 
-    Each group's step is `lr` times its factor: fan_in^-1/2 for weights, fan_out^-1/2 for embeddings, 1 for readouts,
-    biases and norms, all times depth^-1/2 in residual stacks. `group["lr"]` is the plain learning rate, for any
+    Each group's step is `lr` times its factor: fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms,
+    all times depth^-1/2 in residual stacks. `group["lr"]` is the plain learning rate, for any
     scheduler to write; the factor stands in `group["lr_factor"]`, the kind in `group["kind"]`.
 
     Weight decay is independent: a step multiplies every weight by ``1 - weight_decay * lr / lr_0``, lr_0 being the
