@@ -23,8 +23,8 @@ SMALL = Setup(
     steps=40, warmup=4, pieces=8, length=32, accumulate=2048, width=32, heads=2, layers=1, plain_rates=(0.01,),
     unit_rates=(1.0,), seeds=2, every=10, held_out=16,
 )  # fmt: skip
-# Eight seconds of training are too short for the models to be held against each other.
-TOO_SHORT_FOR = {"unit-fp32-best", "unit-fp16-best", "unit-fp8-best"}
+# Forty steps and two seeds say nothing of quality: with one degree of freedom a bound is six errors wide.
+OF_NUMBERS = {"fp16-underflow", "fp16-told", "unit-nothing-lost", "fp8-overflow", "fp8-lost", "drift"}
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -74,7 +74,7 @@ def test_the_unit_scaled_model_begins_at_unit_scale_and_the_other_far_below() ->
         model, batch = make_model(family, setup), make_batch(standard_library(), 0, 0, pieces=16, length=64)
         model.loss(model(batch.inputs), batch.targets).backward()
         gradients = [
-            p.grad for n, p in model.named_parameters() if n.endswith(("up.weight", "out.weight", "qkv.weight"))
+            p.grad for n, p in model.named_parameters() if n.endswith((".up.weight", ".out.weight", ".qkv.weight"))
         ]
         scale[family] = [gradient.square().mean().sqrt().item() for gradient in gradients if gradient is not None]
     assert len(scale["unit"]) == 6 and all(2**-4 < value < 2**4 for value in scale["unit"])
@@ -124,9 +124,9 @@ def test_the_optimizers_differ_as_the_models_do() -> None:
 # -- what became of them -----------------------------------------------------------------------------------------------
 
 
-def test_the_claims_hold(measured: Measured) -> None:
+def test_the_claims_of_numbers_hold(measured: Measured) -> None:
     failed = {claim.id: claim.measured for claim in measured.claims if not claim.holds}
-    assert failed.keys() <= TOO_SHORT_FOR, failed
+    assert not failed.keys() & OF_NUMBERS, failed
     assert "FP16" in measured.said[0]
 
 
