@@ -33,7 +33,7 @@ def test_with_both_constants_one_it_is_the_tensor_itself() -> None:
     x = torch.randn(3, requires_grad=True)
     assert scaled(x) is x
     y = scaled(x, 1.0, 2.0)
-    assert y is not x and torch.equal(y, x) and y._base is None or y.data_ptr() == x.data_ptr()
+    assert y is not x and y.data_ptr() == x.data_ptr()  # a view: nothing is copied
 
 
 @pytest.mark.parametrize(

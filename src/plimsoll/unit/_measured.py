@@ -2,8 +2,8 @@
 
 The function runs on independent normal inputs, with an independent normal gradient behind it, several times. Each time
 gives the mean square of every tensor; forward that about the mean over all runs. The values within one run share their
-inputs and so are no independent samples, but the runs are: the variance of their mean squares, which is where the fourth
-moment comes in, gives the standard error, whatever depends on what inside.
+inputs and so are no independent samples, but the runs are: the variance of their mean squares, which is where the
+fourth moment comes in, gives the standard error, whatever depends on what inside.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Every function gives unit scale forward and backward, within a bound that is computed from what was measured.
 
-The bound is Student's: so many standard errors (`plimsoll.unit._measured`) that one of a million sound values exceeds it.
-What a formula leaves out is stated beside its case, as a share.
+The bound is Student's: so many standard errors (`plimsoll.unit._measured`) that one sound value of a million exceeds
+it. What a formula leaves out is stated beside its case, as a share.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-import plimsoll.unit.functional as U
+import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
 from plimsoll.unit import _formulas
 from plimsoll.unit._measured import Scale, scales
 from plimsoll.unit._probabilities import moments
