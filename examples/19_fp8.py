@@ -1,4 +1,4 @@
-"""FP8 training without a loss scale: unit scaling makes every tensor's scale a constant, so casts need no statistics."""
+"""FP8 training without a loss scale: at unit scale every cast's scale is a constant."""
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ STEPS, WIDTH = 150, 64
 
 
 def model() -> nn.Module:
+    """A small unit-scaled classifier, always from the same start."""
     torch.manual_seed(0)
     return nn.Sequential(unit.nn.Linear(16, WIDTH), unit.nn.GELU(), unit.nn.Linear(WIDTH, WIDTH), unit.nn.GELU(),
                          unit.nn.LinearReadout(WIDTH, 4))  # fmt: skip
@@ -22,6 +23,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(net: nn.Module) -> float:
+    """The mean loss of the last steps."""
     optimizer = unit.optim.AdamW(net, lr=2**-4)
     losses = []
     for step in range(STEPS):

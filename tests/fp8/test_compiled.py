@@ -64,10 +64,24 @@ def test_cached_weights() -> None:
     for compiled in (False, True):
         torch.manual_seed(0)
         layer = fp8.Linear(64, 48, bias=False)
-        call = torch.compile(layer, fullgraph=True) if compiled else layer
+        call = torch.compile(layer, fullgraph=True, backend=GRAPHS) if compiled else layer
         with fp8.cached_weights(layer):
             for x in torch.randn(3, 16, 64):
                 call(x).sum().backward()
             assert layer.fp8_cached is not None
         results.append(layer.weight.grad)
     assert torch.equal(*results)
+
+
+def test_generated_code_keeps_histories() -> None:
+    """It alone computes small tensors anew in the backward: from buffers that the forward has changed since."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = fp8.Linear(64, 48, bias=False, scaling="tensor", history=2)
+        call = torch.compile(layer, fullgraph=True) if compiled else layer
+        for step in range(4):
+            call(torch.full((16, 64), 2.0**step)).sum().backward()
+        results.append([layer.weight.grad, *layer.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert int(layer.get_buffer("fp8_step")) == int(layer.get_buffer("fp8_gradient_step")) == 3
