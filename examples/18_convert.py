@@ -1,10 +1,10 @@
-"""Convert a model that was written without unit scaling, train it in FP16 with no loss scale, fold it to plain weights."""
+"""Convert a model to unit scale, train it in FP16 with no loss scale, and fold it to plain weights."""
 
 import inspect
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import plimsoll as pl
 
@@ -56,7 +56,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 # 1. The same model, every tensor at unit scale; nothing was left as it was.
 model = pl.unit.convert(Characters(), batch(0), seed=0)
 print(model.get_submodule("blocks.0").code)
-assert model.coverage == [] and list(model.state_dict()) == list(Characters().state_dict())
+assert (model.coverage, list(model.state_dict())) == ([], list(Characters().state_dict()))
 
 # 2. FP16 without a loss scale.
 optimizer = pl.unit.optim.AdamW(model, lr=0.2)
@@ -75,4 +75,5 @@ assert losses[-1] < 0.75 * losses[0]
 folded = pl.unit.fold(model.eval())
 difference = (folded(*batch(99)) - model(*batch(99))).abs().item()
 print(f"folded: the loss differs by {difference:.1e}; kept:", *folded.kept, sep="\n  ")
-assert difference < 1e-5 and type(folded.get_submodule("blocks.0.up")) is nn.Linear
+assert difference < 1e-5
+assert type(folded.get_submodule("blocks.0.up")) is nn.Linear

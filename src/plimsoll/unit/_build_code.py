@@ -151,6 +151,10 @@ class Writer:
         forward, backward = self._factor(scale.forward, used), self._factor(scale.backward, used)
         if forward == backward:
             return f"{text} * {forward}"
+        if scale.forward.of is not None or scale.backward.of is not None:
+            one = "None"  # for the compiler must not compare a number that sizes give with 1
+            alpha, beta = one if scale.forward.is_one else forward, one if scale.backward.is_one else backward
+            return f"sized({text}, {alpha}, {beta})"
         return f"scaled({text}, {forward}, {backward})"
 
     def _factor(self, factor: Factor, used: set[str]) -> str:

@@ -5,6 +5,7 @@ convolutions sum over all but the first.
 """
 
 import math
+from typing import Any, cast
 
 from torch import fx, nn
 

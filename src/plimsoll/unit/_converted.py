@@ -33,6 +33,27 @@ def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: floa
     return value * max(count, 1) ** power
 
 
+def sized(x: Tensor, alpha: float | None, beta: float | None) -> Tensor:
+    """`scaled` by factors that sizes give, None for 1: a comparison would bind compiled code to a size."""
+    return cast("Tensor", _Sized.apply(x, alpha, beta))
+
+
+class _Sized(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, alpha: float | None, _beta: float | None) -> Tensor:
+        return x.view_as(x) if alpha is None else x * alpha
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004  (torch's names)
+        ctx.beta = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient if ctx.beta is None else gradient * ctx.beta, None, None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """The code of a part: its text, its class's name, and the objects that the text names and Python cannot write.
@@ -202,8 +223,8 @@ def _compiled(code: Code, base: type[Part]) -> type[Part]:
 
 
 _SPACE: dict[str, Callable[..., Any] | Any] = {
-    "torch": torch, "operator": operator, "math": math, "scaled": multiplied, "size_factor": size_factor,
-    "_inputs": inputs,
+    "torch": torch, "operator": operator, "math": math, "scaled": multiplied, "sized": sized,
+    "size_factor": size_factor, "_inputs": inputs,
 }  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""The steps of a folded model, and what its parameters are multiplied by."""
+"""The steps of a folded model, and what its parameters are multiplied by.
+
+Above 300 lines, for the two halves belong together: how scales are related, and what they then make of each step.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
