@@ -110,12 +110,8 @@ def judged(kind: Kind, job: Job, found: Scores) -> Training:
     steps, loss = run.scalars("train_bits")
     return Training(
         name=job.run.name, title=kind.title, run=job.run, numbers=numbers, good=good, findings=findings,
-        verdict=_verdict(against.mean, good), series=_columns(steps, loss), series_of="loss",
+        verdict="trains" if good else "fails", series=_columns(steps, loss), series_of="loss",
     )  # fmt: skip
-
-
-def _verdict(of_fp32: float, good: bool) -> str:
-    return f"{'trains' if good else 'fails'}: {of_fp32:.3f} of FP32's bits"
 
 
 def lost(view: View) -> dict[str, float]:

@@ -49,7 +49,7 @@ class Setup:
     width: int = 64
     layers: int = 2
     heads: int = 4
-    plain_rates: tuple[float, ...] = (0.005, 0.01, 0.02)
+    plain_rates: tuple[float, ...] = (0.005, 0.01)  # 0.02 is worse: 3.52 bits and not 3.47
     unit_rates: tuple[float, ...] = (0.5, 1.0)
     seeds: int = 3
     every: int = 10
@@ -85,6 +85,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     if full:
         whole = replace(
             whole,
+            plain_rates=(0.005, 0.01, 0.02),
             unit_rates=(0.5, 1.0, 2.0),
             steps=1000,
             warmup=100,
