@@ -13,6 +13,7 @@ from plimsoll import fp8, kernels
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.kernels import _layout as layout
 from plimsoll.unit import functional as U  # noqa: N812
+from plimsoll.unit.functional import Factors
 
 KINDS: list[dict[str, Any]] = [
     {"scaling": "unit"},
@@ -60,12 +61,17 @@ def test_unit_scaling_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_unit_scaling_is_that_of_the_unit_functions() -> None:
-    layer = drawn()
+OWN = Factors(output=0.0625, inputs=(0.25,), moment=1.75)  # as behind a ReLU, whose mean is not 0
+
+
+@pytest.mark.parametrize("factors", [None, OWN, Factors(output=0.5, inputs=(2.0,), weight=0.125)])
+def test_unit_scaling_is_that_of_the_unit_functions(factors: Factors | None) -> None:
+    torch.manual_seed(0)
+    layer = fp8.Linear(64, 48, factors=factors)
     x = torch.randn(48, 64, requires_grad=True)
     other = x.detach().clone().requires_grad_()
     weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
-    y, expected = layer(x), U.linear(other, weight, bias)
+    y, expected = layer(x), U.linear(other, weight, bias, factors=factors)
     gradient = torch.randn_like(y)
     y.backward(gradient)
     expected.backward(gradient)

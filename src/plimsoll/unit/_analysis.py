@@ -57,6 +57,7 @@ class _Rules:
     constraint: Constraint | None
     potential: Mapping[str, float]
     incoming: Mapping[str, Factor]
+    depth: Mapping[str, int]
 
     def ratio(self, edge: Edge, end: str) -> float:
         """What the gradient is multiplied by on an edge into an operation, beyond what the value is."""
@@ -80,7 +81,8 @@ def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", resi
     check_aliases(captured, graph)
     rules = _rules(captured, graph, constraint, residual_tau)
     changes = _changes(rules)
-    parameters, kept = parameter_changes(captured, graph, {name for name, one in rules.ideals.items() if one.left})
+    as_they_are = {name for name, one in rules.ideals.items() if one.left}
+    parameters, kept = parameter_changes(captured, graph, as_they_are, rules.depth)
     left = [left_of(rules.nodes[name], ideal.left) for name, ideal in rules.ideals.items() if ideal.left]
     reasons = {name: ideal.why for name, ideal in rules.ideals.items()}
     return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph, reasons=reasons)
@@ -109,7 +111,7 @@ def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: 
     potential = found.potential if constraint else balanced(graph, free, ideals, together, nodes, own)
     return _Rules(
         graph=graph, nodes=nodes, clusters=together, free=free, ideals=ideals, constraint=constraint,
-        potential=potential, incoming=incoming,
+        potential=potential, incoming=incoming, depth=found.depth,
     )  # fmt: skip
 
 

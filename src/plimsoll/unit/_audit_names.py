@@ -14,7 +14,7 @@ _OTHER_NAMES = {
     "linear_readout": "linear", "concat": "cat", "concatenate": "cat", "convolution": "conv", "_softmax": "softmax",
     "_log_softmax": "log_softmax", "nll_loss_nd": "nll_loss", "special_softmax": "softmax",
     "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "native_dropout": "dropout",
-    "_native_batch_norm_legit": "batch_norm", "Scaled": "scaled",
+    "_native_batch_norm_legit": "batch_norm", "Scaled": "scaled", "Sized": "scaled",
     "Fp8Product": "linear", "feature_dropout": "dropout2d",
 }  # fmt: skip
 _OPERATORS = frozenset(("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod", "div"))

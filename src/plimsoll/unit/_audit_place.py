@@ -26,7 +26,7 @@ _LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("
 _INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
 
 _GENERATED = "<plimsoll.unit.convert "  # how the files of a converted model's code begin
-_SCALES_ITSELF = re.compile(r"\s*(\w+) = (scaled\(\1, |\1 \* )")
+_SCALES_ITSELF = re.compile(r"\s*(\w+) = ((?:scaled|sized)\(\1, |\1 \* )")
 
 _CALLS, _FUNCTION, _LINE, _USER, _OTHER = "calls a module", "a function", "a line", "the user's", "other"
 

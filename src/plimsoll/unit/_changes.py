@@ -11,7 +11,7 @@ from typing import Literal
 # How a parameter is drawn anew: unit variance, zeros, ones, or left as it was.
 Draw = Literal["normal", "zeros", "ones", "keep"]
 
-# An input of a node: its position among the arguments, its keyword, or (position, member) of an argument that is a list.
+# An input of a node: its position among the arguments, its keyword, or (position, member) of a list among them.
 Port = int | str | tuple[int, int]
 
 
@@ -60,11 +60,15 @@ class NodeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChange:
-    """What becomes of a parameter: how it is drawn, and its kind for the optimizers' rules."""
+    """What becomes of a parameter: how it is drawn, and its kind and depth for the optimizers' rules.
+
+    - `depth`: how many residual branches join the path that its own branch joins; 1 outside of any.
+    """
 
     draw: Draw
     kind: str
     std: float = 1.0
+    depth: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

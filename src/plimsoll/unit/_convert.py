@@ -48,7 +48,8 @@ def convert(
         example: how it is called in training: a tensor, a tuple of arguments, or a mapping of keyword arguments, with
             a batch of at least 2. Values do not matter. Give what the loss needs too, where the model has it inside.
         constraint: how the factors of an operation become one where its edges are no cut edges: see
-            `unit.functional.linear`; None leaves each its own there too, and gradients are then no true ones.
+            `unit.functional.linear`; None leaves each its own there too, and settles gradients where paths meet again.
+            The gradient is a true one either way.
         residual_tau: the weight of a residual branch, in (0, 1); one for each kind ("attention", "mlp", "other"); None
             weights all branches of a stack alike.
         seed: of the parameters, so that two conversions are equal; None draws from torch's own generator.

@@ -21,7 +21,7 @@ from plimsoll.unit._build_signature import Signature
 from plimsoll.unit._build_steps import Recipe
 from plimsoll.unit._changes import Left, ParameterChange
 from plimsoll.unit._fold_plan import Kept
-from plimsoll.unit._kinds import tag
+from plimsoll.unit._kinds import tag, tag_depth
 from plimsoll.unit._scaled import multiplied
 
 
@@ -177,12 +177,14 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]) -> None:
-    """Notes the kinds of the module's own parameters for the optimizers."""
+    """Notes the kinds of the module's own parameters, and how deep they are, for the optimizers."""
     kinds: dict[str, Any] = {}
     for name in module._parameters:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         change = parameters.get(f"{path}.{name}" if path else name)
         if change is not None:
             kinds[name] = change.kind
+            if change.depth > 1:
+                tag_depth(module, change.depth, name)
     if kinds:
         tag(module, **kinds)
 

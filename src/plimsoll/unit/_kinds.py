@@ -17,7 +17,8 @@ from plimsoll.errors import ArgumentError
 Kind = Literal["weight", "readout", "embedding", "bias", "norm"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_KINDS, _FANS, _DEPTH = "unit_kinds", "unit_fans", "unit_depth"  # attributes of modules
+# Attributes of modules.
+_KINDS, _FANS, _DEPTH, _DEPTHS = "unit_kinds", "unit_fans", "unit_depth", "unit_depths"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class Trait:
     """What a learning rate's rule needs to know of a parameter.
 
     - `fan_in`: how many inputs an output sums over; 1 for embeddings, biases and norms, which sum over none.
-    - `depth`: how many layers the residual stacks around it have, 1 outside of any.
+    - `depth`: how many layers the residual stacks around it have, 1 outside of any; of a converted model, how many
+      branches.
     """
 
     kind: Kind
@@ -71,16 +73,23 @@ def tag_fan_in(module: nn.Module, /, **fans: int) -> None:
     setattr(module, _FANS, {**_noted(module, _FANS), **fans})
 
 
-def tag_depth(module: nn.Module, depth: int) -> None:
+def tag_depth(module: nn.Module, depth: int, *names: str) -> None:
     """Says that the module is a residual stack of so many layers; depths of stacks within stacks multiply.
 
-    Raises `ArgumentError` for a depth below 1.
+    With names, only these parameters of its own are said to be in one.
+
+    Raises `ArgumentError` for a depth below 1, or a parameter that does not exist.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"tag_depth: expected a whole number from 1; got depth={depth!r}. Count the stack's layers."
         )
-    setattr(module, _DEPTH, depth)
+    for name in names:
+        _check_owned(module, name)
+    if names:
+        setattr(module, _DEPTHS, {**_noted(module, _DEPTHS), **dict.fromkeys(names, depth)})
+    else:
+        setattr(module, _DEPTH, depth)
 
 
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
@@ -107,7 +116,8 @@ def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, T
     for name, kind in _noted(module, _KINDS).items():
         parameter = getattr(module, name, None)
         if isinstance(parameter, Tensor):
-            yield prefix + name, parameter, trait_of(kind, parameter, fan_in=fans.get(name), depth=depth)
+            own = depth * cast("int", _noted(module, _DEPTHS).get(name, 1))
+            yield prefix + name, parameter, trait_of(kind, parameter, fan_in=fans.get(name), depth=own)
     for name, child in module.named_children():
         yield from _tagged(child, f"{prefix}{name}.", depth)
 

@@ -1,6 +1,7 @@
 """How each parameter is drawn anew, and its kind: told from the operations that use it."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -17,20 +18,23 @@ _PRODUCTS = frozenset(
 _ADDITIONS = frozenset({"add", "sub", "cat", "stack", "where"})
 
 
-def parameter_changes(captured: Captured, graph: Flow, left: set[str]) -> tuple[dict[str, ParameterChange], list[Left]]:
+def parameter_changes(
+    captured: Captured, graph: Flow, left: set[str], depth: Mapping[str, int]
+) -> tuple[dict[str, ParameterChange], list[Left]]:
     """What becomes of every parameter of the model, by each of its names; and those that stay as they are, with why.
 
     Args:
         captured: the model's graph.
         graph: its part that gradients flow through.
         left: the operations that were left as they are: their parameters are, too.
+        depth: of the operations in residual branches.
     """
     names = {name: group for group in captured.ties for name in group}
     found: dict[str, ParameterChange] = {}
     kept: list[Left] = []
     for placeholder, name in captured.parameters.items():
         if placeholder in graph.nodes:
-            change = _change(placeholder, graph, left)
+            change = replace(_change(placeholder, graph, left), depth=_depth(placeholder, graph, depth))
             found |= dict.fromkeys(names.get(name, (name,)), change)
     for name in captured.parameters.values():
         if name not in found:
@@ -67,6 +71,11 @@ def _change(placeholder: str, graph: Flow, left: set[str]) -> ParameterChange:
     if names <= _PRODUCTS | {"add", "sub"}:
         return ParameterChange(draw="zeros", kind="bias")
     return ParameterChange(draw="keep", kind="weight")
+
+
+def _depth(placeholder: str, graph: Flow, depth: Mapping[str, int]) -> int:
+    """That of the least deep operation that computes with the parameter."""
+    return min((depth.get(edge.target, 1) for edge in _uses(placeholder, graph)), default=1)
 
 
 def _uses(name: str, graph: Flow) -> Generator[Edge]:

@@ -36,10 +36,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residual additions of a graph, and the potential c of every node inside a branch."""
+    """The residual additions of a graph, and of every node inside a branch the potential c and the depth.
+
+    The depth is how many branches join the same path; those of paths within branches multiply.
+    """
 
     joins: dict[str, Join] = field(default_factory=dict[str, Join])
     potential: dict[str, float] = field(default_factory=dict[str, float])
+    depth: dict[str, int] = field(default_factory=dict[str, int])
 
     def weighted(self, name: str, ideal: Ideal) -> Ideal:
         """The rule's word on a node, with the weights of a residual addition where it is one."""
@@ -61,6 +65,7 @@ def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Re
             continue
         found.joins[name] = join
         _enter(join, graph, found.potential)
+    _count(found, graph)
     return found
 
 
@@ -106,9 +111,26 @@ def _tau(tau: Tau, kind: str, k: int) -> float:
     return tau[kind] if isinstance(tau, Mapping) else tau
 
 
-def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
+def _inside(join: Join, graph: Flow) -> set[str]:
+    """Every node of the branch."""
     end = next(edge.source for edge in graph.into[join.addition] if edge.port == join.branch)
-    region = _region(join.start, end, graph)
+    return _region(join.start, end, graph)
+
+
+def _count(found: Residuals, graph: Flow) -> None:
+    """Notes how many branches there are beside each: additions of one path lead from one to the next."""
+    begun: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    for name, join in found.joins.items():
+        begun[name] = begun.get(join.start, join.start)
+        lengths[begun[name]] = lengths.get(begun[name], 0) + 1
+    for name, join in found.joins.items():
+        for node in _inside(join, graph):
+            found.depth[node] = found.depth.get(node, 1) * lengths[begun[name]]
+
+
+def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
+    region = _inside(join, graph)
     leaving = [
         edge for name in region for edge in graph.out_of[name]
         if edge.target not in region and (edge.target, edge.port) != (join.addition, join.branch)

@@ -203,6 +203,17 @@ def test_ties_frozen_parameters_and_kinds() -> None:
     assert traits["tokens.weight"].kind == "embedding" and traits["norm.weight"].kind == "norm"
 
 
+def test_depth_is_the_number_of_branches_that_join_one_path() -> None:
+    """Two blocks of two branches; norms, weights and biases inside of one are deep, all others are not."""
+    traits = traits_of(pl.unit.convert(GPT(), EXAMPLE, seed=0))
+    assert {name: trait.depth for name, trait in traits.items()} == {
+        name: 4 if name.startswith("blocks.") else 1 for name in traits
+    }
+    norms_behind = MODELS["post_norm"]()  # each norm begins a path anew
+    made = pl.unit.convert(norms_behind.model, norms_behind.example, seed=0)
+    assert {trait.depth for trait in traits_of(made).values()} == {1}
+
+
 def test_fan_in_of_weights_that_multiply_from_the_right() -> None:
     traits = traits_of(pl.unit.convert(MatmulMLP(), torch.randn(4, 32)))
     assert [traits[name].fan_in for name in "wvu"] == [32, 48, 48]

@@ -51,6 +51,15 @@ def test_depth_divides_every_kind_within_the_stack_and_nests():
     assert nested["0.0.2.weight"] == pytest.approx(found["0.0.2.weight"] / 3, rel=1e-15)
 
 
+def test_depth_of_single_parameters_of_a_module():
+    block = model()
+    tag_depth(block[2], 16, "weight")
+    plain, found = factors(AdamW(model(), lr=1.0)), factors(AdamW(block, lr=1.0))
+    assert found == {name: factor / 4 if name == "2.weight" else factor for name, factor in plain.items()}
+    with pytest.raises(ArgumentError, match="expected a parameter of .* itself; got 'cats'"):
+        tag_depth(block[2], 2, "cats")
+
+
 def test_a_kernel_sums_over_its_channels_and_positions():
     convolution = nn.Conv2d(8, 16, 3)
     tag(convolution, weight="weight", bias="bias")
