@@ -76,7 +76,7 @@ def _convolution(channels: int, stride: int) -> Case:
     directions = (
         Direction(name="output", formula="fan_in^-1/2", factor=ideal.output),
         # Next to the border a gradient has fewer terms: 31 of 33 a dimension.
-        Direction(name="input", formula="(fan_out/stride)^-1/2", factor=ideal.inputs[0], left_out=0.07),
+        Direction(name="input", formula="(out/stride)^-1/2", factor=ideal.inputs[0], left_out=0.07),
         Direction(name="weight", formula="positions^-1/2", factor=_formulas.root(places)),
     )
     return Case(
