@@ -4,7 +4,7 @@ All four speak of the values at the scale that the module cast them with, which 
 format's own numbers decide, so the rules hold for E4M3, E5M2 and whatever else a module says that it casts to.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import floor, log2
 from statistics import NormalDist
@@ -58,6 +58,27 @@ class CastRule(Rule):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShareRule(CastRule):
+    """A rule about a share of a cast's values: above one bound a warning, above another an alarm."""
+
+    share: float
+    grave: float
+    samples: float
+
+    def _of_shares(self, view: View, name: str, shares: Callable[[CastCells], Floats]) -> Iterator[Finding]:
+        """One for each collection."""
+        for collection in COLLECTIONS:
+            found = [
+                each
+                for cast in cast_cells(view, collection)
+                for each in _above(cast, shares(cast), self.share, self.samples)
+            ]
+            if found:
+                alarming = max(value for *_, value in found) > self.grave
+                yield self._told(found, name, "alarm" if alarming else "warning", collection)
+
+
 def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
     """The layers in which a share is above a bound for so many samples on end, each with its highest."""
     found = spells(shares > least, ~np.isnan(shares), samples)
@@ -65,7 +86,7 @@ def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastSaturates(CastRule):
+class CastSaturates(ShareRule):
     """Values beyond the largest one of the format that they are cast to."""
 
     id = "cast-saturates"
@@ -82,19 +103,11 @@ class CastSaturates(CastRule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each collection."""
-        for collection in COLLECTIONS:
-            found = [
-                each
-                for cast in cast_cells(view, collection)
-                for each in _above(cast, cast.saturated, self.share, self.samples)
-            ]
-            if found:
-                grave = max(value for *_, value in found) > self.grave
-                yield self._told(found, "saturated", "alarm" if grave else "warning", collection)
+        return self._of_shares(view, "saturated", lambda cast: cast.saturated)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastFlushes(CastRule):
+class CastFlushes(ShareRule):
     """Nonzero values that become zero in the format that they are cast to."""
 
     id = "cast-flushes"
@@ -109,15 +122,7 @@ class CastFlushes(CastRule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each collection."""
-        for collection in COLLECTIONS:
-            found = [
-                each
-                for cast in cast_cells(view, collection)
-                for each in _above(cast, cast.flushed, self.share, self.samples)
-            ]
-            if found:
-                grave = max(value for *_, value in found) > self.grave
-                yield self._told(found, "flushed", "alarm" if grave else "warning", collection)
+        return self._of_shares(view, "flushed", lambda cast: cast.flushed)
 
 
 @dataclass(frozen=True, kw_only=True)
