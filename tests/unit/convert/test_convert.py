@@ -186,7 +186,8 @@ def test_compiles_whole_and_not_for_every_batch(gpt: nn.Module) -> None:
         tokens = torch.zeros(batch, 16, dtype=torch.long)
         torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1])
         counts.append(counter.frame_count)
-    assert counts[1:] == counts[1:2] * 4  # not once more for any further batch
+    # With dynamic=True torch begins the first compilation anew: dropout's probability, a float, may be no symbol.
+    assert counts == [2] * 5
     compiled(**EXAMPLE)[0].backward()
     assert model.get_submodule("blocks.0.up").weight.grad is not None  # type: ignore[union-attr]
     torch._dynamo.reset()
