@@ -66,9 +66,9 @@ def test_watching_changes_no_bit(train: Callable[..., Any], tmp_path: Path) -> N
 
 
 def test_a_training_resumed_goes_on_in_its_run(train: Callable[..., Any], tmp_path: Path) -> None:
-    train(WatchCallback(tmp_path / "run", every=1), max_steps=4, save_strategy="steps", save_steps=2)
+    train(WatchCallback(tmp_path / "run", every=1), max_steps=5, save_strategy="steps", save_steps=4)
     first = pl.Run(tmp_path / "run").scalars("loss")
-    again = {"resume": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    again = {"resume": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 4}  # from step 4 on
     train(WatchCallback(tmp_path / "run", every=1), **again)
     run = pl.Run(tmp_path / "run")
     assert list(run.steps) == list(range(6))
