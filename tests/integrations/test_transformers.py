@@ -30,7 +30,7 @@ def model() -> GPT2LMHeadModel:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., GPT2LMHeadModel]:
-    def train(*callbacks: Any, resume: bool = False, trained: Any = None, **settings: Any) -> GPT2LMHeadModel:
+    def train(*callbacks: Any, resume: bool | str = False, trained: Any = None, **settings: Any) -> GPT2LMHeadModel:
         arguments = TrainingArguments(
             output_dir=str(tmp_path / "hf"), per_device_train_batch_size=2, report_to="none", logging_steps=2,
             use_cpu=True, disable_tqdm=True, seed=0,
@@ -68,7 +68,7 @@ def test_watching_changes_no_bit(train: Callable[..., Any], tmp_path: Path) -> N
 def test_a_training_resumed_goes_on_in_its_run(train: Callable[..., Any], tmp_path: Path) -> None:
     train(WatchCallback(tmp_path / "run", every=1), max_steps=5, save_strategy="steps", save_steps=4)
     first = pl.Run(tmp_path / "run").scalars("loss")
-    again = {"resume": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 4}  # from step 4 on
+    again = {"resume": str(tmp_path / "hf" / "checkpoint-4"), "max_steps": 6}
     train(WatchCallback(tmp_path / "run", every=1), **again)
     run = pl.Run(tmp_path / "run")
     assert list(run.steps) == list(range(6))
