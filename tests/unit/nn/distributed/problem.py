@@ -5,6 +5,10 @@ from torch import nn
 
 from plimsoll.unit import nn as unn
 
+# The bias of the keys has no gradient but rounding, since a softmax does not see it. With Adam's usual epsilon such
+# noise becomes steps of full size, which no two processes have alike.
+EPS = 1e-3
+
 
 class Network(nn.Module):
     def __init__(self):

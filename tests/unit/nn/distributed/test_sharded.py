@@ -10,7 +10,7 @@ import torch
 
 from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
-from tests.unit.nn.distributed.problem import batch, loss_of, network
+from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def test_kinds_and_factors_survive_sharding(found):
 
 def test_two_ranks_train_as_one_process_does(found):
     model = network()
-    optimizer = AdamW(model, lr=0.1, weight_decay=0.001)
+    optimizer = AdamW(model, lr=0.1, weight_decay=0.001, eps=EPS)
     for step in range(3):
         optimizer.zero_grad()
         # Each rank scales for its own rows; so does one process by halves: the mean over ranks is that of the halves.

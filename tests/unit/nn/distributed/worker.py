@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
-from tests.unit.nn.distributed.problem import batch, loss_of, network
+from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 
 
 def main(folder: Path) -> None:
@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
         for layer in model.body.layers:
             fully_shard(layer)
         fully_shard(model)
-        optimizer = AdamW(model, lr=0.1, weight_decay=0.001)
+        optimizer = AdamW(model, lr=0.1, weight_decay=0.001, eps=EPS)
         for step in range(3):
             tokens = batch(step)[dist.get_rank() :: 2]
             optimizer.zero_grad()
