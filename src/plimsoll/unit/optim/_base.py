@@ -5,6 +5,7 @@ values (OneCycleLR, `group["lr"] = ...`) or has a floor. The factor stands besid
 while torch's own step runs.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -65,9 +66,9 @@ class UnitOptimizer(torch.optim.Optimizer):
                 group["lr"], group["weight_decay"] = lr, decay
         return loss
 
+    @abstractmethod
     def _torch_step(self) -> None:
         """The step of torch's class, without its hooks."""
-        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what an optimizer of the same model saved; one whose factors differ is refused."""
