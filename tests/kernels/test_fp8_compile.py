@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_triton_compile import examine
+from tests.kernels.test_triton_compile import only_compiling
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +60,14 @@ def test_batches_do_not_recompile(compiled: list[dict[str, Any]]) -> None:
 
 
 def main(cuobjdump: str) -> None:
-    """Compiles everything, and prints a line of JSON a kernel."""
-    import re
+    """Compiles everything."""
+    launch(only_compiling(cuobjdump, instructions))
 
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver, jit
 
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return device
-
-    driver.set_active(Driver())
-    run, case = jit.JITFunction.run, [""]
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        line = {"case": case[0], **examine(kernel, cuobjdump), "shared_bytes": kernel.metadata.shared}
-        line["conversions"] = sorted(set(re.findall(r"cvt\.rn\.[\w.]*e\dm\dx2\.f32", kernel.asm["ptx"])))
-        sys.stdout.write(json.dumps(line) + "\n")
-        return kernel
-
-    jit.JITFunction.run = compile_only
-    launch(case)
+def instructions(kernel: Any) -> dict[str, Any]:
+    """Its shared memory, and the conversions of the hardware that it uses."""
+    found = re.findall(r"cvt\.rn\.[\w.]*e\dm\dx2\.f32", kernel.asm["ptx"])
+    return {"shared_bytes": kernel.metadata.shared, "conversions": sorted(set(found))}
 
 
 def launch(case: list[str]) -> None:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def test_sizes_and_formats_do_not_recompile(compiled: list[dict[str, Any]]) -> N
         assert len(of(compiled, case)) > 1
 
 
-def main(cuobjdump: str) -> None:
-    """Compiles everything, and prints a line of JSON a kernel."""
+def only_compiling(cuobjdump: str, more: Callable[[Any], dict[str, Any]] = lambda _: {}) -> list[str]:
+    """Kernels are compiled and not launched from now on, each a line of JSON under the case that is returned here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -105,11 +106,17 @@ def main(cuobjdump: str) -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        line = {"case": case[0], "name": self.fn.__name__, **examine(kernel, cuobjdump)}
+        line = {"case": case[0], "name": self.fn.__name__, **examine(kernel, cuobjdump), **more(kernel)}
         sys.stdout.write(json.dumps(line) + "\n")
         return kernel
 
     jit.JITFunction.run = compile_only
+    return case
+
+
+def main(cuobjdump: str) -> None:
+    """Compiles everything."""
+    case = only_compiling(cuobjdump)
     launch_measuring(case)
     launch_casting(case)
     launch_updates(case)
