@@ -16,7 +16,7 @@ from plimsoll.lab._unit_quality import claims, jobs_of, measure_with
 from plimsoll.lab._unit_quality_judge import Ratio, Scores, ratio, scores
 from plimsoll.lab._unit_quality_model import Plain, Unit
 from plimsoll.lab._unit_quality_train import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
-from plimsoll.lab._unit_quality_workers import carry_out, from_line, to_line
+from plimsoll.lab._unit_quality_workers import from_task, to_task, train_all
 from plimsoll.runs import Run
 
 SMALL = Setup(
@@ -240,7 +240,7 @@ def test_every_kind_has_its_rates_and_seeds_and_one_training_that_is_watched(tmp
 def test_a_job_comes_through_a_line_whole(kind: Kind, tmp_path: Path) -> None:
     job = Job(kind=kind, rate=0.3, seed=4, run=tmp_path, watched=True)
     setup = dataclasses.replace(setup_for(70, full=True), plain_rates=(0.5,), held_out=3)
-    assert from_line(to_line(job, setup, "cuda")) == (job, setup, "cuda")
+    assert from_task(to_task(job, setup, "cuda")) == (job, setup, "cuda")
 
 
 def test_workers_train_as_this_process_does_and_tell_of_one_that_fails(tmp_path: Path) -> None:
@@ -249,9 +249,9 @@ def test_workers_train_as_this_process_does_and_tell_of_one_that_fails(tmp_path:
     here = [dataclasses.replace(job, run=tmp_path / job.run.name.replace("there", "here")) for job in there]
     (tmp_path / "taken").write_text("a file")
     fails = dataclasses.replace(there[0], run=tmp_path / "taken")
-    with pytest.raises(PlimsollError, match=r"(?s)lab unit: expected the training taken to end; got .*RunError"):
-        carry_out([*there, fails], setup, "cpu", 2, Silent())
-    carry_out(here, setup, "cpu", 1, Silent())
+    with pytest.raises(PlimsollError, match=r"(?s)lab: expected the training taken to end; got .*RunError"):
+        train_all([*there, fails], setup, "cpu", 2, Silent())
+    train_all(here, setup, "cpu", 1, Silent())
     for mine, other in zip(here, there, strict=True):
         assert Run(mine.run).scalars("bits")[1].tolist() == Run(other.run).scalars("bits")[1].tolist()
 

@@ -12,7 +12,6 @@ one of 1,024 micro-batches. Unit scaling's loss is not divided: its gradient is 
 """
 
 import contextlib
-import os
 from collections.abc import Mapping
 
 from plimsoll.lab._claim import Claim
@@ -21,9 +20,9 @@ from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._unit_quality_judge import Scores, judged, scores
 from plimsoll.lab._unit_quality_train import KINDS, Job, Setup, described, setup_for
-from plimsoll.lab._unit_quality_workers import carry_out
+from plimsoll.lab._unit_quality_workers import train_all
+from plimsoll.lab._workers import workers_for
 
-_MOST_WORKERS = 8
 _WITHIN = 1.01  # of FP32's bits per character
 _TRAILS = 1.05
 _SOUND = 0.01  # of gradients lost
@@ -32,14 +31,14 @@ Numbers = Mapping[str, Mapping[str, float]]
 
 def measure(bench: Bench) -> Measured:
     """All trainings, and what they show."""
-    return measure_with(bench, setup_for(bench.steps, full=bench.full), workers=_workers(bench.device))
+    return measure_with(bench, setup_for(bench.steps, full=bench.full), workers=workers_for(bench.device))
 
 
 def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     """Likewise, with sizes of one's own."""
     jobs = jobs_of(bench, setup)
     with contextlib.nullcontext() if bench.full else one_thread():
-        carry_out(jobs, setup, bench.device, workers, bench.progress)
+        train_all(jobs, setup, bench.device, workers, bench.progress)
     found = scores(jobs)
     watched = {job.kind.name: job for job in jobs if job.watched}
     trainings = tuple(judged(kind, watched[kind.name], found) for kind in KINDS)
@@ -151,14 +150,6 @@ def _said(found: Scores, trainings: tuple[Training, ...]) -> tuple[str, ...]:
         f"furthest by {eight['drift_most']:+.1f}; the largest operand was {eight['operands_room']:.1f} below overflow."
     )
     return quality, lost, drift
-
-
-def _workers(device: str) -> int:
-    """As many as there are cores for this process; a GPU is one training's at a time."""
-    if device == "cuda":
-        return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS)
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:

@@ -1,0 +1,65 @@
+"""Tasks for workers: every answer at its place, failures told with what was said, and nobody left behind."""
+
+import os
+from typing import Any
+
+import pytest
+
+from plimsoll.errors import PlimsollError
+from plimsoll.lab._workers import Task, carry_out, named, workers_for
+
+# Workers are other interpreters: what they do is named, and is in the package or in the standard library.
+DIVIDED, KILLED, PRINTED, THREADS = (
+    f"tests.lab.worker_tasks:{name}" for name in ("divided", "killed", "printed", "threads")
+)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.advanced = 0
+
+    def begin(self, title: str, steps: int) -> None:
+        self.begun.append((title, steps))
+
+    def advance(self) -> None:
+        self.advanced += 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_answers_are_in_the_tasks_order_and_each_is_told_once(workers: int) -> None:
+    tasks: list[Task] = [{"a": [number]} for number in range(7)]
+    told, came = Told(), dict[int, Any]()
+    answers = carry_out("json:dumps", tasks, workers=workers, progress=told, title="dumps", done=came.__setitem__)
+    assert answers == [f'{{"a": [{number}]}}' for number in range(7)]
+    assert came == dict(enumerate(answers))
+    assert told.begun == [("dumps", 7)] and told.advanced == 7
+
+
+def test_no_tasks_need_no_worker() -> None:
+    assert carry_out("json:dumps", [], workers=2) == []
+
+
+def test_a_task_that_raises_is_told_with_its_traceback() -> None:
+    with pytest.raises(PlimsollError, match=r"expected the training third to end(?s:.)*ZeroDivisionError"):
+        carry_out(DIVIDED, [{"name": "third"}], workers=2)
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    with pytest.raises(PlimsollError, match="expected the training last to end(?s:.)*the process has ended"):
+        carry_out(KILLED, [{"name": "last"}], workers=2)
+
+
+def test_a_worker_prints_elsewhere_than_its_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    assert carry_out(PRINTED, [{"says": "hello"}, {"says": "you"}], workers=2) == [5, 3]
+    assert "hello" in capfd.readouterr().err
+
+
+def test_a_worker_has_one_thread() -> None:
+    assert carry_out(THREADS, [{}], workers=2) == [1]
+
+
+def test_workers_are_as_many_as_cores_and_one_for_a_gpu() -> None:
+    assert workers_for("cuda") == 1
+    assert 1 <= workers_for("cpu") <= (os.cpu_count() or 1)
+    assert named("json:dumps")([1]) == "[1]"  # type: ignore[arg-type]
