@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from plimsoll.lab._result import Measured
+
+Engine = Literal["local", "ray"]
 
 
 class Progress(Protocol):
@@ -37,6 +39,7 @@ class Bench:
     - `runs`: the folder that its runs go to, one folder each, empty at the beginning.
     - `seed`, `device`; `steps`: how long to train, None for the experiment's own; `full`: at full size.
     - `progress`: to be told of parts and steps.
+    - `engine`: what the trainings run on, one of the experiment's own `engines`.
     """
 
     runs: Path
@@ -45,6 +48,7 @@ class Bench:
     steps: int | None
     full: bool
     progress: Progress
+    engine: Engine = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class Experiment:
     - `claim`: what it shows, one sentence. `source`: the rows of the evidence base that it belongs to.
     - `settings`: what it will do at such a bench, as plain numbers; raises `ArgumentError` where it cannot.
     - `measure`: does it.
+    - `engines`: what its trainings can run on; all experiments run on this machine's processes, "local".
     """
 
     name: str
@@ -61,3 +66,4 @@ class Experiment:
     source: str
     settings: Callable[[Bench], Mapping[str, object]]
     measure: Callable[[Bench], Measured]
+    engines: tuple[Engine, ...] = ("local",)
