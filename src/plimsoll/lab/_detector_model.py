@@ -23,7 +23,7 @@ _EPSILON = 1e-4
 
 
 class Found(NamedTuple):
-    """What a detector says of each default box: scores (n, anchors, 1 + classes), none first; offsets (n, anchors, 4)."""
+    """What is said of each default box: scores (n, anchors, 1 + classes), that of none first; offsets (n, anchors, 4)."""
 
     scores: Tensor
     offsets: Tensor

@@ -1,5 +1,7 @@
 """How good a detector is: the mean average precision of its boxes on scenes, at an overlap of half."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -47,19 +49,19 @@ def _average_precision(sure: Tensor, boxes: Tensor, seen: Scenes, kind: int) -> 
 
 def _judged(sure: Tensor, boxes: Tensor, truth: Tensor) -> list[tuple[float, bool]]:
     """The boxes of one picture that are no duplicates: how sure each is, and whether it finds a thing."""
-    best = sure.topk(min(_KEPT, len(sure))).indices
-    chosen = boxes[best]
-    common, with_truth = overlaps(chosen, chosen).tolist(), overlaps(chosen, truth).tolist()
+    best = sure.topk(min(_KEPT, len(sure)))
+    chosen = boxes[best.indices]
+    common = cast("list[list[float]]", overlaps(chosen, chosen).tolist())
+    with_truth = cast("list[list[float]]", overlaps(chosen, truth).tolist())
     kept: list[int] = []
-    free = set(range(len(truth)))
+    free = list(range(len(truth)))
     judged: list[tuple[float, bool]] = []
-    for place, one in enumerate(best.tolist()):
+    for place, score in enumerate(cast("list[float]", best.values.tolist())):
         if any(common[place][other] > _DUPLICATE for other in kept):
             continue
         kept.append(place)
-        hit = max(free, key=lambda thing: with_truth[place][thing], default=None)
-        good = hit is not None and with_truth[place][hit] >= _OVERLAP
-        if good and hit is not None:
-            free.discard(hit)
-        judged.append((float(sure[one]), good))
+        hits = [thing for thing in free if with_truth[place][thing] >= _OVERLAP]
+        if hits:
+            free.remove(max(hits, key=with_truth[place].__getitem__))
+        judged.append((score, bool(hits)))
     return judged
