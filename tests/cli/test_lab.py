@@ -1,5 +1,6 @@
 """`plimsoll lab`: what it lists, what it prints, and its exit codes."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from plimsoll.cli import _lab, _lab_progress, app
+from plimsoll.cli import _lab_progress, _lab_show, app
 from plimsoll.diagnosis import Finding
-from plimsoll.lab import EXPERIMENTS, Bench, Claim, Experiment, Measured, Training, _registry
+from plimsoll.lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, _registry
 from plimsoll.runs import RunWriter, Scalars
 
 FINDING = Finding(
@@ -49,6 +50,7 @@ def experiment(measured: float, title: str = "FP16, stock scaler") -> Experiment
 def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
     """Experiments by name, in place of the real ones."""
     found = {"toy": experiment(10.0), "broken": experiment(9.0), "hostile": experiment(10.0, "[red]\x1b[2J</script>")}
+    found = {name: dataclasses.replace(each, name=name) for name, each in found.items()}
     monkeypatch.setattr(_registry, "EXPERIMENTS", found)
     monkeypatch.setattr("plimsoll.lab.EXPERIMENTS", found)
     monkeypatch.setenv("COLUMNS", "80")
@@ -109,10 +111,62 @@ def test_titles_are_shown_as_text(toys: dict[str, Experiment], tmp_path: Path) -
     assert "[red]" in result.stdout and "\x1b[2J" not in result.stdout
 
 
+def test_all_are_carried_out_each_in_a_folder_of_its_own(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    del toys["hostile"]
+    result = CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1, result.output
+    assert "toy           1 claim holds" in result.stdout
+    assert "broken        1 of 1 claims do not hold" in result.stdout
+    assert "  the scale falls: 9 binades, expected at least 10" in result.stdout
+    assert "1 of 2 experiments hold" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["broken", "outcomes.json", "toy"]
+    assert (tmp_path / "out" / "toy" / "report.html").is_file()
+
+
+def test_one_that_cannot_be_carried_out_does_not_stop_the_others(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    del toys["broken"], toys["hostile"]
+    (tmp_path / "out" / "toy").mkdir(parents=True)
+    (tmp_path / "out" / "toy" / "mine").write_text("precious")
+    toys["after"] = dataclasses.replace(experiment(11.0), name="after")
+    result = CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out"), "--format", "json"])
+    assert result.exit_code == 2
+    first, second = json.loads(result.stdout)
+    assert first["error"].startswith("ArgumentError: lab: expected a new or empty folder") and first["claims"] == 0
+    assert (second["experiment"], second["error"], second["failed"]) == ("after", "", [])
+    listed = json.loads(CliRunner().invoke(app, ["lab", "--out", str(tmp_path / "out"), "--format", "json"]).stdout)
+    assert [each["state"] for each in listed] == ["not carried out", "1 claim holds"]
+
+
+def test_rows_are_listed_with_what_stands_for_them(toys: dict[str, Experiment], tmp_path: Path) -> None:
+    del toys["hostile"]
+    CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out")])
+    text = CliRunner().invoke(app, ["lab", "--list", "--out", str(tmp_path / "out")]).stdout
+    assert "does not hold: the scale falls: 9 binades" in text and f"Outcomes: those in {tmp_path}" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if str(tmp_path) not in line)
+    rows = CliRunner().invoke(app, ["lab", "--list", "--format", "json", "--out", str(tmp_path / "out")]).stdout
+    states = {row["id"]: row["state"] for row in json.loads(rows)}
+    assert list(states) == list(ROWS)
+    assert (states["T9"], states["T2"], states["X7"]) == ("holds in part", "tested", "not carried out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["toy", "--all"], "expected one of NAME, --list and --all; got more than one"),
+        (["--list", "--all"], "expected one of NAME, --list and --all"),
+        (["--all", "--steps", "5"], "expected --steps with one experiment"),
+        (["--list", "--out", "nowhere"], "expected a folder of results; got nowhere"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: list[str], said: str, toys: dict[str, Experiment]) -> None:
+    result = CliRunner().invoke(app, ["lab", *arguments])
+    assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.output
+
+
 def test_the_picture_in_one_line_spans_all_trainings() -> None:
-    assert _lab._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
-    assert _lab._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
-    assert _lab._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
+    assert _lab_show._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
+    assert _lab_show._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
+    assert _lab_show._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
 
 
 def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,35 +1,33 @@
-"""``plimsoll lab``: the experiments, with their claims; or one of them, carried out."""
+"""``plimsoll lab``: the experiments, with their claims; one of them, carried out; or all."""
 
 import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from plimsoll.cli._lab_list import list_experiments, list_rows
 from plimsoll.cli._lab_progress import told
-from plimsoll.cli._terminal import console, number
+from plimsoll.cli._lab_show import show
+from plimsoll.cli._terminal import console
+from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from plimsoll.diagnosis import Finding
-    from plimsoll.lab import Claim, Result, Training
-
-_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#%"
-_COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
-_MOST_FINDINGS = 3
+    from plimsoll.lab import Outcome
 
 
 def lab(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="The experiment. Without it, all are listed.")
     ] = None,
+    rows: Annotated[
+        bool, typer.Option("--list", help="Lists every row of the evidence base, with its state; of --out, if given.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Carries out all of them, one after the other.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder for runs, reports and result.json. As it comes, lab-NAME.")
+        Path | None,
+        typer.Option("--out", help="The folder for runs, reports and result.json. As it comes, lab-NAME or lab-all."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="How many steps each training has.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of weights and data.")] = 0,
@@ -37,129 +35,79 @@ def lab(
         Literal["cpu", "cuda"], typer.Option("--device", help="cpu emulates FP16; cuda computes in it.")
     ] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="A larger model, for longer.")] = False,
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option("--engine", help="What the trainings run on: processes here, or a Ray cluster (unit-sweep)."),
+    ] = "local",
     output: Annotated[
         Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
     ] = "text",
 ) -> None:
     """The experiments behind the claims. Exit code 0: all claims of it hold; 1: one does not; 2: it was not done."""
+    _check(name, rows, every, steps, engine)
+    if rows:
+        list_rows(out, output)
+    elif every:
+        _all(out or Path("lab-all"), output, seed=seed, device=device, full=full)
+    elif name is None:
+        list_experiments(out, output)
+    else:
+        folder = out or Path(f"lab-{name}")
+        _one(name, folder, output, seed=seed, device=device, steps=steps, full=full, engine=engine)
+
+
+def _one(name: str, folder: Path, output: str, **settings: Any) -> None:
     from plimsoll.lab import experiment_named, perform
 
-    if name is None:
-        _list(output)
-        return
-    chosen = experiment_named(name)
-    target = console()
+    chosen, target = experiment_named(name), console()
     if output == "text":
         target.print(Text.assemble((f"lab {chosen.name}  ", "bold"), (chosen.claim, "")))
     with told() as progress:
-        result = perform(
-            chosen, out or Path(f"lab-{name}"), seed=seed, device=device, steps=steps, full=full, progress=progress
-        )
+        result = perform(chosen, folder, progress=progress, **settings)
     if output == "json":
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        _show(result, target)
+        show(result, target)
     if not result.holds:
         raise typer.Exit(1)
 
 
-def _list(output: str) -> None:
-    from plimsoll.lab import EXPERIMENTS
+def _all(folder: Path, output: str, **settings: Any) -> None:
+    """A line for each as it ends; exit code 2 where one was not carried out, else 1 where a claim does not hold."""
+    from plimsoll.lab import perform_all
 
-    if output == "json":
-        listed = [{"name": e.name, "claim": e.claim, "source": e.source} for e in EXPERIMENTS.values()]
-        typer.echo(json.dumps(listed, indent=2))
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("experiment", "evidence", "claim"):
-        table.add_column(head, no_wrap=head != "claim")
-    for experiment in EXPERIMENTS.values():
-        table.add_row(Text(experiment.name, style="bold"), experiment.source, experiment.claim)
-    console().print(table)
-
-
-def _show(result: "Result", target: Console) -> None:
-    """One screen: the trainings, what was found in the first, the claims, and where everything lies."""
-    target.print()
-    if result.measured.trainings:
-        target.print(_trainings(result.measured.trainings, target))
-    for training in result.measured.trainings[:1]:
-        for line in _found(training):
-            target.print(line, no_wrap=True, overflow="ellipsis")
-    target.print()
-    for sentence in result.measured.said:
-        target.print(Text(sentence))
-    target.print(_verdict(result.measured.claims))
-    for path in list(result.reports.values())[:1]:
-        target.print(Text.assemble(("report  ", "dim"), str(path)), soft_wrap=True)
-    reports = f"{len(result.reports) - 1} more reports, " if result.reports else ""
-    rest = f"{result.folder}: {reports}runs/, result.json"
-    target.print(Text(rest, style="dim"), soft_wrap=True)
-
-
-def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
-    from plimsoll.diagnosis import shown
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    drawn = next((training.series_of for training in trainings if training.series_of), "")
-    for head in ("training", drawn, "lost", "loss", ""):
-        table.add_column(Text(shown(head)), no_wrap=True, justify="right" if head in ("lost", "loss") else "left")
-    known = [value for training in trainings for value in training.series if value > 0]
-    low, high = (min(known), max(known)) if known else (1.0, 1.0)
-    bars = _ASCII_BARS if target.options.ascii_only else _BARS
-    for training in trainings:
-        lost, loss = training.numbers.get("lost_after", math.nan), training.numbers.get("loss_end", math.nan)
-        colour = "green" if training.good else "bold red"
-        table.add_row(
-            Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
-            "" if math.isnan(lost) else f"{lost:.0%}", number(loss), Text(shown(training.verdict), style=colour),
+    with told() as progress:
+        outcomes = perform_all(
+            folder, progress=progress, done=_say if output == "text" else None, **settings
         )  # fmt: skip
-    return table
+    if output == "json":
+        typer.echo((folder / "outcomes.json").read_text())
+    else:
+        held, minutes = sum(outcome.holds for outcome in outcomes), sum(outcome.seconds for outcome in outcomes) / 60
+        console().print(f"{held} of {len(outcomes)} experiments hold; {minutes:.0f} minutes. {folder}: outcomes.json")
+    if any(outcome.error for outcome in outcomes):
+        raise typer.Exit(2)
+    if not all(outcome.holds for outcome in outcomes):
+        raise typer.Exit(1)
 
 
-def _spark(values: Sequence[float], low: float, high: float, bars: str) -> str:
-    """One sign for each value, by its logarithm between the lowest and the highest of all trainings."""
-    span = math.log(high / low) or 1.0
-    return "".join(
-        " " if not value > 0 else bars[min(int(math.log(value / low) / span * len(bars)), len(bars) - 1)]
-        for value in values
-    )
+def _say(outcome: "Outcome") -> None:
+    target, colour = console(), "green" if outcome.holds else "bold red"
+    line = Text.assemble((f"{outcome.experiment:<14}", "bold"), (outcome.state, colour))
+    target.print(line.append(f"  {outcome.seconds:.0f} s", style="dim"))
+    for said in (*outcome.failed, *filter(None, [outcome.error])):
+        target.print(Text(f"  {said}"), soft_wrap=True)
 
 
-def _found(training: "Training") -> list[Text]:
-    from plimsoll.diagnosis import shown
-
-    findings = [f for f in training.findings if f.severity == "alarm"][:_MOST_FINDINGS]
-    if not findings:
-        return []
-    head = Text(f"Plimsoll found in {shown(training.title)}:", style="bold")
-    return [Text(""), head, *(_finding(finding) for finding in findings)]
-
-
-def _finding(finding: "Finding") -> Text:
-    from plimsoll.diagnosis import grouped
-
-    line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (f"{finding.rule:<14}", "bold"))
-    line.append(f" since {finding.since_step:,}")
-    if finding.where:
-        line.append(f" in {grouped(finding.where, 1)}", style="cyan")
-    return line
-
-
-def _verdict(claims: "Sequence[Claim]") -> Text:
-    failed = [claim for claim in claims if not claim.holds]
-    if not failed:
-        return Text(f"All {len(claims)} claims hold.", style="bold green")
-    lines = [Text(f"{len(failed)} of {len(claims)} claims do not hold:", style="bold red")]
-    lines += [Text(f"  {claim.says}: {_held(claim)}") for claim in failed]
-    return Text("\n").join(lines)
-
-
-def _held(claim: "Claim") -> str:
-    bounds = [
-        f"{word} {number(bound)}"
-        for word, bound in (("at least", claim.at_least), ("at most", claim.at_most))
-        if bound is not None
-    ]
-    measured = number(claim.measured) if math.isfinite(claim.measured) else str(claim.measured)
-    return f"{measured} {claim.unit}, expected {' and '.join(bounds)}"
+def _check(name: str | None, rows: bool, every: bool, steps: int | None, engine: str) -> None:
+    if (name is not None) + rows + every > 1:
+        raise ArgumentError("lab: expected one of NAME, --list and --all; got more than one. Leave out the others.")
+    if every and steps is not None:
+        raise ArgumentError(
+            f"lab: expected --steps with one experiment, since each needs its own; got it with --all ({steps}). "
+            "Name the experiment."
+        )
+    if name is None and engine != "local":
+        raise ArgumentError(
+            f"lab: expected --engine with the experiment that runs on it; got {engine!r} and no NAME. Name unit-sweep."
+        )

@@ -39,6 +39,16 @@ class Claim:
         high = math.inf if self.at_most is None else self.at_most
         return low <= self.measured <= high
 
+    def __str__(self) -> str:
+        """What it says, what was measured, and what was expected, in one line."""
+        bounds = [
+            f"{word} {_number(bound)}"
+            for word, bound in (("at least", self.at_least), ("at most", self.at_most))
+            if bound is not None
+        ]
+        measured = " ".join(filter(None, (_number(self.measured), self.unit)))
+        return f"{self.says}: {measured}, expected {' and '.join(bounds)}"
+
     def to_dict(self) -> dict[str, object]:
         """The claim as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
         measured = self.measured if math.isfinite(self.measured) else str(self.measured)
@@ -51,3 +61,7 @@ class Claim:
             "unit": self.unit,
             "holds": self.holds,
         }
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"

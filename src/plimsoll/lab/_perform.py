@@ -1,5 +1,6 @@
 """`perform`: an experiment from its beginning to its result on disk."""
 
+import datetime as dt
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import torch
 
 from plimsoll._version import __version__
 from plimsoll.errors import ArgumentError
-from plimsoll.lab._experiment import Bench, Experiment, Progress, Silent
+from plimsoll.lab._experiment import Bench, Engine, Experiment, Progress, Silent
 from plimsoll.lab._folder import RESULT, RUNS, clear
 from plimsoll.lab._registry import experiment_named
 from plimsoll.lab._result import Measured, Result
@@ -28,6 +29,7 @@ def perform(
     steps: int | None = None,
     full: bool = False,
     progress: Progress | None = None,
+    engine: Engine = "local",
 ) -> Result:
     """Carries out an experiment: its runs, a report of each, and ``result.json`` go to the folder.
 
@@ -35,6 +37,7 @@ def perform(
     - `seed`: of everything that is random. `device`: "cpu", where FP16 is emulated, or "cuda".
     - `steps`: how long each training is; None for as long as the experiment needs. `full`: larger models, for longer.
     - `progress`: is told of parts and steps.
+    - `engine`: what the trainings run on: "local" processes, or a "ray" cluster where the experiment can.
 
     torch's random generator, and all of its settings, are afterwards what they were.
 
@@ -42,9 +45,11 @@ def perform(
     """
     chosen = experiment_named(experiment) if isinstance(experiment, str) else experiment
     _check(seed, device, steps)
+    _check_engine(chosen, engine)
     target = Path(folder)
     bench = Bench(
-        runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent()
+        runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent(),
+        engine=engine,
     )  # fmt: skip
     settings = chosen.settings(bench)
     clear(target, chosen.name)
@@ -56,7 +61,7 @@ def perform(
     result = Result(
         experiment=chosen.name, claim=chosen.claim, source=chosen.source, seed=seed, settings=settings,
         measured=measured, folder=target, reports=reports, seconds=time.perf_counter() - began,
-        versions=_versions(device),
+        date=dt.datetime.now(dt.UTC).date().isoformat(), device=device, versions=_versions(device),
     )  # fmt: skip
     with replacing(target / RESULT) as file:
         file.write(json.dumps(result.to_dict(), indent=2, allow_nan=False).encode())
@@ -76,7 +81,7 @@ def _reports(measured: Measured, folder: Path, progress: Progress) -> dict[str, 
 
 def _versions(device: str) -> dict[str, str]:
     found = {"plimsoll": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    found["python"] = platform.python_version()
+    found |= {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -91,3 +96,11 @@ def _check(seed: int, device: str, steps: int | None) -> None:
         raise ArgumentError("lab: expected a GPU for device=cuda; got none that torch finds. Use cpu.")
     if steps is not None and steps < 1:
         raise ArgumentError(f"lab: expected 1 step or more; got steps={steps}. Leave it out.")
+
+
+def _check_engine(experiment: Experiment, engine: str) -> None:
+    if engine not in experiment.engines:
+        raise ArgumentError(
+            f"lab {experiment.name}: expected engine to be {' or '.join(experiment.engines)}, where its trainings can "
+            f"run; got {engine!r}. Use local."
+        )

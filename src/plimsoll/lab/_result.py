@@ -55,7 +55,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """An experiment that was carried out: what was measured, with what, how long it took, and where it lies."""
+    """An experiment that was carried out: what was measured, with what, how long it took, and where it lies.
+
+    `date`: of its end, in UTC, as 2026-11-22. `device`: "cpu" or "cuda". `versions`: of what it was made with, and on.
+    """
 
     experiment: str
     claim: str
@@ -66,6 +69,8 @@ class Result:
     folder: Path
     reports: Mapping[str, Path]
     seconds: float
+    date: str
+    device: str
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -88,5 +93,7 @@ class Result:
             "folder": str(self.folder),
             "reports": {name: str(path) for name, path in self.reports.items()},
             "seconds": self.seconds,
+            "date": self.date,
+            "device": self.device,
             "versions": dict(self.versions),
         }

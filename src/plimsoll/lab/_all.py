@@ -1,0 +1,51 @@
+"""`perform_all`: every experiment, one after the other; one that fails does not keep the others from being done."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from plimsoll.errors import PlimsollError
+from plimsoll.lab import _registry
+from plimsoll.lab._experiment import Experiment, Progress
+from plimsoll.lab._outcomes import Outcome, save
+from plimsoll.lab._perform import perform
+
+OUTCOMES = "outcomes.json"
+
+
+def perform_all(
+    folder: "str | os.PathLike[str]",
+    experiments: Iterable[Experiment] | None = None,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    full: bool = False,
+    progress: Progress | None = None,
+    done: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Carries out all experiments, or those given: each into a folder of its name, as `perform` does.
+
+    After each, all outcomes so far go to the folder's ``outcomes.json``. One that raises (what it needs is not
+    installed, its folder holds other things) has that as its outcome's `error`, and the next is begun.
+
+    - `done`: is told of each outcome.
+    """
+    target = Path(folder)
+    outcomes: list[Outcome] = []
+    for experiment in _registry.EXPERIMENTS.values() if experiments is None else experiments:
+        outcome = _outcome(experiment, target / experiment.name, seed=seed, device=device, full=full, progress=progress)
+        outcomes.append(outcome)
+        target.mkdir(parents=True, exist_ok=True)
+        save(outcomes, target / OUTCOMES)
+        if done is not None:
+            done(outcome)
+    return outcomes
+
+
+def _outcome(
+    experiment: Experiment, folder: Path, *, seed: int, device: str, full: bool, progress: Progress | None
+) -> Outcome:
+    try:
+        return Outcome.of(perform(experiment, folder, seed=seed, device=device, full=full, progress=progress))
+    except (PlimsollError, ImportError, OSError, RuntimeError) as error:
+        return Outcome(experiment=experiment.name, error=f"{type(error).__name__}: {error}", device=device)
