@@ -254,7 +254,9 @@ class _Call:
         self._open.append(stack)
         if not self._switch.on:
             return None
-        stack.enter_context(torch.autocast(device_of(module).type, enabled=False))
+        kind = device_of(module).type
+        kind = kind if torch.amp.is_autocast_available(kind) else "cpu"  # "meta" has none; any one that is off will do
+        stack.enter_context(torch.autocast(kind, enabled=False))
         if self._inputs is None:
             return None
         return cast_floating(args, self._inputs), cast_floating(kwargs, self._inputs)

@@ -108,7 +108,8 @@ class Placement:
                 p.data = values[p].to(p.device, torch.float32) if p in values else p.data.float()
         for module, name, old in self._old_buffers:
             now: Tensor = getattr(module, name)
-            setattr(module, name, old if old.to(now.dtype).equal(now) else now.to(old.dtype))
+            as_it_was = not now.is_meta and old.to(now.dtype).equal(now)
+            setattr(module, name, old if as_it_was else now.to(old.dtype))
         self._old_buffers.clear()
 
     def _cast(self, root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype]) -> None:
@@ -156,6 +157,11 @@ def _wanted_dtypes(root: nn.Module, formats: Mapping[str, str]) -> dict[nn.Param
     return wanted
 
 
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the dtype holds them as numbers; those on "meta" have no values that could be too large."""
+    return values.is_meta or bool(values.to(dtype).isfinite().all())
+
+
 def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype]) -> None:
     for name, p in root.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -165,7 +171,7 @@ def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype])
             )
         dtype = wanted.get(p)
         if dtype is None or p.dtype in (torch.float32, dtype):
-            if dtype is not None and p.dtype != dtype and not p.detach().to(dtype).isfinite().all():
+            if dtype is not None and p.dtype != dtype and not _fits(p.detach(), dtype):
                 raise UnsupportedTensorError(
                     f"prepare: expected weights that {dtype} can hold; got {name} with |weight| up to "
                     f"{p.detach().abs().max().item():.4g}. Choose a bf16 level, or keep its "
