@@ -1,8 +1,9 @@
 """A small one-stage detector as SSD (Liu et al. 2016): convolutions and ReLU, three feature maps, boxes in every cell.
 
-It has what makes an SSD's gradients what they are: no batch norm; feature maps that are normalised before their heads,
-as SSD's first one is; and a loss that takes only the boxes that match a thing, and three times as many of the others,
-the hardest. All other boxes have no loss, so the gradients of most activations near the heads are exactly zero.
+It has what makes an SSD's gradients what they are. There is no batch norm; pictures shrink by max pooling, whose gradient
+goes to one value of four, and then by strides; feature maps are normalised before their heads, as SSD's first one is.
+The loss takes the boxes that match a thing and three times as many of the others, the hardest; all others have none. So
+most gradients of activations are zero in any precision.
 
 `loudness` multiplies the pictures, as the VGG under SSD takes pixels of 0 to 255. Convolutions without a bias and ReLU
 are homogeneous, so all activations are that much larger until the maps are normalised. What the detector computes and
@@ -23,7 +24,7 @@ _EPSILON = 1e-4
 
 
 class Found(NamedTuple):
-    """What is said of each default box: scores (n, anchors, 1 + classes), that of none first; offsets (n, anchors, 4)."""
+    """What is said of each default box: scores (n, anchors, 1 + classes), none's first; offsets (n, anchors, 4)."""
 
     scores: Tensor
     offsets: Tensor
@@ -51,7 +52,9 @@ class Detector(nn.Module):
     def __init__(self, *, width: int = 12, size: int = PIXELS, loudness: float = 1.0) -> None:
         super().__init__()
         self.loudness = loudness
-        self.fine = nn.Sequential(*_block(3, width, 2), *_block(width, 2 * width, 2), *_block(2 * width, 2 * width, 1))
+        self.fine = nn.Sequential(
+            *_block(3, width, 2), *_block(width, 2 * width, 1), nn.MaxPool2d(2), *_block(2 * width, 2 * width, 1)
+        )  # fmt: skip
         self.middle = nn.Sequential(*_block(2 * width, 4 * width, 2), *_block(4 * width, 4 * width, 1))
         self.coarse = nn.Sequential(*_block(4 * width, 4 * width, 2), *_block(4 * width, 4 * width, 1))
         channels = (2 * width, 4 * width, 4 * width)
