@@ -28,24 +28,40 @@ from plimsoll.runs._entries import from_batch
 from plimsoll.runs._tables import Series, chunk, spectra_table
 
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients")
+# What is occupied: standard deviations lie between 2^-20 and 2^4, tensors hold at most 2^24 values.
+_FIRST, _LAST = -64 - layout.LOWEST_BINADE, 16 - layout.LOWEST_BINADE
 _EDGES = np.ldexp(1.0, np.arange(layout.BINADES + 1) + layout.LOWEST_BINADE)
 
 
 class Tensors:
-    """Imagined tensors whose standard deviations walk, and their rows of a bank at each step."""
+    """Imagined tensors whose standard deviations walk, and their rows of a bank at each step.
+
+    Drawn anew for each rank, of the same tensors: their values differ, their standard deviations do not.
+    """
 
     def __init__(self, count: int) -> None:
-        self.random = np.random.default_rng(0)
+        self.random, self.walk = np.random.default_rng(0), np.random.default_rng(1)
         self.sizes = np.exp2(self.random.uniform(12, 24, count)).astype(np.int64)
         self.log_std = self.random.uniform(-18, 2, count)
+        self.rates = np.empty((count, 0))
+
+    def advance(self) -> None:
+        """The standard deviations of the next step."""
+        self.log_std += self.walk.normal(0, 0.02, len(self.sizes))
+        edges = _EDGES[_FIRST : _LAST + 1] / (np.exp2(self.log_std)[:, None] * math.sqrt(2))
+        self.rates = np.diff(erf(np.clip(edges, 0, 7)), axis=1) * self.sizes[:, None]
 
     def rows(self) -> NDArray[np.int64]:
         """The rows of the next step."""
-        self.log_std += self.random.normal(0, 0.02, len(self.sizes))
+        self.advance()
+        return self.drawn()
+
+    def drawn(self, share: float = 1.0) -> NDArray[np.int64]:
+        """Rows of this step, of tensors that hold such a share of the values."""
         std = np.exp2(self.log_std)
-        upper = erf(np.clip(_EDGES[None, :] / (std[:, None] * math.sqrt(2)), 0, 7))
         rows = np.zeros((len(std), layout.NARROW), dtype=np.int64)
-        rows[:, layout.HISTOGRAM :] = self.random.poisson(np.diff(upper, axis=1) * self.sizes[:, None])
+        first = layout.HISTOGRAM + _FIRST
+        rows[:, first : first + _LAST - _FIRST] = self.random.poisson(self.rates * share)
         counts = rows[:, layout.HISTOGRAM :].sum(axis=1)
         rows[:, layout.COUNT] = counts
         self._add_extremes(rows)

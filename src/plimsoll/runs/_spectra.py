@@ -15,7 +15,8 @@ from plimsoll.runs._select import Steps, select
 from plimsoll.runs._tables import SCHEMAS, WIDE, Series, chunk_of, spectra_table
 from plimsoll.spectrum import Spectrum
 
-_ROWS = 1 << 14  # rows that are read, and decoded, at a time: some 40 MB as rows of a bank
+_ROWS = 1 << 14  # rows that are decoded at a time: some 40 MB as rows of a bank
+_READ = 1 << 16  # rows that are read at a time: some 30 MB as columns; each reading opens every part once
 
 
 def read(
@@ -80,11 +81,7 @@ def _pieces(
     catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
 ) -> Iterator[Table]:
     """Rows of whole series, sorted by name and step, replicas counted once; as many series at a time as are small."""
-    ahead = list(names)
-    per_series = max(1, len(content.steps()) * len(catalog.ranks)) if len(ahead) > 1 else 1
-    at_once = max(1, _ROWS // per_series)
-    for start in range(0, len(ahead), at_once):
-        some = ahead[start : start + at_once]
+    for some in _stretches(catalog, content, names, steps):
         wanted = {"collection": [collection], "name": some}
         found = select(catalog, "spectra", equal=wanted, steps=steps, blocks=blocks)
         if len(catalog.ranks) > 1:
@@ -92,30 +89,46 @@ def _pieces(
         yield found
 
 
+def _stretches(catalog: Catalog, content: Content, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
+    """The names, as many at a time as have about `_READ` rows at these steps."""
+    many = len(names) > 1
+    per_series = max(1, int(steps.mask(content.steps()).sum()) * len(catalog.ranks)) if many else 1
+    at_once = max(1, _READ // per_series)
+    for start in range(0, len(names), at_once):
+        yield names[start : start + at_once]
+
+
 def _without_replicas(catalog: Catalog, content: Content, collection: str, found: Table, steps: Steps) -> Table:
     found = _order.by(found, ("name", "step", "format", "scale", "rank"))
-    names = _order.codes(found["name"])
-    bounds = [*_order.starts([names]).tolist(), len(found)]
-    result = [found.slice(0, 0)]
-    for start, stop in itertools.pairwise(bounds):
-        series = found.slice(start, stop - start)
-        if _ranks.is_plain(series) and _are_replicas(catalog, content, collection, series, steps):
-            series = _ranks.counted_once(series, _ranks.parts_of_batch(catalog.manifests, collection))
-        result.append(series)
-    return pa.concat_tables(result)
+    pieces = _by_series(found)
+    plain = {name: series for name, series in pieces if _ranks.is_plain(series)}
+    _decide(catalog, content, collection, plain, steps)
+    parts = _ranks.parts_of_batch(catalog.manifests, collection)
+    replicas = {name for name in plain if content.replicas[collection, name]}
+    result = [_ranks.counted_once(series, parts) if name in replicas else series for name, series in pieces]
+    return pa.concat_tables([found.slice(0, 0), *result]) if replicas else found
 
 
-def _are_replicas(catalog: Catalog, content: Content, collection: str, series: Table, steps: Steps) -> bool:
-    """Whether ranks hold replicas of a series: decided over all its steps, whichever are asked for, and remembered."""
-    key = (collection, series["name"][0].as_py())
-    if key not in content.replicas:
-        whole = series
-        if steps != Steps():
-            only = {"collection": [collection], "name": [str(key[1])]}
-            whole = select(catalog, "spectra", equal=only, blocks=False)
-        parts = _ranks.parts_of_batch(catalog.manifests, collection)
-        content.replicas[key] = _ranks.are_replicas(whole, parts)
-    return content.replicas[key]
+def _by_series(table: Table) -> list[tuple[str, Table]]:
+    """The name and the rows of each series, of rows that are sorted by name."""
+    bounds = [*_order.starts([_order.codes(table["name"])]).tolist(), len(table)]
+    return [
+        (table["name"][start].as_py(), table.slice(start, stop - start)) for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _decide(catalog: Catalog, content: Content, collection: str, plain: dict[str, Table], steps: Steps) -> None:
+    """Whether ranks hold replicas of these series: decided over all steps, whichever are asked for, and remembered."""
+    parts = _ranks.parts_of_batch(catalog.manifests, collection)
+    open_ones = [name for name in plain if (collection, name) not in content.replicas]
+    if steps == Steps():
+        content.replicas.update({(collection, name): _ranks.are_replicas(plain[name], parts) for name in open_ones})
+        return
+    for some in _stretches(catalog, content, open_ones, Steps()):
+        wanted = {"collection": [collection], "name": some}
+        whole = _order.by(select(catalog, "spectra", equal=wanted, blocks=False), ("name",))
+        for name, series in _by_series(whole):
+            content.replicas[collection, name] = _ranks.are_replicas(series, parts)
 
 
 def _whole_steps(table: Table, start: int) -> Table:
