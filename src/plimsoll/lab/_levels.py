@@ -10,6 +10,7 @@ With a loss that is not divided this network trains in FP16 at any scale.
 """
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from plimsoll.lab._clip import one_thread
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._levels_judge import accuracies, behind, judged
 from plimsoll.lab._levels_operations import Dtypes, operations_at, told
-from plimsoll.lab._levels_train import CHANGED, KINDS, LEVELS, SCALES, Kind, Setup, described, setup_for, to_task
-from plimsoll.lab._result import Measured, Training
+from plimsoll.lab._levels_train import CHANGED, KINDS, OF_LEVELS, SCALES, Kind, Setup, described, setup_for, to_task
+from plimsoll.lab._result import Measured
 from plimsoll.lab._workers import carry_out, workers_for
 from plimsoll.precision import Policy
 
@@ -60,7 +61,7 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
 
 def runs_of(kind: Kind, bench: Bench, setup: Setup) -> list[Path]:
     """The folder of each training of a kind: the first is `bench.seed`'s, and watched if the kind is."""
-    seeds = setup.seeds if kind in LEVELS else 1
+    seeds = setup.seeds if kind in OF_LEVELS else 1
     return [bench.runs / (kind.name if number == 0 else f"{kind.name}-seed-{number}") for number in range(seeds)]
 
 
@@ -70,7 +71,7 @@ def claims(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tu
 
 
 def _of_levels(found: Accuracies) -> tuple[Claim, ...]:
-    titles = {kind.name: kind.title for kind in LEVELS}
+    titles = {kind.name: kind.title for kind in OF_LEVELS}
     return tuple(
         Claim(
             id=f"{name}-as-fp32", says=f"{titles[name]}: as accurate as FP32", at_most=_EQUAL,
@@ -130,7 +131,7 @@ def _of_scales(numbers: Numbers) -> tuple[Claim, ...]:
         ),
         Claim(
             id="each-scale-saves", says="each higher scale, from none to 2^15, loses fewer",
-            measured=max(after - before for before, after in zip(by_scale[:-1], by_scale[1:], strict=True)), at_most=0,
+            measured=max(after - before for before, after in itertools.pairwise(by_scale)), at_most=0,
             unit="of gradients more than the scale below, at most",
         ),
         Claim(
@@ -163,7 +164,7 @@ def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16)
 
 def _said(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[str, ...]:
     means = {name: sum(values) / len(values) for name, values in found.items()}
-    levels = ", ".join(f"{name} {means[name]:.1%}" for name in (kind.name for kind in LEVELS))
+    levels = ", ".join(f"{name} {means[name]:.1%}" for name in (kind.name for kind in OF_LEVELS))
     pure = behind(found["fp16-pure"], found["fp32"])
     o3 = (
         f"O3 (fp16-pure) is behind FP32 by {means['fp32'] - means['fp16-pure']:.1%} of the pictures in the mean, and "
@@ -175,11 +176,14 @@ def _said(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tup
         for kind in SCALES
     )
     dynamic = numbers["amp-fp16"]
+    scales = (
+        f"Of the same training's gradients of activations, and pictures, {scales}; dynamic: "
+        f"{dynamic['lost_after']:.1%} lost, {dynamic['accuracy']:.1%} right."
+    )
     return (
         f"Of the pictures held out are classified right: {levels}.",
         o3,
-        f"Of the same training's gradients in FP16, {scales}; dynamic: {dynamic['lost_after']:.1%} lost, "
-        f"{dynamic['accuracy']:.1%} right.",
+        scales,
         f"At O1 there ran in {told(ran['O1'])}.",
         f"With conv2d and relu moved to the list high there ran in {told(ran['changed'])}.",
     )
@@ -189,9 +193,9 @@ def _settings(bench: Bench) -> Mapping[str, object]:
     return described(setup_for(bench.steps, full=bench.full), bench.device)
 
 
-LEVELS_EXPERIMENT = Experiment(
+LEVELS = Experiment(
     name="levels",
-    claim="O1 and O2 are as accurate as FP32 on a network with batch norm; lists are the user's; the loss scale counts.",
+    claim="O1 and O2 are as accurate as FP32 on a network with batch norm, if the loss is scaled; lists are a user's.",
     source="X5, X7",
     settings=_settings,
     measure=measure,

@@ -3,6 +3,7 @@
 The pictures are those of `_clip_data`. Two shapes of four kinds, whichever comes first, make ten classes.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,7 @@ class SmallNet(nn.Module):
         super().__init__()
         widths = (3, width, 2 * width, 4 * width)
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(before, after, 3, padding=1, bias=False)
-            for before, after in zip(widths[:-1], widths[1:], strict=True)
+            nn.Conv2d(before, after, 3, padding=1, bias=False) for before, after in itertools.pairwise(widths)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(after) for after in widths[1:])
         self.head = nn.Linear(widths[-1], CLASSES)

@@ -25,7 +25,7 @@ class _Heard(TorchDispatchMode):
         super().__init__()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         floating = [x.dtype for x in _tensors(args) if x.is_floating_point()]
         if floating and name_of(func) not in _MOVING:
             self.dtypes.setdefault(name_of(func), set()).add(floating[0])

@@ -30,7 +30,7 @@ class Setup:
     """The sizes of the experiment.
 
     - `devices`: the training is one device's share of a step over so many: its loss is divided by their number, and the
-      learning rate multiplied, so that in FP32 nothing changes. Gradients are the smaller, as they are in large batches.
+      learning rate multiplied, so that in FP32 nothing changes. Gradients are as small as they are in large batches.
     - `learning_rate`: of SGD with momentum, at its highest. `seeds`: trainings of each level; of a loss scale, or of
       other lists, there is one. `held_out`: pictures that accuracy is measured on.
     - `every`: how often the watched trainings are recorded.
@@ -77,7 +77,7 @@ class Kind:
 
 # X5: another accelerator, whose convolutions are to run in FP32 and whose ReLU is to be asked for in FP32 too.
 CHANGED = Policy(operations=CUDA.with_high("conv2d", "relu"))
-LEVELS = (
+OF_LEVELS = (
     Kind(name="fp32", title="O0: FP32", level="fp32", watched=True),
     Kind(name="amp-fp16", title="O1: amp-fp16, dynamic scale", level="amp-fp16", watched=True),
     Kind(name="amp-bf16", title="O1 in BF16: amp-bf16", level="amp-bf16"),
@@ -95,7 +95,7 @@ SCALES = tuple(
     )
     for scale in (1, 8, 128, 1024, 2**15)
 )  # fmt: skip
-KINDS = (*LEVELS, LISTS, *SCALES)
+KINDS = (*OF_LEVELS, LISTS, *SCALES)
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -128,8 +128,9 @@ def _accuracy(loop: Loop, seed: int, setup: Setup, device: str) -> Tensor:
     pictures = make_pictures(seed, _HELD_OUT_AT, setup.held_out, device)
     right = torch.zeros((), device=device)
     with loop.evaluate() as model:
-        for pixels, classes in zip(pictures.pixels.split(_CHUNK), pictures.classes.split(_CHUNK), strict=True):
-            right += (model(pixels).argmax(dim=1) == classes).sum()
+        for start in range(0, setup.held_out, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            right += (model(pictures.pixels[part]).argmax(dim=1) == pictures.classes[part]).sum()
     return right / setup.held_out
 
 
