@@ -110,7 +110,7 @@ def judged(kind: Kind, job: Job, found: Scores) -> Training:
     steps, loss = run.scalars("train_bits")
     return Training(
         name=job.run.name, title=kind.title, run=job.run, numbers=numbers, good=good, findings=findings,
-        verdict="trains" if good else "fails", series=_columns(steps, loss), series_of="loss",
+        verdict="trains" if good else "fails", series=columns(steps, loss), series_of="loss",
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _bits(job: Job) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _columns(steps: NDArray[np.int64], loss: Floats) -> tuple[float, ...]:
+def columns(steps: NDArray[np.int64], loss: Floats) -> tuple[float, ...]:
     """The loss as so many means of as many steps each."""
     place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
     return tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any())
