@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from plimsoll.runs import _parts
 from plimsoll.runs._parts import FAN_IN, Part
+from plimsoll.runs._place import Folder
 
 
 def part(first: int, last: int, generation: int = 0, **fields: object) -> Part:
@@ -60,9 +61,9 @@ def test_listing_leaves_hidden_files_alone_and_names_foreign_ones(tmp_path: Path
     (tmp_path / "spectra").mkdir()
     for name in (part(1, 1).name, part(2, 2, rank=1).name, "spectra/.writing-1-x.tmp", "spectra/notes.txt"):
         (tmp_path / name).touch()
-    parts, foreign = _parts.listed(tmp_path)
-    assert parts == [part(1, 1), part(2, 2, rank=1)] and [p.name for p in foreign] == ["notes.txt"]
-    assert _parts.listed(tmp_path, rank=1)[0] == [part(2, 2, rank=1)]
+    parts, foreign = _parts.listed(Folder(tmp_path))
+    assert parts == [part(1, 1), part(2, 2, rank=1)] and foreign == ["spectra/notes.txt"]
+    assert _parts.listed(Folder(tmp_path), rank=1)[0] == [part(2, 2, rank=1)]
 
 
 def flushed(flushes: int, above: int) -> tuple[list[Part], int, int]:

@@ -12,6 +12,7 @@ import torch
 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
+from plimsoll.runs._parts import Part
 from tests.runs import making
 from tests.runs.test_compact import die, many_parts, parts
 
@@ -191,10 +192,10 @@ def test_a_live_run_is_followed_by_reading_only_what_is_new(tmp_path: Path, monk
     read: list[str] = []
     real = run._content._steps_in
 
-    def counting(path: Path, part: object) -> object:
+    def counting(place: object, part: Part) -> object:
         if part not in run._content._steps:
-            read.append(path.name)
-        return real(path, part)
+            read.append(part.name)
+        return real(place, part)
 
     monkeypatch.setattr(run._content, "_steps_in", counting)
     for step in range(5):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as _pa  # noqa: ICN001  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.compute as _pc  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.fs as _fs  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as _pq  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 
 pa: Any = _pa
 pc: Any = _pc
+fs: Any = _fs
 pq: Any = _pq
 
 Table = Any

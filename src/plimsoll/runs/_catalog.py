@@ -10,6 +10,7 @@ from plimsoll.errors import RunError
 from plimsoll.runs import _manifest, _parts
 from plimsoll.runs._manifest import Session
 from plimsoll.runs._parts import Part
+from plimsoll.runs._place import Folder, Place
 from plimsoll.runs._tables import KINDS, Kind
 
 _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
@@ -29,8 +30,9 @@ class Catalog:
     Raises `RunError` for a folder that holds no run, or one of a newer schema.
     """
 
-    def __init__(self, path: Path, *, warn: bool = True) -> None:
-        self.path = path
+    def __init__(self, place: Path | Place, *, warn: bool = True) -> None:
+        self.place = place if isinstance(place, Place) else Folder(place)
+        self.path = self.place.path
         self.manifests: dict[int, dict[str, Any]] = {}
         self.parts: list[Part] = []
         self._sessions: dict[int, list[Session]] = {}
@@ -43,39 +45,35 @@ class Catalog:
         """Lists the folder anew."""
         self._listed_problems = []
         self._load_manifests()
-        parts, foreign = _parts.listed(self.path)
+        parts, foreign = _parts.listed(self.place)
         self._damaged = {part: why for part, why in self._damaged.items() if part in parts}
         # A damaged part covers nothing: should what it was made of still be there, that is read.
         self.parts, _ = _parts.split(part for part in parts if part not in self._damaged)
         if not self.manifests and not parts and not self._listed_problems:
-            raise _no_run(self.path)
-        self._listed_problems += [f"{self._shown(path)}: not a part of this run; left alone" for path in foreign]
+            raise _no_run(self.place)
+        self._listed_problems += [f"{name}: not a part of this run; left alone" for name in foreign]
         self._find_missing_ranks()
         self._warn()
 
     def _load_manifests(self) -> None:
-        try:
-            paths = {path.name: path for path in self.path.iterdir()}
-        except OSError as error:
-            raise _no_run(self.path) from error
         found: dict[int, dict[str, Any]] = {}
-        for name, path in sorted(paths.items()):
+        for name in self.place.names():
             rank = _manifest.rank_of(name)
             if rank is not None:
-                self._load_manifest(rank, path, found)
+                self._load_manifest(rank, name, found)
             elif name not in KINDS and not name.startswith("."):
                 self._listed_problems.append(f"{name}: not a file of this run; left alone")
         self.manifests = found
         self._sessions = {rank: _manifest.sessions_of(content) for rank, content in found.items()}
 
-    def _load_manifest(self, rank: int, path: Path, found: dict[int, dict[str, Any]]) -> None:
+    def _load_manifest(self, rank: int, name: str, found: dict[int, dict[str, Any]]) -> None:
         try:
-            content = _manifest.read(path)
+            content = _manifest.parsed(self.place.read(name), f"{self.place}: {name}")
             _manifest.sessions_of(content)
         except RunError:
             raise
         except (OSError, ValueError, TypeError) as error:
-            self._listed_problems.append(f"{path.name}: cannot be read ({error}); the parts are read without it")
+            self._listed_problems.append(f"{name}: cannot be read ({error}); the parts are read without it")
             if rank in self.manifests:
                 found[rank] = self.manifests[rank]
         else:
@@ -96,7 +94,7 @@ class Catalog:
         self._warned.update(new)
         if new:
             more = f" And {len(new) - 1} more; see Run.problems." if len(new) > 1 else ""
-            warnings.warn(f"Run: {self.path}: {new[0]}.{more}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"Run: {self.place}: {new[0]}.{more}", RuntimeWarning, stacklevel=4)
 
     @property
     def problems(self) -> list[str]:
@@ -138,7 +136,7 @@ class Catalog:
         later = [s for s in self._sessions.get(min(self.manifests, default=0), []) if s.started > left]
         return [s.from_step - 1 for s in later if s.from_step is not None]
 
-    def read(self, parts: Callable[[], list[Part]], load: Callable[[Path, Part], Any]) -> list[tuple[Part, Any]]:
+    def read(self, parts: Callable[[], list[Part]], load: Callable[[Place, Part], Any]) -> list[tuple[Part, Any]]:
         """What `load` makes of each part. Where one is damaged or has gone, all begins anew with another listing."""
         attempts = _ATTEMPTS
         while attempts > 0:
@@ -151,26 +149,38 @@ class Catalog:
                 attempts -= len(self._damaged) == known  # each part that is newly found damaged is no attempt
             self.refresh()
         raise RunError(
-            f"Run: expected parts that stay long enough to be read; got {_ATTEMPTS} listings of {self.path} whose "
+            f"Run: expected parts that stay long enough to be read; got {_ATTEMPTS} listings of {self.place} whose "
             "parts had gone. Copy the run to a faster file system, or read it when its writer is done."
         )
 
-    def _loaded(self, part: Part, load: Callable[[Path, Part], Any]) -> Any:
+    def _loaded(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
         try:
-            return load(self.path / part.name, part)
+            return self._tried(part, load)
+        except RunError:  # which is an OSError too, and says that the storage does not answer
+            raise
         except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's errors are among these
-            # pyarrow's FileNotFoundError may come without a number.
-            if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
+            if _has_gone(error):
                 raise _GoneError from error
             self._damaged[part] = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
             raise _DamagedError from error
 
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self.path))
+    def _tried(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
+        """What `load` makes of a part: tried again where a failure may have been the storage's and not the part's."""
+        try:
+            return load(self.place, part)
+        except OSError as error:
+            if _has_gone(error) or not self.place.may_succeed(part.name):
+                raise
+            return load(self.place, part)
 
 
-def _no_run(path: Path) -> RunError:
+def _has_gone(error: Exception) -> bool:
+    # pyarrow's FileNotFoundError may come without a number.
+    return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
+
+
+def _no_run(place: Place) -> RunError:
     return RunError(
-        f"Run: expected a folder that a RunWriter wrote; got {path}, where no run.json and no part is. "
+        f"Run: expected a folder that a RunWriter wrote; got {place}, where no run.json and no part is. "
         "Name the run's own folder; Run.find(folder) lists the runs below one."
     )

@@ -1,15 +1,15 @@
 """What a run has: its steps and names, and which plain series are replicas. Remembered by part."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _manifest, _parquet
-from plimsoll.runs._arrow import pc, pq, values_of
+from plimsoll.runs._arrow import pc, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
+from plimsoll.runs._place import Place
 
 Names = frozenset[tuple[str, ...]]
 
@@ -40,9 +40,9 @@ class Content:
         visible = [steps[steps <= self._catalog.visible_end(part)] for part, steps in found]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
 
-    def _steps_in(self, path: Path, part: Part) -> NDArray[np.int64]:
+    def _steps_in(self, place: Place, part: Part) -> NDArray[np.int64]:
         if part not in self._steps:
-            column = pq.ParquetFile(path).read(columns=["step"])["step"]
+            column = place.opened(part.name).read(columns=["step"])["step"]
             self._steps[part] = values_of(pc.unique(column))
         return self._steps[part]
 
@@ -76,19 +76,19 @@ class Content:
         found = self._catalog.read(lambda: self._catalog.of("spectra"), self._lengths_in)
         return tuple(sorted({length for _, lengths in found for length in lengths}))
 
-    def _lengths_in(self, path: Path, part: Part) -> frozenset[int]:
+    def _lengths_in(self, place: Place, part: Part) -> frozenset[int]:
         if part not in self._lengths:
-            file, found = pq.ParquetFile(path), list[int | None]()
+            file, found = place.opened(part.name), list[int | None]()
             if "block" in file.schema_arrow.names:
                 found = pc.unique(file.read(columns=["block"])["block"]).to_pylist()
             self._lengths[part] = frozenset(length for length in found if length is not None)
         return self._lengths[part]
 
-    def _words_in(self, path: Path, part: Part) -> Names:
+    def _words_in(self, place: Place, part: Part) -> Names:
         if part not in self._words:
             columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
             # Row groups have dictionaries of their own, which pyarrow does not group by as they are.
-            table = _parquet.opened(path, part.kind).read(columns=columns).unify_dictionaries()
+            table = place.opened(part.name, _parquet.WORDS[part.kind]).read(columns=columns).unify_dictionaries()
             distinct = table.group_by(columns).aggregate([])
             self._words[part] = frozenset(zip(*(distinct[c].to_pylist() for c in columns), strict=True))
         return self._words[part]

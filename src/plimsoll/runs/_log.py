@@ -19,6 +19,7 @@ from plimsoll.runs import _compact, _files, _manifest, _parquet, _parts, _ranks_
 from plimsoll.runs._arrow import Table, pc
 from plimsoll.runs._lock import Lock
 from plimsoll.runs._parts import Part
+from plimsoll.runs._place import Folder
 from plimsoll.runs._tables import KINDS, Kind, Series
 
 # What is merged into one part when the run is closed, some 3 seconds' work: a training that has ended is not kept long.
@@ -98,7 +99,7 @@ class Log:
             (self.path / kind).mkdir(exist_ok=True)
             _files.sweep(self.path / kind, f"r{self.rank:05d}-*")
         _files.sweep(self.path, _manifest.file_name(self.rank))
-        self._parts, covered = _parts.split(_parts.listed(self.path, self.rank)[0])
+        self._parts, covered = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])
         for part in covered:
             _files.remove(self.path / part.name)
 
@@ -140,7 +141,7 @@ class Log:
         self._lock.renew()
         if missing:
             with self._guard:
-                self._parts = _parts.split(_parts.listed(self.path, self.rank)[0])[0]
+                self._parts = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0]
             self.write_manifest()
         return missing
 

@@ -90,12 +90,17 @@ def new_session(sessions: Sequence[Session], first_flush: int, from_step: int | 
 
 def read(path: Path) -> dict[str, Any]:
     """A manifest's content. `RunError` for one of a newer schema; OSError or ValueError for one that cannot be read."""
-    content = json.loads(path.read_bytes())
+    return parsed(path.read_bytes(), str(path))
+
+
+def parsed(text: bytes, where: str) -> dict[str, Any]:
+    """A manifest's content, of the text in its file."""
+    content = json.loads(text)
     if not isinstance(content, dict) or not isinstance(schema := cast("Any", content).get("schema"), int):
         raise ValueError("no manifest of a run")  # noqa: TRY004  (damaged content, not a caller's wrong type)
     if schema > SCHEMA:
         raise RunError(
-            f"Run: expected a run of schema {SCHEMA} or older; got schema={schema} in {path}. "
+            f"Run: expected a run of schema {SCHEMA} or older; got schema={schema} in {where}. "
             "Install the plimsoll that wrote it, or a newer one."
         )
     return cast("dict[str, Any]", content)

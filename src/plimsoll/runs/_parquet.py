@@ -13,8 +13,8 @@ ROW_GROUP = 4096
 # A row of the spectra of benchmarks/run_log.py (64 series, 600 steps) takes 80 bytes so; 87 with delta-encoded binades,
 # 83 without splitting floats into bytes, 120 with snappy, 79 with zstd at level 9 for four times the work. Splitting
 # the binades too would save 10 more, but readers older than Parquet 2.11 cannot read integers split into bytes.
-_WORDS = {"spectra": ("collection", "name", "format"), "scalars": ("name",), "events": ("kind",)}
-_DICTIONARIES = {**_WORDS, "spectra": (*_WORDS["spectra"], "scale")}
+WORDS = {"spectra": ("collection", "name", "format"), "scalars": ("name",), "events": ("kind",)}
+_DICTIONARIES = {**WORDS, "spectra": (*WORDS["spectra"], "scale")}
 _SPLIT = {
     "spectra": ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq"),
     "scalars": ("value",),
@@ -48,7 +48,7 @@ def _options(kind: Kind) -> dict[str, Any]:
 
 def opened(path: Path, kind: Kind) -> ParquetFile:
     """A part, its words as dictionaries."""
-    return pq.ParquetFile(path, read_dictionary=[*_WORDS[kind]])
+    return pq.ParquetFile(path, read_dictionary=[*WORDS[kind]])
 
 
 def is_damage(error: Exception) -> bool:

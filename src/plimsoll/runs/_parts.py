@@ -9,8 +9,8 @@ moment when it is renamed, and a crash before they are deleted neither loses nor
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from plimsoll.runs._place import Place
 from plimsoll.runs._tables import KINDS, Kind
 
 _NAME = re.compile(r"r(\d+)-(\d+)-(\d+)-g(\d+)-s(-?\d+)_(-?\d+)\.parquet")
@@ -57,17 +57,17 @@ def parse(kind: Kind, name: str) -> Part | None:
     return Part(kind=kind, rank=rank, first=first, last=last, generation=generation, min_step=low, max_step=high)
 
 
-def listed(folder: Path, rank: int | None = None) -> tuple[list[Part], list[Path]]:
-    """The parts in a run's folder (of one rank), covered ones too, and the files beside them that are none."""
+def listed(place: Place, rank: int | None = None) -> tuple[list[Part], list[str]]:
+    """The parts of a run (of one rank), covered ones too, and the names of files beside them that are none."""
     parts: list[Part] = []
-    foreign: list[Path] = []
+    foreign: list[str] = []
     for kind in KINDS:
-        for path in _files(folder / kind):
-            part = parse(kind, path.name)
-            if part is None:
-                foreign.append(path)
-            elif rank is None or part.rank == rank:
+        for name in place.names(kind):
+            part = parse(kind, name)
+            if part is not None and (rank is None or part.rank == rank):
                 parts.append(part)
+            elif part is None and not name.startswith("."):
+                foreign.append(f"{kind}/{name}")
     return parts, foreign
 
 
@@ -106,11 +106,3 @@ def _tier(part: Part, fan_in: int) -> int:
     while reach <= part.flushes:
         tier, reach = tier + 1, reach * fan_in
     return tier
-
-
-def _files(folder: Path) -> list[Path]:
-    """What lies in a folder, hidden files left out; nothing where there is none."""
-    try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
-        return []

@@ -18,6 +18,7 @@ from plimsoll.runs import _casts, _manifest, _names, _notebook, _ranks, _spectra
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._content import Content
+from plimsoll.runs._place import is_elsewhere, place_of
 from plimsoll.runs._records import Event
 from plimsoll.runs._select import Steps, select
 from plimsoll.spectrum import Spectrum
@@ -30,7 +31,11 @@ class Run:
     parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it, and a
     warning does unless ``warn=False``.
 
-    Raises `RunError` for a folder that holds no run, or one of a newer schema.
+    `path` may be a URI that pyarrow knows, ``s3://bucket/exp1``, or a path within `filesystem`: one of `pyarrow.fs`, or
+    of fsspec. Storage that does not answer is an error, and no damage.
+
+    Raises `RunError` for a folder that holds no run, or one of a newer schema, or storage that does not answer;
+    `ArgumentError` for a URI of an unknown kind.
 
     >>> import tempfile
     >>> from plimsoll.runs import RunWriter, Scalars
@@ -44,13 +49,17 @@ class Run:
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, warn: bool = True) -> None:
-        self._catalog = Catalog(Path(path).absolute(), warn=warn)
+    def __init__(self, path: str | os.PathLike[str], *, filesystem: Any = None, warn: bool = True) -> None:
+        self._catalog = Catalog(place_of(path, filesystem), warn=warn)
         self._content = Content(self._catalog)
 
     @staticmethod
     def find(folder: str | os.PathLike[str]) -> list[Path]:
-        """The folders of all runs in a folder and below it, sorted."""
+        """The folders of all runs in a folder and below it, sorted; of this machine only."""
+        if is_elsewhere(folder):
+            raise ArgumentError(
+                f"Run.find: expected a folder of this machine; got {folder}. List the storage by its own means."
+            )
         found: list[Path] = []
         for place, below, files in os.walk(folder):
             if any(_manifest.rank_of(name) is not None for name in files):
@@ -62,7 +71,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
+        """The run's folder, in the filesystem that it lies in."""
         return self._catalog.path
 
     @property
@@ -264,7 +273,8 @@ class Run:
         ends = [(p.min_step, self._catalog.visible_end(p)) for p in self._catalog.of("spectra")]
         span = f"steps {min(low for low, _ in ends)} to {max(high for _, high in ends)}" if ends else "no spectra"
         state = "closed" if self.closed else "open"
-        return f"<Run: {self.path}, {series} series, {span}, {len(self.ranks)} of {self.world_size} ranks, {state}>"
+        ranks = f"{len(self.ranks)} of {self.world_size} ranks"
+        return f"<Run: {self._catalog.place}, {series} series, {span}, {ranks}, {state}>"
 
     def _chosen(self, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
         collections = _names.matching(self.tensors, collection)

@@ -2,16 +2,16 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs import _block_columns, _order
-from plimsoll.runs._arrow import Table, array, pa, pc, pq, values_of
+from plimsoll.runs._arrow import Table, array, pa, pc, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
+from plimsoll.runs._place import Place
 from plimsoll.runs._tables import SCHEMAS, WIDE, Kind
 
 
@@ -62,8 +62,8 @@ def select(
     names = list(columns or SCHEMAS[kind].names)
     more = _block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
 
-    def load(path: Path, part: Part) -> Table:
-        return _load(path, part, names, more, _filter(equal or {}, wanted, catalog.visible_end(part), part))
+    def load(place: Place, part: Part) -> Table:
+        return _load(place, part, names, more, _filter(equal or {}, wanted, catalog.visible_end(part), part))
 
     found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
@@ -78,13 +78,13 @@ def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
     return steps.may_be_in(part) and catalog.visible_end(part) >= part.min_step
 
 
-def _load(path: Path, part: Part, names: list[str], more: Sequence[str], condition: Any) -> Table:
+def _load(place: Place, part: Part, names: list[str], more: Sequence[str], condition: Any) -> Table:
     """The columns `names`, and those of `more` that the part has."""
     if condition is None:
-        source = pq.ParquetFile(path)
+        source = place.opened(part.name)
         there = source.schema_arrow.names
     else:
-        source = pq.ParquetDataset(path, filters=condition)
+        source = place.filtered(part.name, condition)
         there = source.schema.names
     wanted = [*names, *(name for name in more if name in there)]
     schema = pa.schema([(WIDE if part.kind == "spectra" else SCHEMAS[part.kind]).field(name) for name in wanted])

@@ -12,6 +12,7 @@ from plimsoll.runs._feed import Feed
 from plimsoll.runs._keeper import Keeper
 from plimsoll.runs._log import Log
 from plimsoll.runs._losses import Losses
+from plimsoll.runs._place import Folder
 from plimsoll.runs._records import Record, Sink
 from plimsoll.runs._registry import Registry
 from plimsoll.runs._worker import Worker
@@ -149,7 +150,7 @@ class RunWriter:
 def _next_step(log: Log, world_size: int) -> int:
     last = -1 if log.last_step is None else log.last_step
     if world_size > 1:  # ranks that were killed have not all got equally far, and must go on alike
-        parts, _ = _parts.listed(log.path)
+        parts, _ = _parts.listed(Folder(log.path))
         last = max([last, *(part.max_step for part in parts)])
     return last + 1
 

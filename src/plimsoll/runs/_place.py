@@ -1,0 +1,178 @@
+"""Where a run lies: a folder of this machine, or one of a filesystem that pyarrow reads, such as an object store.
+
+Readers ask a place for names and for parts and need no paths. Elsewhere than on this machine a failure to read may be
+the network's: a part whose bytes all arrive is damaged, one whose bytes do not is unreached, which is an error and no
+loss of a part.
+"""
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import ArgumentError, RunError
+from plimsoll.runs._arrow import ParquetFile, fs, pa, pq
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+class Place(ABC):
+    """A run's folder; names within it are those of files, or ``kind/file``."""
+
+    path: Path  # in its own filesystem
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What messages call it."""
+
+    @abstractmethod
+    def names(self, kind: str = "") -> list[str]:
+        """What lies in it, or in the folder of a kind, sorted; nothing where there is none."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A file's content."""
+
+    @abstractmethod
+    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
+        """A part; the columns `words` as dictionaries."""
+
+    @abstractmethod
+    def filtered(self, name: str, condition: Any) -> Any:
+        """A part of which only the rows that fulfil a condition are read."""
+
+    @abstractmethod
+    def may_succeed(self, name: str) -> bool:
+        """Whether reading a file that failed may go better again; raises `RunError` where its bytes do not arrive."""
+
+
+class Folder(Place):
+    """A folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self, kind: str = "") -> list[str]:
+        """What lies there."""
+        try:
+            return sorted(path.name for path in (self.path / kind).iterdir())
+        except OSError:
+            return []
+
+    def read(self, name: str) -> bytes:
+        """A file's content."""
+        return (self.path / name).read_bytes()
+
+    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
+        """A part."""
+        return pq.ParquetFile(self.path / name, read_dictionary=[*words])
+
+    def filtered(self, name: str, condition: Any) -> Any:
+        """Some rows of a part."""
+        return pq.ParquetDataset(self.path / name, filters=condition)
+
+    def may_succeed(self, name: str) -> bool:
+        """Not on this machine."""
+        del name
+        return False
+
+
+class Stored(Place):
+    """A folder of another filesystem. Columns are fetched in few, large requests."""
+
+    def __init__(self, path: str, filesystem: Any, shown: str) -> None:
+        self.path, self._inside = Path(path), path.rstrip("/")
+        self._filesystem, self._shown = filesystem, shown
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def names(self, kind: str = "") -> list[str]:
+        """What lies there."""
+        folder = self._at(kind) if kind else self._inside
+        try:
+            found = self._filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        except OSError as error:
+            raise self._unreached("the folder", error) from error
+        return sorted(info.base_name for info in found)
+
+    def read(self, name: str) -> bytes:
+        """A file's content."""
+        try:
+            with self._filesystem.open_input_stream(self._at(name)) as stream:
+                return stream.read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._unreached(name, error) from error
+
+    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
+        """A part."""
+        return pq.ParquetFile(self._at(name), filesystem=self._filesystem, read_dictionary=[*words], pre_buffer=True)
+
+    def filtered(self, name: str, condition: Any) -> Any:
+        """Some rows of a part."""
+        return pq.ParquetDataset(self._at(name), filesystem=self._filesystem, filters=condition)
+
+    def may_succeed(self, name: str) -> bool:
+        """As its bytes arrive, all of which are fetched: a request may have failed."""
+        self.read(name)
+        return True
+
+    def _at(self, name: str) -> str:
+        return f"{self._inside}/{name}"
+
+    def _unreached(self, what: str, error: Exception) -> RunError:
+        return RunError(
+            f"Run: expected storage that answers; got {type(error).__name__} for {what} in {self}: {error} "
+            "Look at the address, the credentials and the network, and try again; nothing of the run was left out."
+        )
+
+
+def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> Place:
+    """The place that a path means: in `filesystem` where one is given, by its scheme where it is a URI."""
+    is_uri = is_elsewhere(path)
+    if filesystem is not None and is_uri:
+        raise ArgumentError(
+            f"Run: expected a path within the filesystem that is given; got the URI {path}. Leave out one of the two."
+        )
+    if filesystem is not None:
+        inside = os.fspath(path) if isinstance(path, str) else Path(path).as_posix()
+        made = _filesystem(filesystem)
+        return Stored(inside, made, f"{inside} ({made.type_name})")
+    return _of_uri(str(path)) if is_uri else Folder(Path(path))
+
+
+def is_elsewhere(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URI, ``s3://bucket/exp1``, and none of this machine."""
+    return isinstance(path, str) and _URI.match(path) is not None
+
+
+def _of_uri(uri: str) -> Place:
+    try:
+        filesystem, inside = fs.FileSystem.from_uri(uri)
+    except OSError as error:
+        raise RunError(f"Run: expected storage that answers; got {error} for {uri}. Look at the network.") from error
+    except (pa.ArrowException, ValueError, ImportError) as error:
+        raise ArgumentError(
+            f"Run: expected a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, file://); got {uri}: {error}. "
+            "Pass filesystem=, which may be one of fsspec's."
+        ) from error
+    return Folder(Path(inside)) if isinstance(filesystem, fs.LocalFileSystem) else Stored(inside, filesystem, uri)
+
+
+def _filesystem(given: Any) -> Any:
+    """The filesystem as pyarrow's, which fsspec's become."""
+    if isinstance(given, fs.FileSystem):
+        return given
+    if all(hasattr(given, name) for name in ("protocol", "ls", "open", "info")):
+        return fs.PyFileSystem(fs.FSSpecHandler(given))
+    raise ArgumentError(
+        f"Run: expected filesystem to be a pyarrow.fs.FileSystem or one of fsspec's; got {type(given).__name__}. "
+        "For instance pyarrow.fs.S3FileSystem(region=...)."
+    )
