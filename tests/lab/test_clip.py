@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from plimsoll.lab import Bench, Claim, Measured, _clip
-from plimsoll.lab._clip import claims, measure_with
+from plimsoll.lab import Bench, Claim, Measured, _clip_kinds
 from plimsoll.lab._clip_data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
+from plimsoll.lab._clip_demo import claims, measure_with
+from plimsoll.lab._clip_judge import judged
+from plimsoll.lab._clip_kinds import DEMO_KINDS, FP16
 from plimsoll.lab._clip_model import EPSILON, GLOBAL_BATCH, Clip, contrastive_loss
-from plimsoll.lab._clip_train import KINDS, Setup, setup_for
+from plimsoll.lab._clip_train import Setup, setup_for
+from plimsoll.lab._clip_workers import one_thread, train_all
 from plimsoll.lab._experiment import Silent
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
@@ -32,7 +35,7 @@ def bench(folder: Path, seed: int = 0) -> Bench:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_with(bench(tmp_path_factory.mktemp("clip")), SMALL)
+    return measure_with(bench(tmp_path_factory.mktemp("clip")), SMALL, workers=1)
 
 
 def by_id(found: tuple[Claim, ...]) -> dict[str, Claim]:
@@ -111,7 +114,7 @@ def test_a_black_patch_has_a_gradient_that_is_divided_by_epsilon() -> None:
 
     def kept(*arguments: Any) -> torch.Tensor:
         result = linear(*arguments)
-        if arguments[1] is model.patches.weight:
+        if arguments[1] is model.patches.embed.weight:
             result.register_hook(seen.append)
         return result
 
@@ -121,7 +124,7 @@ def test_a_black_patch_has_a_gradient_that_is_divided_by_epsilon() -> None:
         contrastive_loss(model(batch.pictures, batch.captions)).backward()
     black, lit = seen[0][:2].abs().max(), seen[0][2:].abs().max()
     assert black > 1e-3 / EPSILON * lit
-    assert model.patches.weight.grad is not None and model.patches.weight.grad.isfinite().all()
+    assert model.patches.embed.weight.grad is not None and model.patches.embed.weight.grad.isfinite().all()
 
 
 # -- trainings and claims ----------------------------------------------------------------------------------------------
@@ -192,11 +195,11 @@ def test_another_scaler_in_the_stock_scalers_place_breaks_its_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     recovers: Callable[..., Any] = lambda _, on: DynamicScaler(on, regrowth_interval=2)  # noqa: E731
-    monkeypatch.setattr(_clip, "KINDS", (dataclasses.replace(KINDS[0], scaler=recovers),))
-    monkeypatch.setattr(_clip, "_said", lambda *_: ())
-    others = [training.numbers for training in measured.trainings[1:]]
-    monkeypatch.setattr(_clip, "claims", lambda setup, fp16: claims(setup, fp16, *others))
-    found = by_id(measure_with(bench(tmp_path / "runs"), SMALL).claims)
+    monkeypatch.setitem(_clip_kinds.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
+    place = bench(tmp_path / "runs")
+    train_all([FP16], SMALL, place, workers=1)
+    fp16 = judged(FP16, SMALL, Run(place.runs / "fp16")).numbers
+    found = by_id(claims(SMALL, fp16, *(training.numbers for training in measured.trainings[1:])))
     assert not found["fp16-scale-falls"].holds and not found["fp16-gradients-zero"].holds
     assert found["fp16-nan"].holds
 
@@ -208,18 +211,36 @@ def test_sizes_for_other_lengths() -> None:
     assert setup_for(500, full=True).steps == 500
 
 
-def test_threads_are_afterwards_as_many_as_before(measured: Measured, tmp_path: Path) -> None:
+class Counted(Silent):
+    """What an experiment has told of."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.steps = 0
+
+    def begin(self, title: str, steps: int) -> None:
+        self.begun.append((title, steps))
+
+    def advance(self) -> None:
+        self.steps += 1
+
+
+def test_workers_train_to_the_same_numbers_and_tell_of_each_step(measured: Measured, tmp_path: Path) -> None:
+    told = Counted()
+    place = dataclasses.replace(bench(tmp_path / "runs"), progress=told)
+    kinds = DEMO_KINDS[:2]
+    train_all(kinds, SMALL, place, workers=2)
+    for kind, training in zip(kinds, measured.trainings, strict=False):
+        assert Run(place.runs / kind.name).scalars("loss")[1].tolist() == Run(training.run).scalars("loss")[1].tolist()
+    assert told.begun == [("2 trainings", 2 * SMALL.steps)] and told.steps == 2 * SMALL.steps
+
+
+def test_threads_are_afterwards_as_many_as_before() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            seen: list[int] = []
-            patch.setattr(_clip, "train", lambda *_, **__: seen.append(torch.get_num_threads()))
-            patch.setattr(_clip, "Run", lambda folder: folder)
-            patch.setattr(
-                _clip, "judged", lambda kind, *_: measured.trainings[[k.name for k in KINDS].index(kind.name)]
-            )
-            assert measure_with(bench(tmp_path / "runs"), SMALL).trainings == measured.trainings
-        assert seen == [1] * 4 and torch.get_num_threads() == 2
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

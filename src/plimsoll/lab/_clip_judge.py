@@ -7,16 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.lab._clip_kinds import Kind
 from plimsoll.lab._clip_model import GLOBAL_BATCH
-from plimsoll.lab._clip_train import Kind, Setup
+from plimsoll.lab._clip_train import Setup
 from plimsoll.lab._result import Training
 from plimsoll.runs import Run
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
-_TAIL = 60  # steps that a loss is the median of
+TAIL = 60  # steps that a loss is the median of
 _COLUMNS = 22  # of the picture in one line
-_LOST = 0.05  # T6: above 5 % is not sound
+LOST = 0.05  # T6: above 5 % is not sound
 _OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-rising", "no-single-scale")
 
 
@@ -26,12 +27,12 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
     findings = tuple(diagnose(view))
     numbers = measured(view, setup, findings)
     verdict, good = _verdict(numbers)
-    steps, loss = _losses(view, setup)
+    steps, loss = losses(view, setup)
     start = setup.hard_at // 2
     later = steps >= start
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
-        series=_columns(steps[later], loss[later]), series_of=f"loss since step {start}", findings=findings,
+        series=columns(steps[later], loss[later]), series_of=f"loss since step {start}", findings=findings,
     )  # fmt: skip
 
 
@@ -39,19 +40,20 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
     """By name: losses, the scale, what was lost of gradients and batches, and since when rules have told of it."""
     repeated = int(np.nansum(view.scalar("retries")[1]))
     end = setup.hard_end + repeated  # a repetition is a step of the run
-    steps, loss = _losses(view, setup)
-    before = _median(loss[(steps < setup.hard_at) & (steps >= setup.hard_at - _TAIL)])
-    lost_steps, lost = _lost(view)
+    steps, loss = losses(view, setup)
+    before = median(loss[(steps < setup.hard_at) & (steps >= setup.hard_at - TAIL)])
+    lost_steps, lost = lost_at(view)
     found: dict[str, float] = {
         "loss_before": before,
-        "loss_end": _median(loss[-_TAIL:]),
-        "lost_before": _mean(lost[(lost_steps > min(setup.warmup, setup.hard_at // 2)) & (lost_steps < setup.hard_at)]),
-        "lost_after": _mean(lost[lost_steps >= end]),
+        "loss_end": median(loss[-TAIL:]),
+        "lost_before": mean(lost[(lost_steps > min(setup.warmup, setup.hard_at // 2)) & (lost_steps < setup.hard_at)]),
+        "lost_after": mean(lost[lost_steps >= end]),
         "lost_for_steps": _time_lost(lost_steps, lost, end),
         "skipped": float(sum(event.kind == "skip" for event in view.events)),
         "repeated": float(repeated),
     }
     found["batches_lost"] = found["skipped"] - found["repeated"]
+    found |= of_parameters(view)
     found["progress"] = 1.0 - found["loss_end"] / before
     found |= _scale(view, setup, end) | _gradient(view, setup, end)
     found["alarms"] = float(sum(finding.severity == "alarm" for finding in findings))
@@ -64,13 +66,27 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
     return found
 
 
-def _losses(view: View, setup: Setup) -> Series:
+def of_parameters(view: View) -> dict[str, float]:
+    """Of a scale per parameter: how often one sat out, and what its scales take; nothing of other scalers."""
+    (_, sat_out), (_, taken) = view.scalar("sat_out"), view.scalar("scale_bytes")
+    if not len(sat_out):
+        return {}
+    cells = view.cells("gradients")
+    weights = 0 if cells is None else int(cells.column("count")[cells.at == 0].sum())
+    return {
+        "sat_out": float(sat_out[-1]),
+        "scale_bytes": float(taken[-1]),
+        "scale_bytes_per_weight": float(taken[-1]) / max(weights, 1),
+    }
+
+
+def losses(view: View, setup: Setup) -> Series:
     """The loss of each batch as a mean over its own pairs; of a batch that was repeated, the last."""
     steps, loss = view.scalar("loss")
     return steps, loss * (GLOBAL_BATCH / setup.batch)
 
 
-def _lost(view: View) -> Series:
+def lost_at(view: View) -> Series:
     """Of the gradients of activations that are held in a narrow format, the part it has lost, at each sample.
 
     Norms and residual sums have gradients in FP32, and BF16 has FP32's range: these lose nothing, and do not count.
@@ -87,7 +103,7 @@ def _lost(view: View) -> Series:
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:
     """How many steps after the hard batches more than a sound part of the gradients was lost; Inf: to the end."""
-    bad = np.flatnonzero((steps >= end) & (lost > _LOST))
+    bad = np.flatnonzero((steps >= end) & (lost > LOST))
     if not len(bad):
         return 0.0
     return math.inf if bad[-1] == len(steps) - 1 else float(steps[bad[-1]] - end + 1)
@@ -114,7 +130,7 @@ def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
     """How many times its usual norm the gradient has at most in the hard batches, and how often it was not finite."""
     steps, norms = view.scalar("grad_norm")
     hard = norms[(steps >= setup.hard_at) & (steps < end)]
-    usual = _median(norms[(steps < setup.hard_at) & (steps >= setup.hard_at - _TAIL)])
+    usual = median(norms[(steps < setup.hard_at) & (steps >= setup.hard_at - TAIL)])
     finite = hard[np.isfinite(hard)]
     return {
         "gradient_rise": float(finite.max() / usual) if len(finite) else math.nan,
@@ -131,16 +147,16 @@ def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
     return (f"back in {lost_for:.0f} steps" if lost_for else "trains on"), True
 
 
-def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
+def columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
     """The loss as so many medians of as many steps each."""
     place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(_median(loss[place == column]) for column in range(_COLUMNS))
+    return tuple(median(loss[place == column]) for column in range(_COLUMNS))
 
 
-def _median(values: NDArray[np.float64]) -> float:
+def median(values: NDArray[np.float64]) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else math.nan
 
 
-def _mean(values: NDArray[np.float64]) -> float:
+def mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if len(values) else math.nan

@@ -25,18 +25,30 @@ GLOBAL_BATCH = 32_768
 EPSILON = 1e-8
 
 
-class Patches(nn.Module):
-    """Cuts pictures into patches and embeds each: a direction of length sqrt(width), whatever its brightness."""
+class Embed(nn.Module):
+    """The linear map from a patch's pixels; a module, so that a watch sees the gradient that comes back to it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, 3 * PATCH**2))
 
+    def forward(self, cut: Tensor) -> Tensor:
+        """The last dimension, of pixels, becomes `width`."""
+        return functional.linear(cut, self.weight)
+
+
+class Patches(nn.Module):
+    """Cuts pictures into patches and embeds each: a direction of length sqrt(width), whatever its brightness."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = Embed(width)
+
     def forward(self, pictures: Tensor) -> Tensor:
         """The embedded patches (batch, patches, width)."""
         size, side = len(pictures), PIXELS // PATCH
         cut = pictures.view(size, 3, side, PATCH, side, PATCH).permute(0, 2, 4, 1, 3, 5).reshape(size, side**2, -1)
-        seen = functional.linear(cut, self.weight)
+        seen: Tensor = self.embed(cut)
         return functional.normalize(seen, dim=-1, eps=EPSILON) * math.sqrt(seen.shape[-1])
 
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab._clip_data import make_batch
+from plimsoll.lab._clip_data import Batch, make_batch
+from plimsoll.lab._clip_kinds import Kind
 from plimsoll.lab._clip_model import Clip, contrastive_loss
-from plimsoll.lab._experiment import Progress
-from plimsoll.precision import prepare
-from plimsoll.scaling import LayerScaler, SpectralScaler
+from plimsoll.lab._clip_parameters import ParameterScaler
+from plimsoll.precision import Loop, prepare
+from plimsoll.scaling import LayerScaler
 from plimsoll.watch import watch
 
 FEWEST_STEPS = 100
+_GRADIENTS = ("gradients", "activation_gradients")
+_ALL = ("weights", *_GRADIENTS, "activations", "optimizer", "updates")
 _RETRIES = 24  # halvings, from CLIP's scale to far below what the hard batches need
 
 
@@ -49,7 +52,16 @@ class Setup:
         """The first step after the hard batches."""
         return self.hard_at + self.hard_batches
 
-    def to_dict(self) -> dict[str, object]:
+    def steps_of(self, kind: Kind) -> int:
+        """How long a training of that kind is."""
+        return round(self.steps * kind.share)
+
+    def black_at(self, kind: Kind, step: int) -> int:
+        """How many pictures of that step's batch are black."""
+        hard = kind.hard == "always" or (kind.hard == "burst" and self.hard_at <= step < self.hard_end)
+        return self.black if hard else 0
+
+    def to_dict(self) -> dict[str, Any]:
         """As plain numbers."""
         return asdict(self)
 
@@ -67,33 +79,11 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     return replace(whole, steps=steps, hard_at=min(whole.hard_at, steps * 2 // 3 // 10 * 10))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A way to train: `name` is its run folder's, `scaler` makes one for a model on a device, if there is one."""
+def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, told: Callable[[], object]) -> None:
+    """Trains from the same weights and batches as every other kind of that seed, and leaves the run.
 
-    name: str
-    title: str
-    precision: str
-    scaler: Callable[[nn.Module, str], Any] | None = None
-    repeats: bool = False
-
-
-KINDS = (
-    Kind(name="fp16", title="FP16, stock scaler", precision="amp-fp16", scaler=lambda _, on: torch.amp.GradScaler(on)),
-    Kind(name="bf16", title="BF16, no scaler", precision="amp-bf16"),
-    Kind(
-        name="fp16-spectral", title="FP16, SpectralScaler", precision="amp-fp16", repeats=True,
-        scaler=lambda _, on: SpectralScaler(on),
-    ),
-    Kind(
-        name="fp16-layer", title="FP16, LayerScaler", precision="amp-fp16", repeats=True,
-        scaler=lambda model, _: LayerScaler(model),
-    ),
-)  # fmt: skip
-
-
-def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, progress: Progress) -> None:
-    """Trains from the same weights and batches as every other kind of that seed, and leaves the run."""
+    `told` is called after each step.
+    """
     torch.manual_seed(seed)
     model = Clip(width=setup.width, layers=setup.layers, heads=setup.heads, gain=setup.gain).to(device)
     # CLIP's own betas, and the epsilon of its ResNets: that of its ViTs, 1e-6, lies above most gradients here (T8).
@@ -102,33 +92,40 @@ def train(kind: Kind, setup: Setup, run: Path, *, seed: int, device: str, progre
     )
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / setup.warmup))
     scaler = None if kind.scaler is None else kind.scaler(model, device)
+    every = setup.every * kind.sparse
     # A shadow step tells values that FP16 has lost from true zeros; BF16, with FP32's range, has none to tell.
-    shadow_every = setup.every if kind.precision == "amp-fp16" else None
-    progress.begin(kind.title, setup.steps)
+    shadow_every = every if kind.precision == "amp-fp16" else None
     with (
-        watch(model, optimizer, run=run, every=setup.every, shadow_every=shadow_every, scaler=scaler) as seen,
+        watch(
+            model, optimizer, run=run, every=every, shadow_every=shadow_every, scaler=scaler,
+            collect=_ALL if kind.whole else _GRADIENTS,
+        ) as seen,
         prepare(
             model, optimizer, kind.precision, scaler=scaler, schedulers=[warmup], clip_norm=float("inf"),
             max_retries=_RETRIES if kind.repeats else 0, watch=seen,
         ) as loop,
     ):  # fmt: skip
-        for step in range(setup.steps):
-            loss_of = _loss_of(model, setup, step, seed=seed, device=device)
-            if kind.repeats:
-                loop.step(loss_of)
-            else:
-                with loop.forward():
-                    loss = loss_of()
-                loop.step(loss)
-            progress.advance()
-    if isinstance(scaler, LayerScaler):
+        for step in range(setup.steps_of(kind)):
+            black = setup.black_at(kind, step)
+            _step(loop, _loss_of(model, make_batch(seed, step, setup.batch, black=black), device), kind)
+            if isinstance(scaler, ParameterScaler):
+                seen.log(sat_out=scaler.sat_out, scale_bytes=scaler.state_bytes)
+            told()
+    if isinstance(scaler, LayerScaler | ParameterScaler):
         scaler.close()
 
 
-def _loss_of(model: Clip, setup: Setup, step: int, *, seed: int, device: str) -> Callable[[], Tensor]:
-    """The loss of that step's batch, as a closure: it may have to run again."""
-    hard = setup.hard_at <= step < setup.hard_end
-    batch = make_batch(seed, step, setup.batch, black=setup.black if hard else 0)
+def _step(loop: Loop, loss_of: Callable[[], Tensor], kind: Kind) -> None:
+    if kind.repeats:
+        loop.step(loss_of)
+        return
+    with loop.forward():
+        loss = loss_of()
+    loop.step(loss)
+
+
+def _loss_of(model: Clip, batch: Batch, device: str) -> Callable[[], Tensor]:
+    """The batch's loss, as a closure: it may have to run again."""
     pictures, captions = batch.pictures.to(device), batch.captions.to(device)
     return lambda: contrastive_loss(model(pictures, captions))
 
