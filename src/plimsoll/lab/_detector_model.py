@@ -1,9 +1,9 @@
 """A small one-stage detector as SSD (Liu et al. 2016): convolutions and ReLU, three feature maps, boxes in every cell.
 
-It has what makes an SSD's gradients what they are. There is no batch norm; pictures shrink by max pooling, whose gradient
-goes to one value of four, and then by strides; feature maps are normalised before their heads, as SSD's first one is.
-The loss takes the boxes that match a thing and three times as many of the others, the hardest; all others have none. So
-most gradients of activations are zero in any precision.
+It has what makes an SSD's gradients what they are. There is no batch norm; pictures shrink by max pooling, whose
+gradient goes to one value of four, and then by strides; feature maps are normalised before their heads, as SSD's first
+one is. The loss takes the boxes that match a thing and three times as many of the others, the hardest; all others have
+none. So most gradients of activations are zero in any precision.
 
 `loudness` multiplies the pictures, as the VGG under SSD takes pixels of 0 to 255. Convolutions without a bias and ReLU
 are homogeneous, so all activations are that much larger until the maps are normalised. What the detector computes and
