@@ -1,0 +1,138 @@
+"""What the benchmarks are to reach: each goal with the result file, the table, the rows and the column it is read from.
+
+The first ones are the numbers that the design was drawn up for; `OWN` are those that single benchmarks set themselves.
+A goal that several rows answer is met if all of them do.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A number to reach; `rows` are columns and globs that their texts match."""
+
+    what: str
+    stem: str
+    table: str
+    rows: Mapping[str, str]
+    column: str
+    bound: Literal["at most", "at least"]
+    value: float
+    devices: tuple[str, ...] = ("cpu",)
+    unit: str = ""
+    elsewhere: str = ""
+
+    def values(self, content: Mapping[str, Any]) -> list[float]:
+        """What a result file has for it; nothing where it lacks the table, the rows or the number."""
+        rows = [row for t in content["tables"] if fnmatch.fnmatch(t["title"], self.table) for row in t["rows"]]
+        wanted = [row for row in rows if all(fnmatch.fnmatch(str(row.get(c)), p) for c, p in self.rows.items())]
+        return [value for row in wanted if (value := number(row.get(self.column))) is not None]
+
+    def worst(self, content: Mapping[str, Any]) -> float | None:
+        """The number farthest from the goal."""
+        found = self.values(content)
+        return (max if self.bound == "at most" else min)(found) if found else None
+
+    def is_met(self, value: float) -> bool:
+        """Whether a number reaches it."""
+        return value <= self.value if self.bound == "at most" else value >= self.value
+
+
+def number(value: object) -> float | None:
+    """A number in a result file; some are texts of fixed length there."""
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Of:
+    """What the goals of one table share."""
+
+    stem: str
+    table: str
+    column: str
+    rows: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu",)
+
+    def __call__(self, what: str, bound: Any, value: float, rows: Mapping[str, str], **more: Any) -> Goal:
+        place: dict[str, Any] = {"stem": self.stem, "table": self.table, "column": self.column, "devices": self.devices}
+        return Goal(**{**place, **more}, what=what, bound=bound, value=value, rows={**self.rows, **rows})
+
+
+_STEP = Of(stem="watch", table="One step*", column="ratio")
+_GPT = Of(stem="watch", table="GPT*", column="ratio", devices=("cuda",))
+_MEASURE = Of(stem="measure", table="One tensor*", column="ours/aminmax", rows={"dtype": "fp32", "values": "16M"})
+_CAST = Of(stem="cast", table="16M float32 values, 2 *", column="ratio to native")
+_UNSCALE = Of(stem="unscale", table="Normal values", column="ours/torch", rows={"dtype": "fp32"})
+_FP8 = Of(stem="fp8", table="One linear*", column="x bfloat16", rows={"layer": "fp8 unit"}, devices=("cuda",))
+
+NUMBERS_TO_REACH: Sequence[Goal] = (
+    _STEP("watch everything, every step", "at most", 1.20, {"what": "ours: everything, every step"}, unit="x",
+          elsewhere="naive 1.76, wandb.watch 2.73, msprobe 2.46, HF detector 1.48"),
+    _STEP("watch weights and gradients, every step", "at most", 1.08, {"what": "ours: weights, gradients*"}, unit="x",
+          elsewhere="wandb 1.90, smdebug 3.06"),
+    _STEP("watch attached, not due", "at most", 1.01, {"what": "ours: attached, not due"}, unit="x",
+          elsewhere="msprobe 1.73"),
+    _GPT("watch a 124M GPT, every 10 steps", "at most", 1.01, {"what": "ours: everything, every 10 steps"}, unit="x"),
+    _GPT("watch a 124M GPT, every step", "at most", 1.10, {"what": "ours: everything, every step"}, unit="x",
+         elsewhere="Megatron reports up to 30 % for activations"),
+    _MEASURE("measure 16M values, to one aminmax pass", "at most", 4, {"threads": "1"}, unit="x"),
+    _MEASURE("measure 16M values, faster than torch operations", "at least", 15, {"threads": "1"}, unit="x",
+             column="torch/ours"),
+    _MEASURE("measure, of the read bandwidth", "at least", 0.7, {}, column="of bandwidth", devices=("cuda",)),
+    _CAST("cast to eXmY, to torch's native round trip", "at most", 0.40, {"what": "ours: cast e[0-9]m[0-9]"}, unit="x",
+          elsewhere="plain operations compiled 0.44, ml_dtypes 2.3, qtorch 1.7, gfloat 8.5"),
+    _CAST("pack MXFP8, likewise", "at most", 0.30, {"what": "ours: pack mxfp8*"}, unit="x",
+          elsewhere="torchao compiled 0.3"),
+    _CAST("pack MXFP4, likewise", "at most", 2, {"what": "ours: pack mxfp4"}, unit="x"),
+    _CAST("stochastic rounding, to our nearest", "at most", 2, {"what": "ours: *stochastic"}, unit="x",
+          column="ratio to our nearest e4m3"),
+    _UNSCALE("unscale, check and spectra: 100 tensors of 100,000", "at most", 1.3, {"tensors": "100", "threads": "1"},
+             unit="x"),
+    _UNSCALE("unscale, check and spectra: one of 100 million", "at most", 1.3, {"tensors": "1", "threads": "1"},
+             unit="x"),
+    _UNSCALE("unscale, check and spectra, on a GPU", "at most", 1.1, {}, unit="x", devices=("cuda",)),
+    Goal(what="the scale is back after 20 overflows: dynamic", stem="scalers", table="Recovery", unit=" steps",
+         rows={"scaler": "ours, dynamic"}, column="clean steps", bound="at most", value=200,
+         elsewhere="GradScaler 40,000"),
+    Goal(what="the scale is back after 20 overflows: spectral", stem="scalers", table="Recovery", unit=" steps",
+         rows={"scaler": "ours, spectral"}, column="clean steps", bound="at most", value=200),
+    *(_FP8(f"FP8 linear layer, {size}^3, faster than bfloat16", "at least", value, {"size": f"{size}^3"}, unit="x",
+           elsewhere=f"torchao {other}")
+      for size, value, other in ((2048, 1.0, 0.82), (4096, 1.4, 1.24), (8192, 1.7, 1.43))),
+    _FP8("FP8 linear layer, ahead of torchao", "at least", 1.15, {}, unit="x", column="x torchao"),
+    Goal(what="unit-scaled feed-forward block, compiled, to the plain one", stem="unit", table="A feed-forward block",
+         rows={"block": "unit", "mode": "compiled"}, column="of plain", bound="at most", value=1.02, unit="x",
+         elsewhere="unit-scaling 1.02"),
+    Goal(what="a step of emulated FP16, to FP32", stem="emulate", table="A training step*", column="of fp32",
+         rows={"step": "emulate fp16*"}, bound="at most", value=2.5, unit="x", elsewhere="native CPU FP16: 30"),
+)  # fmt: skip
+
+OWN: Sequence[Goal] = (
+    Goal(what="2,000 series x 1,000 samples on disk", stem="run-log", table="Writing", rows={}, column="MB on disk",
+         bound="at most", value=1000, unit=" MB"),
+    Goal(what="opened, and one of its tensors read over all steps", stem="run-log", table="Reading", column="s",
+         rows={"question": "open, one tensor's*"}, bound="at most", value=2, unit=" s"),
+    Goal(what="500 spectra of a step made columns", stem="run-log", table="The background*", column="ms", unit=" ms",
+         rows={"work": "*: merge a step, make its columns"}, bound="at most", value=2),
+    Goal(what="300 tensors x 1,000 samples diagnosed", stem="diagnose", table="*", column="s", unit=" s",
+         rows={"question": "*: diagnose, all rules"}, bound="at most", value=2),
+    Goal(what="its report as one HTML file", stem="report", table="To write", column="MB", rows={"form": "*: HTML"},
+         bound="at most", value=10, unit=" MB"),
+    Goal(what="its report's verdict in the browser", stem="report", table="To open", column="verdict s", rows={},
+         bound="at most", value=3, unit=" s"),
+    Goal(what="the live page: any figure of 2,000 tensors x 1,000 samples", stem="serve", table="One run", column="ms",
+         rows={"goal ms": "200*"}, bound="at most", value=200, unit=" ms"),
+    Goal(what="a figure of such a run, once it is read", stem="figures", table="*", column="again ms", rows={},
+         bound="at most", value=200, unit=" ms"),
+    Goal(what="its JSON", stem="figures", table="*", column="JSON KB", rows={}, bound="at most", value=300,
+         unit=" KB"),
+    Goal(what="4 bytes a parameter, 16-bit weights: above FP32's loss", stem="masters", table="Loss", unit=" %",
+         rows={"weights": "bf16[, -][cks]*", "bytes a parameter": "[24]*"}, column="above fp32, %", bound="at most",
+         value=1),
+)  # fmt: skip
