@@ -42,7 +42,7 @@ class Setup:
     width: int = 8
     devices: int = 2048
     learning_rate: float = 0.1
-    seeds: int = 3
+    seeds: int = 5
     held_out: int = 512
     every: int = 20
 
