@@ -1,14 +1,16 @@
 """Tasks on a Ray cluster: the one that is there, or one of this machine for the time that it takes.
 
 A task goes to Ray as the name of its function and JSON-able data, as to the local workers, so that machines of the
-cluster need nothing but the same Plimsoll. Each has one CPU, one thread, and a GPU if it needs one. Ray repeats the task
-of a machine that is lost; an error in a task ends them all.
+cluster need nothing but the same Plimsoll. Each has one CPU, one thread, and a GPU if it needs one. Ray repeats the
+task of a machine that is lost; an error in a task ends them all.
 """
 
 import contextlib
 import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -85,6 +87,7 @@ def _cluster(ray: Any) -> Generator[None]:
         yield
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    handler = signal.getsignal(signal.SIGTERM)  # Ray has one of its own, and leaves it
     with _environment():
         try:
             ray.init(address="auto", **quiet)
@@ -99,6 +102,8 @@ def _cluster(ray: Any) -> Generator[None]:
         yield
     finally:
         ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

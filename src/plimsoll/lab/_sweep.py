@@ -1,9 +1,9 @@
 """Experiment `unit-sweep` (U6): many small character models, with and without unit scaling, in FP32 and FP16.
 
 Every design (sequence layer, norm, residual scheme, optimizer, depth: `_sweep_grid`) is trained at several learning
-rates in five ways: FP32 and FP16 with nothing, FP16 with a static loss scale of 2,048, and unit-scaled in both. Each way
-is compared with FP32, each at its best learning rate. By default a fixed part of the grid is trained; `full` trains all
-of it, larger and for longer, and goes on where it was ended: results stand in the folder's ``sweep.jsonl``.
+rates in five ways: FP32 and FP16 with nothing, FP16 with a static loss scale of 2,048, and unit-scaled in both. Each
+way is compared with FP32, each at its best learning rate. By default a fixed part of the grid is trained; `full` trains
+all of it, larger and for longer. Either goes on where it was ended: results stand in the folder's ``sweep.jsonl``.
 
 What FP16 needs to fail is stated in `_sweep_train`. Four trainings of one design are repeated with a watch, to see what
 becomes of their gradients.
@@ -171,7 +171,7 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 
 UNIT_SWEEP = Experiment(
     name="unit-sweep",
-    claim="Small character models of many designs fail in FP16; a loss scale of 2,048 or unit scaling repairs them all.",
+    claim="Many designs of small character models fail in FP16; a loss scale of 2,048 or unit scaling repairs them.",
     source="U6",
     settings=_settings,
     measure=measure,

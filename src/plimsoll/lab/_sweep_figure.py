@@ -52,7 +52,9 @@ def figure(found: Scores) -> "Figure":
     if beyond:
         subtitle += f"; {beyond} without such a pair, or beyond twice the bits of chance, are not drawn"
     traces = [line, *(_trace(way, points) for way, points in drawn.items() if points)]
-    return made("lab unit-sweep", "Small character models in FP32 and FP16", subtitle, traces, layout, {"figure": "sweep"})
+    return made(
+        "lab unit-sweep", "Small character models in FP32 and FP16", subtitle, traces, layout, {"figure": "sweep"}
+    )
 
 
 def table(found: Scores) -> str:
@@ -78,7 +80,9 @@ def _cell(found: Scores, design: Design, way: Way) -> str:
 
 def _points(found: Scores, way: Way) -> list[tuple[Design, float, float]]:
     """Design, its bits in FP32 and in this way; a unit-scaled one beside its unscaled counterpart."""
-    both = [(design, reference(design) if way.scaling == "unit" else design) for design, each in found.bits if each == way]
+    both = [
+        (design, reference(design) if way.scaling == "unit" else design) for design, each in found.bits if each == way
+    ]
     return [
         (design, found.best(other, FP32), found.best(design, way))
         for design, other in both

@@ -1,7 +1,7 @@
 """What a sweep shows: each design at its best learning rate, pairs of ways to compute it, and bounds of their ratios.
 
-Ways are compared as ratios of bits per character, design by design, so that what designs differ in cancels. The bound of
-a mean ratio is Student's over designs, one-sided at 95 %, of its logarithm. A pair counts only where the way in FP32
+Ways are compared as ratios of bits per character, design by design, so that what designs differ in cancels. The bound
+of a mean ratio is Student's over designs, one-sided at 95 %, of its logarithm. A pair counts only where the way in FP32
 that it is held against has learned: fewer bits than the frequencies of single characters give, without any context.
 """
 

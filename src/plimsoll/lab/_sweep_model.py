@@ -44,8 +44,8 @@ class Parts:
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
 
 
-def _twice(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Unscaled, nothing happens at the branch's start."""
+def _twice(x: Tensor, _: float) -> tuple[Tensor, Tensor]:
+    """Unscaled, nothing happens at the branch's start, whatever its share."""
     return x, x
 
 

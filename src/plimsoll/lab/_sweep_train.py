@@ -20,25 +20,27 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.lab._characters import Batch, held_out_batch, make_batch, standard_library
 from plimsoll.lab._sweep_grid import RATES, Configuration, Design, Norm, Optimizer, Way
 from plimsoll.lab._sweep_model import PLAIN, UNIT, Characters
+from plimsoll.lab._sweep_sgd import groups
 from plimsoll.lab._workers import Task
 from plimsoll.precision import Loop, prepare
 from plimsoll.scaling import StaticScaler
 from plimsoll.unit import optim
-from plimsoll.watch import Watch, watch
+from plimsoll.watch import watch
 
 FEWEST_STEPS = 20
 LOSS_SCALE = 2048.0
 TRAINED = f"{__name__}:trained"
 _BETAS, _EPSILON, _MOMENTUM = (0.9, 0.95), 1e-8, 0.9
 _LOWEST = 0.02  # of the learning rate, at the end
+_PROBED = 64  # pieces of the batch that gradients are compared at
 _STEP = 2.0  # between neighbours in a row of learning rates
 # The middle of each row, by norm; tried by hand on designs of two layers with seed 0. A unit-scaled weight begins at 1
-# and torch's far below: one number means different steps.
+# and torch's far below: one number means different steps. (With SGD it is a multiple of the unscaled model's steps.)
 _MIDDLE: Mapping[tuple[bool, Optimizer], Mapping[Norm, float]] = {
     (False, "adamw"): {"pre": 0.025, "post": 0.0125, "no": 0.025},
     (False, "sgd"): {"pre": 0.25, "post": 0.25, "no": 0.125},
     (True, "adamw"): {"pre": 1.0, "post": 0.25, "no": 0.5},
-    (True, "sgd"): {"pre": 0.05, "post": 0.025, "no": 0.025},
+    (True, "sgd"): {"pre": 0.5, "post": 0.5, "no": 0.25},
 }
 
 
@@ -81,8 +83,8 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
 
 def rate_of(configuration: Configuration) -> float:
     """The learning rate: places in a row are a factor of two apart, the middle one has place 2."""
-    unit = configuration.way.scaling == "unit"
-    return _MIDDLE[unit, configuration.design.optimizer][configuration.design.norm] * _STEP ** (configuration.rate - RATES // 2)
+    design, unit = configuration.design, configuration.way.scaling == "unit"
+    return _MIDDLE[unit, design.optimizer][design.norm] * _STEP ** (configuration.rate - RATES // 2)
 
 
 def train(
@@ -95,7 +97,7 @@ def train(
     torch.manual_seed(seed)
     unit = configuration.way.scaling == "unit"
     model = Characters(configuration.design, UNIT if unit else PLAIN, width=setup.width, length=setup.length).to(device)
-    optimizer = make_optimizer(model, configuration, setup)
+    optimizer = make_optimizer(model, configuration, setup, seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _part_of_rate(step, setup))
     scaler = StaticScaler(LOSS_SCALE if configuration.way.scaling == "static" else 1.0, device=device)
     level = "fp32" if configuration.way.precision == "fp32" else "amp-fp16"
@@ -121,18 +123,29 @@ def train(
     return {"bits": bits.item(), "train_bits": tail.item(), "first_bits": trained[0].item()}
 
 
-def make_optimizer(model: Characters, configuration: Configuration, setup: Setup) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: Characters, configuration: Configuration, setup: Setup, seed: int = 0
+) -> torch.optim.Optimizer:
     """The optimizer, for gradients that are divided by the number of micro-batches unless they are unit-scaled."""
     rate, unit = rate_of(configuration), configuration.way.scaling == "unit"
     if configuration.design.optimizer == "sgd":
         if unit:
-            return optim.SGD(model, lr=rate, momentum=_MOMENTUM)
+            return torch.optim.SGD(_groups(model, configuration.design, setup, seed, rate), lr=rate, momentum=_MOMENTUM)
         return torch.optim.SGD(model.parameters(), lr=rate * setup.accumulate, momentum=_MOMENTUM)
     if unit:
         return optim.AdamW(model, lr=rate, betas=_BETAS, eps=_EPSILON, weight_decay=0.0)
     return torch.optim.AdamW(
         model.parameters(), lr=rate, betas=_BETAS, eps=_EPSILON / setup.accumulate, weight_decay=0.0
     )
+
+
+def _groups(model: Characters, design: Design, setup: Setup, seed: int, rate: float) -> list[dict[str, Any]]:
+    """See `_sweep_sgd`; the batch is none that is trained on first."""
+    device = model.readout.weight.device
+    assert isinstance(device, torch.device)
+    twin = Characters(design, PLAIN, width=setup.width, length=setup.length).to(device)
+    drawn = make_batch(standard_library(), seed, setup.steps, pieces=_PROBED, length=setup.length)
+    return groups(model, twin, Batch(inputs=drawn.inputs.to(device), targets=drawn.targets.to(device)), rate)
 
 
 def to_task(configuration: Configuration, setup: Setup, *, seed: int, device: str) -> Task:
