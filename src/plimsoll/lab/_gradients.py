@@ -156,7 +156,7 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 
 GRADIENTS = Experiment(
     name="gradients",
-    claim="Most activation gradients of a detector are zero, FP16 flushes most others, and a loss scale of 8 is enough.",
+    claim="Most activation gradients of a detector are zero, FP16 flushes most others; a loss scale of 8 is enough.",
     source="N3, X3",
     settings=_settings,
     measure=measure,
