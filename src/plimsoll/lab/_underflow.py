@@ -1,17 +1,20 @@
 """Experiment `underflow` (T5, T6): how many layers' gradients underflow, over time, and whether that is seen early.
 
 A small CLIP and a small one-stage detector, each in FP16 with the stock scaler and in BF16, on the same weights and
-batches, without hard batches: nothing goes wrong, the scale stays high. What a layer, its underflow and the rate are is
-stated in `_underflow_judge`.
+batches, without hard batches: nothing goes wrong, and the scale stays high. What a layer, its underflow and the rate
+are is stated in `_underflow_judge`.
 
 Why the CLIP's rate rises is no fault of a scaler. A contrastive loss sharpens: as pictures and captions are told apart,
-nearly all pairs become certain, and an entry's gradient is how uncertain it is. So most gradients shrink in time. A
-detector's loss is of few boxes, always the hardest, and stays. What makes the CLIP's gradients small enough for that to
-matter is what a large one has and a small one must be given: a mean over 32,768 pairs, and loud activations
-(`_clip_model`).
+most pairs become certain, and an entry's gradient is how uncertain it is; so gradients shrink in time. A detector's
+loss is of few boxes, always the hardest, and stays. What this needs is stated: gradients that are near FP16's floor to
+begin with, by what a large CLIP has and a small one must be given (a mean over 32,768 pairs, and loud activations:
+`_clip_model`); and captions some of which are wrong, as those from the web are. Where all are right a CLIP so small
+learns its made scenes wholly, and there is no end to how far its gradients shrink.
 """
 
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._clip import one_thread
@@ -68,7 +71,7 @@ def _of_clip(seeds: Sequence[Mapping[str, float]]) -> tuple[Claim, ...]:
         ),
         Claim(
             id="clip-fp16-rises", says="CLIP, FP16: their share rises",
-            measured=_least(seeds, "rise"), at_least=CHANGE, unit="of layers, from beginning to end",
+            measured=_least(seeds, "rise"), at_least=STAY, unit="of layers, from beginning to end",
         ),
     )  # fmt: skip
 
@@ -100,6 +103,10 @@ def _of_verdicts(found: Found, sound: Sequence[str]) -> tuple[Claim, ...]:
             measured=_share(found["clip-fp16"], "told_change"), at_least=1.0, unit="of trainings",
         ),
         Claim(
+            id="clip-fp16-rises-early", says="CLIP, FP16: and it is sure by then that their share rises",
+            measured=_least(found["clip-fp16"], "rise_early"), at_least=STAY, unit="of layers, in the early part",
+        ),
+        Claim(
             id="others-told-early", says="the others: the early verdict is to stay",
             measured=_share(stayed, "told_stay"), at_least=1.0, unit="of trainings",
         ),
@@ -109,18 +116,19 @@ def _of_verdicts(found: Found, sound: Sequence[str]) -> tuple[Claim, ...]:
         ),
         Claim(
             id="stay-is-safe", says="detector, told to stay in FP16: its loss ends where BF16's does",
-            measured=max(fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs), at_most=_AS_GOOD,
+            measured=float(np.max([fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs])), at_most=_AS_GOOD,
             unit="of BF16's loss",
         ),
     )  # fmt: skip
 
 
 def _least(seeds: Sequence[Mapping[str, float]], name: str) -> float:
-    return min(numbers[name] for numbers in seeds)
+    """The smallest of the seeds' numbers; NaN if any is."""
+    return float(np.min([numbers[name] for numbers in seeds]))
 
 
 def _most(seeds: Sequence[Mapping[str, float]], name: str) -> float:
-    return max(numbers[name] for numbers in seeds)
+    return float(np.max([numbers[name] for numbers in seeds]))
 
 
 def _share(trainings: Sequence[Mapping[str, float]], name: str) -> float:

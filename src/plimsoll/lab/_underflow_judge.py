@@ -5,8 +5,9 @@ if more than 5 % of those that would be nonzero are zero, as the rule `underflow
 that are nonzero when a shadow step repeats it in FP32. So zeros of ReLU, or of boxes without a loss, do not count, and
 BF16 is judged as FP16 is. The *rate* is the share of layers that underflow.
 
-The early rule (T6) is held against the rate, with the limits of the rule `underflow-rising`: change, if it rises, and
-to more than 5 %; stay, if it does not and is below 1 %; else watch.
+The early rule (T6) is held against the rate, with the limits of the rule `underflow-rising`: stay, where it is below
+1 % and does not rise; change, where it is above 5 %; else watch. That it rises too, as T6 has it, is a number of its
+own: in the beginning of a training the rate may be high and fall, until the features part.
 """
 
 import math
@@ -19,7 +20,7 @@ from plimsoll.diagnosis import View, diagnose
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._narrow import share
 from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
-from plimsoll.diagnosis._trend import trend
+from plimsoll.diagnosis._trend import looks, trend
 from plimsoll.lab._result import Training
 from plimsoll.lab._underflow_train import Job, Setup
 from plimsoll.runs import Run
@@ -51,6 +52,13 @@ class Rate:
         found = trend(self.steps, self.layers)
         return 0.0 if found is None or found.confidence < SURE else found.end - found.start
 
+    def rise_seen(self) -> float:
+        """The first step by which it is sure that the rate rises by more than 1 % of the layers; NaN if it never is."""
+        for samples in looks(len(self.steps)):
+            if self.within(0, int(self.steps[samples - 1]) + 1).rise() > STAY:
+                return float(self.steps[samples - 1])
+        return math.nan
+
     def level(self) -> float:
         """The mean share of layers."""
         return float(self.layers.mean()) if len(self.layers) else math.nan
@@ -78,10 +86,10 @@ def early_verdict(seen: Rate) -> Verdict:
     found = trend(seen.steps, seen.layers)
     if found is None:
         return "watch"
-    rises = found.confidence >= SURE and found.low > 0 and found.end - found.start > STAY
-    if rises:
-        return "change" if found.end > CHANGE else "watch"
-    return "stay" if seen.level() < STAY else "watch"
+    level = found.end if found.confidence >= SURE else seen.level()
+    if level > CHANGE:
+        return "change"
+    return "stay" if level < STAY and seen.rise() <= STAY else "watch"
 
 
 def judged(job: Job, setup: Setup) -> Training:
@@ -109,6 +117,7 @@ def measured(view: View, setup: Setup, found: Rate) -> dict[str, float]:
         "rate_end": end.level(),
         "rise": found.rise(),
         "rise_early": found.within(setup.warmup, early).rise(),
+        "rise_seen": found.within(setup.warmup, setup.steps).rise_seen(),
         "lost_end": float(end.lost.mean()) if len(end.lost) else math.nan,
         "parameters_lost": _lost_of_parameters(view),
         "loss_end": float(loss[steps >= last].mean()),
