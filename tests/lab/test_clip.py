@@ -225,14 +225,14 @@ class Counted(Silent):
         self.steps += 1
 
 
-def test_workers_train_to_the_same_numbers_and_tell_of_each_step(measured: Measured, tmp_path: Path) -> None:
-    told = Counted()
-    place = dataclasses.replace(bench(tmp_path / "runs"), progress=told)
-    kinds = DEMO_KINDS[:2]
-    train_all(kinds, SMALL, place, workers=2)
-    for kind, training in zip(kinds, measured.trainings, strict=False):
-        assert Run(place.runs / kind.name).scalars("loss")[1].tolist() == Run(training.run).scalars("loss")[1].tolist()
-    assert told.begun == [("2 trainings", 2 * SMALL.steps)] and told.steps == 2 * SMALL.steps
+def test_workers_train_to_the_same_numbers_and_tell_of_each_step(tmp_path: Path) -> None:
+    few, told, found = dataclasses.replace(SMALL, steps=12, hard_at=6, hard_batches=2), [Counted(), Counted()], []
+    for workers in (1, 2):
+        place = dataclasses.replace(bench(tmp_path / str(workers)), progress=told[workers - 1])
+        train_all(DEMO_KINDS[:2], few, place, workers)
+        found.append([Run(place.runs / kind.name).scalars("loss")[1].tolist() for kind in DEMO_KINDS[:2]])
+    assert found[0] == found[1] and len(found[0][0]) == 12
+    assert [(each.begun, each.steps) for each in told] == 2 * [([("2 trainings", 24)], 24)]
 
 
 def test_threads_are_afterwards_as_many_as_before() -> None:

@@ -11,7 +11,7 @@ from plimsoll.lab._clip_train import Setup
 from plimsoll.lab._result import Training
 from plimsoll.runs import Run
 
-AT_ONCE = 40  # steps
+AT_ONCE = 40  # steps, or half of a training that is shorter than twice that
 
 
 def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
@@ -46,15 +46,16 @@ def judged_always(kind: Kind, setup: Setup, run: Run) -> Training:
     steps, lost = lost_at(view)
     (_, loss), (scaled_at, scale) = losses(view, setup), view.scalar("scale")
     numbers = {
-        "lost_after": mean(lost[steps >= view.last_step // 2]) if kind.scaler else math.nan,
+        "lost_after": mean(lost[steps >= view.last_step // 2]),
+        "lost_end": mean(lost[steps > view.last_step - TAIL]),
         "loss_end": median(loss[-TAIL:]),
     } | of_parameters(view)  # fmt: skip
     if len(scale):
-        exponents = np.log2(scale)
+        exponents, soon = np.log2(scale), min(AT_ONCE, view.last_step // 2)
         numbers["scale_before"], numbers["scale_end"] = float(exponents[0]), float(exponents[-1])
-        numbers["fell_at_once"] = float(exponents[0] - exponents[scaled_at < AT_ONCE].min())
-        numbers["highest_later"] = float(exponents[scaled_at >= AT_ONCE].max())
-    good = not numbers["lost_after"] > LOST
+        numbers["fell_at_once"] = float(exponents[0] - exponents[scaled_at < soon].min())
+        numbers["highest_later"] = float(exponents[scaled_at >= soon].max())
+    good = numbers["lost_after"] <= LOST
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=tuple(diagnose(view)),
         verdict="trains on" if good else "gradients stay zero",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 Numbers = Mapping[str, Mapping[str, float]]
-_PARTED = 1.1  # times BF16's loss
+_PARTED, _SOUND = 1.1, 0.05  # times BF16's loss; of gradients lost (T6)
 _BURST = {
     "fp16": "the stock scaler", "fp16-high": "2^24 to begin with", "fp16-short": "doubling every 100 steps",
     "fp16-both": "both of these", "fp16-spectral": "SpectralScaler", "fp16-layer": "LayerScaler",
@@ -43,11 +43,14 @@ def _cost(parameter: Mapping[str, float], element: Mapping[str, float]) -> str:
 
 
 def _serving(where: str, names: Mapping[str, str], numbers: Numbers, bf16: str) -> str:
-    """Those that end within 10 % of BF16, the best first, and those that do not."""
-    ratio = {names[name]: numbers[name]["loss_end"] / numbers[bf16]["loss_end"] for name in names}
-    serve: list[str] = []
-    rest: list[str] = []
-    for name in sorted(ratio, key=lambda name: ratio[name]):
-        (serve if ratio[name] <= _PARTED else rest).append(f"{name} ({ratio[name]:.2f})")
-    found = f"these end within 10 % of BF16's loss: {', '.join(serve)}" if serve else "nothing ends near BF16's loss"
-    return f"{where} {found}." + (f" These do not: {', '.join(rest)}." if rest else "")
+    """What ends with whole gradients and within 10 % of BF16, the lowest loss first, and what does not."""
+    ratio = {name: numbers[name]["loss_end"] / numbers[bf16]["loss_end"] for name in names}
+    order = sorted(ratio, key=lambda name: ratio[name])
+    whole = [name for name in order if ratio[name] <= _PARTED and numbers[name]["lost_end"] <= _SOUND]
+    serve = ", ".join(f"{names[name]} ({ratio[name]:.2f} of BF16's loss)" for name in whole)
+    rest = ", ".join(
+        f"{names[name]} ({ratio[name]:.2f}, {numbers[name]['lost_end']:.0%} of gradients lost)"
+        for name in order
+        if name not in whole
+    )
+    return f"{where} this serves: {serve or 'nothing but BF16'}." + (f" This does not: {rest}." if rest else "")

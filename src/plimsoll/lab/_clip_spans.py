@@ -11,34 +11,38 @@ from collections.abc import Sequence
 from plimsoll.lab._clip_train import Setup
 from plimsoll.runs import Run
 
-_SAMPLES = 8  # that are looked at outside of the hard batches
+_SAMPLES = 8  # of a kind that are looked at, spread over the training
 
 
 def spans(run: Run, setup: Setup, *, always: bool = False) -> dict[str, float]:
-    """The most layers that span FP16 at a sample, at hard batches and at others; and the most binades of any layer."""
-    recorded = [step for step in run.steps if step in _sampled(run)]
+    """How many layers span FP16: the fewest and the most at hard batches, the most at others; and the most binades."""
+    recorded = _sampled(run)
     hard = [step for step in recorded if always or setup.hard_at <= step < setup.hard_end]
     others = [step for step in recorded if step not in hard]
-    at_hard, at_others = _most(run, hard), _most(run, others[:: max(len(others) // _SAMPLES, 1)])
+    at_hard, at_others = _counted(run, _some(hard)), _counted(run, _some(others))
     return {
-        "spanning_hard": at_hard[0], "span_hard_binades": at_hard[1],
-        "spanning_others": at_others[0], "span_others_binades": at_others[1],
+        "spanning_hard_fewest": at_hard[0], "spanning_hard": at_hard[1], "span_hard_binades": at_hard[2],
+        "spanning_others": at_others[1], "span_others_binades": at_others[2],
     }  # fmt: skip
 
 
-def _sampled(run: Run) -> set[int]:
+def _some(steps: Sequence[int]) -> Sequence[int]:
+    return steps[:: max(len(steps) // _SAMPLES, 1)]
+
+
+def _sampled(run: Run) -> list[int]:
     name = run.tensors["activation_gradients"][0]
-    return {int(step) for step in run.series("activation_gradients", name, "count")[0]}
+    return [int(step) for step in run.series("activation_gradients", name, "count")[0]]
 
 
-def _most(run: Run, steps: Sequence[int]) -> tuple[float, float]:
-    """Of these samples: the most layers that span FP16, and the most binades; NaN without samples."""
+def _counted(run: Run, steps: Sequence[int]) -> tuple[float, float, float]:
+    """Of these samples: the fewest and the most layers that span FP16, the most binades; NaN without samples."""
     if not steps:
-        return math.nan, math.nan
+        return math.nan, math.nan, math.nan
     layers, widest = [0] * len(steps), 0.0
     for number, step in enumerate(steps):
         for _, _, _, held in run.spectra("activation_gradients", steps=slice(step, step + 1)):
             if held.nonzero:
                 layers[number] += held.window("fp16") is None
                 widest = max(widest, math.log2(held.absmax / held.absmin))
-    return float(max(layers)), widest
+    return float(min(layers)), float(max(layers)), widest
