@@ -23,6 +23,7 @@ Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 
 SHIFTS = (0, 3, 15)  # scales 1, 8 and 32K
 _FLUSHED = FP16.quantum_exponent - 1  # binades below this one round to zero
+_MAGNITUDE = "magnitude: each bar is a binade, from its power of two up"
 _LEAST = (-46, 18)  # binades that are always shown
 
 
@@ -77,7 +78,7 @@ def histogram(spectrum: Spectrum, title: str) -> "Figure":
     places, texts = powers(float(low), float(high), 14)
     layout_: Layout = {
         "xaxis": {
-            "title": {"text": "magnitude"}, "tickvals": places, "ticktext": texts, "range": [low - 0.5, high + 0.5],
+            "title": {"text": _MAGNITUDE}, "tickvals": places, "ticktext": texts, "range": [low - 0.5, high + 0.5],
         },
         "yaxis": {"title": {"text": "share of all gradients"}, "tickformat": "~%", "rangemode": "tozero"},
         "barmode": "stack", "bargap": 0.08, "height": 420, "shapes": shapes, "annotations": notes,
