@@ -36,7 +36,7 @@ def by_witness(fact: Fact, device: str) -> float:
 def disagreements(values: Tensor, name: str) -> int:
     """Of FP32 values, how many `cast` and the second way round to different ones; NaN is NaN."""
     ours = cast(values, name)
-    theirs = _tf32(values) if name == "tf32" else values.to(DTYPES[name]).float()
+    theirs = tf32_by_bits(values) if name == "tf32" else values.to(DTYPES[name]).float()
     same = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
     return int((~same).sum())
 
@@ -69,11 +69,11 @@ def _smallest(name: str) -> float:
 
 def _rounded(name: str, values: NDArray[np.float64], device: str) -> NDArray[np.float64]:
     if name == "tf32":
-        return _tf32(torch.from_numpy(values).float()).double().numpy()
+        return tf32_by_bits(torch.from_numpy(values).float()).double().numpy()
     return torch.from_numpy(values).to(device).to(DTYPES[name]).double().cpu().numpy()
 
 
-def _tf32(values: Tensor) -> Tensor:
+def tf32_by_bits(values: Tensor) -> Tensor:
     """Nearest TF32 value, ties to even, by adding to FP32's bits and cutting them; NaN stays."""
     bits = values.contiguous().view(torch.int32)
     up = bits + ((1 << (_CUT - 1)) - 1) + ((bits >> _CUT) & 1)  # Inf has no bits that are cut: it stays
