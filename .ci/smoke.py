@@ -111,7 +111,7 @@ def sql(folder: Path) -> None:
     import duckdb
 
     run = trained(folder / "run")
-    (count,) = duckdb.sql(f"select count(*) from read_parquet('{run}/**/*.parquet', union_by_name=true)").fetchone()
+    ((count,),) = duckdb.sql(f"select count(*) from read_parquet('{run}/**/*.parquet', union_by_name=true)").fetchall()
     assert count > 0
 
 
