@@ -1,9 +1,9 @@
 """What the small BERT is taught: to fill in masked tokens, and then to find in a piece of source what is asked for.
 
-A question is one word, and the answer what that word stands in front of: the name behind ``def``, ``class`` or ``raise``,
-what ``return`` gives, what is imported, what ``for`` counts with, what ``if`` asks; or, where the question is a quotation
-mark or a digit, the first string or number. A piece is asked for what it holds once, and holds two such things or more,
-so that the question has to be read. A batch follows from seed and step.
+A question is one word, and the answer what that word stands in front of: the name behind ``def``, ``class`` or
+``raise``, what ``return`` gives, what is imported, what ``for`` counts with, what ``if`` asks; or, where the question
+is a quotation mark or a digit, the string or the number. A piece is asked for what it holds once, and holds two such
+things or more, so that the question has to be read. A batch follows from seed and step.
 """
 
 from bisect import bisect_left
@@ -30,7 +30,7 @@ _MASKED, _KEPT = 0.8, 0.9  # of the tokens to be predicted 80 % are masked, 10 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
-    """Inputs (batch, length) with masks, the places to predict (batch * predictions, counted on), and what was there."""
+    """Inputs (batch, length) with masks, the places to predict (counted through the batch), and what was there."""
 
     tokens: Tensor
     places: Tensor
@@ -48,8 +48,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Questions as a batch: tokens, segments (0 the question, 1 the context; both (batch, length)) and the ends of the
-    answers (batch, 2): their first and their last token.
+    """Questions as a batch: tokens (batch, length), and of the answers the first and the last token (batch, 2).
+
+    `segments`: of each token whether it is the question's (0) or the context's (1).
     """
 
     tokens: Tensor

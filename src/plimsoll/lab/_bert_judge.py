@@ -24,9 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one training: the exact match and F1 of the answers to held-out questions in per cent, and the first training's
-    last loss in nats.
-    """
+    """Of one training: exact match and F1 of its answers in per cent, and the loss on masked tokens in nats."""
 
     exact: float
     f1: float

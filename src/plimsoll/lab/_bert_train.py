@@ -44,8 +44,8 @@ class Setup:
       is divided by their number, as in gradient accumulation. So a first training's step stands for masked_batch *
       accumulate inputs: here 65,536, those of the largest batches that BERT was trained in (You et al. 2020).
       The second training is of small batches, as BERT's was: nothing is divided there.
-    - `plain_rate`; `unit_masked_rate`, `unit_span_rate`: a unit-scaled weight begins at 1 and torch's far below, so that
-      one number means different steps. `warmup`: part of the steps.
+    - `plain_rate`; `unit_masked_rate`, `unit_span_rate`: a unit-scaled weight begins at 1 and torch's far below, so
+      that one number means different steps. `warmup`: part of the steps.
     """
 
     masked_steps: int = 60
@@ -197,7 +197,7 @@ def _answers(loop: Loop, model: nn.Module, kind: Kind, device: str) -> list[list
     with loop.evaluate(), _arithmetic(kind):
         _, scores = model(asked.tokens.to(device), asked.segments.to(device), asked.ends.to(device))
     first, last = best_spans(scores[:, 0].float().cpu(), scores[:, 1].float().cpu(), asked.segments)
-    return torch.stack((first, last), dim=1).tolist()
+    return [list(span) for span in zip(first.tolist(), last.tolist(), strict=True)]
 
 
 def _arithmetic(kind: Kind) -> "contextlib.AbstractContextManager[object]":
