@@ -68,6 +68,12 @@ def test_the_search_for_the_first_scale_is_no_part_of_the_fall_after_it(tmp_path
     assert found.evidence == {"from": 2.0**16, "to": 2.0**8, "binades": 8.0}
 
 
+def test_a_scale_that_sinks_to_its_floor_at_once_has_collapsed(tmp_path: Path) -> None:
+    story = told(scale=lambda s: 2.0 ** max(16 - s, -14))  # it settles only at the bottom
+    (found,) = (f for f in diagnose(story.write(tmp_path / "run")) if f.rule == "scale-collapse")
+    assert found.since_step <= 17 and found.evidence["to"] == 2.0**-14
+
+
 def test_structural_zeros_are_told_of_and_are_no_underflow(tmp_path: Path) -> None:
     story = told(change_gradient=lambda g, name, step: g * (torch.arange(len(g)) < 20))
     found = {(f.rule, f.collection): f for f in diagnose(story.write(tmp_path / "run"))}

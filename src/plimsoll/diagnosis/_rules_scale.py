@@ -161,8 +161,9 @@ class ScaleCollapse(Rule):
         fallen = _fallen(steps, scale, begin, self.window)
         holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
-            start = _start_of_fall(scale, int(holds[0]), begin)
-            yield self._told(steps, scale, start, int(holds[-1]), begin)
+            first = int(holds[0])
+            begin = begin if first >= begin else 0  # it sank below the floor before it settled there
+            yield self._told(steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
 
     def _told(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
         before = float(scale[begin : first + 1].max())
