@@ -5,13 +5,13 @@ constants of each parameter's own. A product has a forward factor c beside its w
 
     learning rate = that of the unscaled model * (its gradient / this gradient) / c
 
-c w moves, at the beginning, as the unscaled model's weight does. Gradients are root mean squares of one batch in FP32,
-of both models as they are drawn, and c is measured: what the module gives by what torch's gives with the same weight.
-All of it is constant from then on. (`unit.optim.SGD` has u-muP's factors of width and depth alone. With these the
-sweep's small unit-scaled models trail: 4.15 bits and not 3.93, attention in front of norms, at the best of five rates.)
+c w moves as the weight of an unscaled model would whose weights are c w. Gradients are root mean squares of one batch
+in FP32, of the model as it is drawn and of that unscaled twin; c is measured: what the module gives by what torch's
+gives with the same weight. All of it is constant from then on. (`unit.optim.SGD` has u-muP's factors of width and depth
+alone; with these the sweep's small unit-scaled models trailed in trials.)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,10 @@ from plimsoll.lab._sweep_model import Characters
 
 
 def groups(model: Characters, twin: Characters, batch: Batch, rate: float) -> list[dict[str, Any]]:
-    """One group for each parameter, with its learning rate; `twin`: the unscaled model of the same design."""
-    here, there, forward = gradients(model, batch), gradients(twin, batch), dict(forward_factors(model))
+    """One group for each parameter, with its rate; `twin`: an unscaled model of the design, whose weights are set."""
+    forward = dict(forward_factors(model))
+    twin.load_state_dict({name: forward[name] * weight.detach() for name, weight in model.named_parameters()})
+    here, there = gradients(model, batch), gradients(twin, batch)
     return [
         {"params": [parameter], "lr": rate * there[name] / here[name] / forward[name]}
         for name, parameter in model.named_parameters()
@@ -40,13 +42,21 @@ def gradients(model: Characters, batch: Batch) -> dict[str, float]:
 @torch.no_grad()
 def forward_factors(model: nn.Module) -> Iterator[tuple[str, float]]:
     """Of each weight's name, what the module gives by what torch's module gives with the same weight."""
-    named: Any = model.named_modules()
+    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     for name, module in named:
-        for kind in (nn.Linear, nn.Conv1d, nn.Embedding):
-            if isinstance(module, kind):
-                x, torchs = _example(module), cast("Callable[..., Tensor]", kind.forward)
-                ratio = cast("Tensor", module(x)).norm() / torchs(module, x).norm()
-                yield f"{name}.weight", ratio.item()
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
+            x = _example(module)
+            yield f"{name}.weight", _norm(module(x)) / _norm(_as_torch(module, x))
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x).item()
+
+
+def _as_torch(module: nn.Linear | nn.Conv1d | nn.Embedding, x: Tensor) -> Tensor:
+    if isinstance(module, nn.Embedding):
+        return nn.Embedding.forward(module, x)
+    return nn.Linear.forward(module, x) if isinstance(module, nn.Linear) else nn.Conv1d.forward(module, x)
 
 
 def _example(module: nn.Linear | nn.Conv1d | nn.Embedding) -> Tensor:
