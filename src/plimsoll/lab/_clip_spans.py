@@ -11,23 +11,19 @@ from collections.abc import Sequence
 from plimsoll.lab._clip_train import Setup
 from plimsoll.runs import Run
 
-_SAMPLES = 8  # of a kind that are looked at, spread over the training
+_SAMPLES = 8  # that are looked at outside of hard batches, spread over the training
 
 
 def spans(run: Run, setup: Setup, *, always: bool = False) -> dict[str, float]:
-    """How many layers span FP16: the fewest and the most at hard batches, the most at others; and the most binades."""
+    """The most layers that span FP16 at a hard batch's sample and at another's; the share of those where one does."""
     recorded = _sampled(run)
     hard = [step for step in recorded if always or setup.hard_at <= step < setup.hard_end]
     others = [step for step in recorded if step not in hard]
-    at_hard, at_others = _counted(run, _some(hard)), _counted(run, _some(others))
+    at_hard, at_others = _counted(run, hard), _counted(run, others[:: max(len(others) // _SAMPLES, 1)])
     return {
-        "spanning_hard_fewest": at_hard[0], "spanning_hard": at_hard[1], "span_hard_binades": at_hard[2],
-        "spanning_others": at_others[1], "span_others_binades": at_others[2],
+        "spanning_hard": at_hard[0], "spanning_hard_share": at_hard[1], "span_hard_binades": at_hard[2],
+        "spanning_others": at_others[0], "span_others_binades": at_others[2],
     }  # fmt: skip
-
-
-def _some(steps: Sequence[int]) -> Sequence[int]:
-    return steps[:: max(len(steps) // _SAMPLES, 1)]
 
 
 def _sampled(run: Run) -> list[int]:
@@ -36,7 +32,7 @@ def _sampled(run: Run) -> list[int]:
 
 
 def _counted(run: Run, steps: Sequence[int]) -> tuple[float, float, float]:
-    """Of these samples: the fewest and the most layers that span FP16, the most binades; NaN without samples."""
+    """Of these samples: the most layers that span FP16, the share with one, the most binades; NaN without samples."""
     if not steps:
         return math.nan, math.nan, math.nan
     layers, widest = [0] * len(steps), 0.0
@@ -45,4 +41,4 @@ def _counted(run: Run, steps: Sequence[int]) -> tuple[float, float, float]:
             if held.nonzero:
                 layers[number] += held.window("fp16") is None
                 widest = max(widest, math.log2(held.absmax / held.absmin))
-    return float(min(layers)), float(max(layers)), widest
+    return float(max(layers)), sum(count > 0 for count in layers) / len(layers), widest
