@@ -81,6 +81,9 @@ def test_anchors_are_in_the_order_of_the_outputs_and_offsets_lead_to_boxes_and_b
     assert defaults[-1].tolist() == pytest.approx([56 / 64, 56 / 64, 27 / 64, 27 / 64])
     boxes = scenes(0, 0, 8).boxes[:, :1].expand(-1, len(defaults), -1)
     torch.testing.assert_close(decoded(encoded(boxes, defaults), defaults), boxes)
+    # SSD's units: a tenth of a side, and a fifth of a side's logarithm.
+    box, default = torch.tensor([[0.52, 0.5, 0.2, 0.2 * math.exp(0.2)]]), torch.tensor([[0.5, 0.5, 0.2, 0.2]])
+    assert encoded(box, default)[0].tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0], abs=1e-5)
 
 
 def test_each_thing_has_its_best_box_and_all_that_overlap_it_by_half() -> None:
