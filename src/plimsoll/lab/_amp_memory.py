@@ -128,7 +128,7 @@ class _DropoutAsOnGpus(TorchFunctionMode):
 
 def _place(x: Tensor) -> int:
     """The storage itself, by which two views of one are known; "meta" has no addresses."""
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
