@@ -1,6 +1,7 @@
 """Adam's state in FP16: the adapter's trainings at a small size, and that each claim can fail."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_the_claims_hold_that_do_not_need_a_long_training(measured: Measured) ->
     failed = {claim.id: claim.measured for claim in measured.claims if not claim.holds}
     assert set(failed) <= TOO_SHORT_FOR, failed
     assert len(by_id(measured.claims)) == len(measured.claims) == 17
+    assert json.dumps([each.to_dict() for each in (*measured.claims, *measured.trainings)])
     assert [training.name for training in measured.trainings] == [kind.name for kind in KINDS]
 
 

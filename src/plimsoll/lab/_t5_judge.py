@@ -45,7 +45,7 @@ def measured(run: Run, view: View, setup: Setup, findings: tuple[Finding, ...]) 
     return {
         "overflow_at": overflow_at,
         "told_at": float(min(told) + _CONFIRMED) if told else math.inf,
-        "skipped_since": len(set(skips)) / (steps[-1] + 1 - overflow_at) if len(broken) else 0.0,
+        "skipped_since": len(set(skips)) / (int(steps[-1]) + 1 - overflow_at) if len(broken) else 0.0,
         "loss_end": float(loss[-1]),
         "largest_first": _largest(run, setup, 0),
         "largest_end": max(_largest(run, setup, int(step)) for step in run.steps[-3:]),
