@@ -11,6 +11,7 @@ gives with the same weight. All of it is constant from then on. (`unit.optim.SGD
 alone; with these the sweep's small unit-scaled models trailed in trials.)
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ def forward_factors(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+    return math.sqrt(x.square().sum().item())
 
 
 def _as_torch(module: nn.Linear | nn.Conv1d | nn.Embedding, x: Tensor) -> Tensor:
