@@ -29,7 +29,7 @@ def claims(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
 
 
 def _of_burst(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
-    """The stock scaler otherwise set, over the ten hard batches. Outside of them no layer spans FP16: 2^24 outlasts them."""
+    """The stock scaler otherwise set. Outside of the ten hard batches no layer spans FP16: 2^24 outlasts them."""
     falls = tuple(
         Claim(
             id=f"{name}-falls", says=f"{title}: the scale falls at each hard batch all the same",
