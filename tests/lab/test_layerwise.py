@@ -111,6 +111,8 @@ CHANGES = [
     ("static-15", {"of_fp32_high": 1.03}, "static-as-fp32"),
     *((name, {"of_best_high": 1.03}, f"{name}-as-best")
       for name in ("layer-spectra", "layer-zhao", "stock", "dynamic", "spectral")),
+    *((name, {"of_fp32_high": 1.03}, f"{name}-as-fp32")
+      for name in ("layer-spectra", "layer-zhao", "stock", "dynamic", "spectral")),
     ("layer-spectra", {"of_best_high": math.inf}, "layer-spectra-as-best"),
     *((name, {"batches_lost": 1.0}, f"{name}-no-batch-lost") for name in ("layer-spectra", "layer-zhao", "spectral")),
     ("layer-spectra", {"lost": 0.02}, "layer-loses-least"),
@@ -138,10 +140,12 @@ def test_what_is_said_is_measured(measured: Measured) -> None:
     numbers = sound(measured)
     numbers["layer-zhao"] |= {"held_out_loss": 1.234, "of_best_high": 1.5}
     numbers["static-0"]["of_best"] = 1.25
+    numbers["fp32"]["of_best_high"] = 1.012
     lines = said(numbers)
     assert len(lines) == 1 + len(KINDS) + 2 and max(len(line) for line in lines[:11]) <= 79
     assert any("published rule" in line and "1.234" in line for line in lines[1:11])
     assert "Not shown to be: LayerScaler, published rule." in lines[-2] and "(2^0) ends 25% behind" in lines[-2]
+    assert "Of FP32 itself it is shown to within 1.2%." in lines[-2]
     numbers["fp32"].pop("window_low")
     assert said(numbers)[-1].startswith("No single scale serves all 18 tensors")
 
