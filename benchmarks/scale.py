@@ -206,15 +206,16 @@ def main() -> None:
     size = Size(tensors=options.tensors, samples=options.samples, ranks=options.ranks)
     results = Results("scale", "cpu")
     written, whole = measured(size, options.rounds)
-    below = smaller(size)
-    found = {way: measured(each, options.rounds) for way, (each, _) in below.items()}
     note = "A part for each sample of each rank; closing merges parts. No goal was set."
-    results.add("Writing", note, [written, *(row for row, _ in found.values())])
+    results.add("Writing", note, [written])
     note = (
         "Files in the page cache. Processor seconds are of all threads, and what other work on the machine touches "
         "least. Peak: memory beyond what the process held. No goal was set."
     )
     results.add(f"Reading {size}", note, [_row(question, answer) for question, answer in whole.items()])
+    below = smaller(size)
+    found = {way: measured(each, options.rounds) for way, (each, _) in below.items()}
+    results.add("Writing smaller runs", "For comparison.", [row for row, _ in found.values()])
     growth = exponents(
         whole, {way: answers for way, (_, answers) in found.items()}, {w: f for w, (_, f) in below.items()}
     )
