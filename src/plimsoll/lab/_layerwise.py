@@ -112,7 +112,7 @@ def claims(numbers: Numbers) -> tuple[Claim, ...]:
             unit="of the nonzero ones, more",
         ),
         Claim(
-            id="one-scale-could-serve", says="here some single scale would serve all layers (of a CLIP none does)",
+            id="one-scale-could-serve", says="some single scale would serve all layers",
             measured=_width(numbers["fp32"]), at_least=0.0, unit="binades wide",
         ),
     )  # fmt: skip
