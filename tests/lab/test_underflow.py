@@ -13,11 +13,12 @@ from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.lab import Bench, Claim, Measured, _underflow_train
+from plimsoll.lab._clip_data import make_batch
 from plimsoll.lab._detector_model import detection_loss
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._underflow import UNDERFLOW, claims, jobs_of, measure_with
 from plimsoll.lab._underflow_judge import Rate, came_true, early_verdict, rate
-from plimsoll.lab._underflow_train import BY_NAME, KINDS, Job, Setup, setup_for, train, trained
+from plimsoll.lab._underflow_train import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
 from plimsoll.runs import Batch, Run, RunWriter
 
 SMALL = Setup(
@@ -204,6 +205,17 @@ def test_trainings_of_a_seed_begin_alike_and_are_another_arithmetic(measured: Me
         losses = [Run(measured.trainings[place].run).scalars("loss")[1] for place in (a, b)]
         assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-2)
         assert losses[0].tolist() != losses[1].tolist()
+
+
+def test_some_captions_belong_to_other_pictures() -> None:
+    wrong = []
+    for step in range(20):
+        batch, mixed = make_batch(3, step, 16), captioned(3, step, 16, 1 / 8)
+        assert mixed.pictures.equal(batch.pictures)
+        assert mixed.captions.equal(captioned(3, step, 16, 1 / 8).captions)
+        wrong.append((mixed.captions != batch.captions).any(dim=1).sum().item())
+        assert captioned(3, step, 16, 0.0).captions.equal(batch.captions)
+    assert 20 < sum(wrong) < 60 and len(set(wrong)) > 2  # about 40 of 320
 
 
 def test_what_comes_of_it(measured: Measured) -> None:
