@@ -6,7 +6,7 @@ The four of `demo`, and on the same weights and batches:
 - *Of the scales*: the published rule for layers; a scale for each parameter, and for each of its elements.
 - *No batch is hard*, for longer: gradients shrink as the model learns, and the stock scale doubles each 2,000 steps.
 - *Every batch is hard*: then the gradient that comes back to the patches' embedding spans more than FP16 in every
-  step, as T7 says of CLIP. After ten hard batches alone it does so in these, and a higher scale outlasts them.
+  step, as T7 says of CLIP. With ten hard batches it does so in these alone, and a higher scale outlasts them.
 """
 
 from dataclasses import replace

@@ -33,7 +33,7 @@ def _of_burst(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     falls = tuple(
         Claim(
             id=f"{name}-falls", says=f"{title}: the scale falls at each hard batch all the same",
-            measured=numbers[f"fp16-{name}"]["scale_before"] - numbers[f"fp16-{name}"]["scale_lowest"],
+            measured=numbers[f"fp16-{name}"]["scale_fell"],
             at_least=setup.hard_batches, unit="binades",
         )
         for name, title in (
@@ -60,7 +60,7 @@ def _of_scales(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     found = [
         Claim(
             id="zhao-falls", says="The published rule for layers raises scales only: the loss scale falls all the same",
-            measured=zhao["scale_before"] - zhao["scale_lowest"], at_least=setup.hard_batches, unit="binades",
+            measured=zhao["scale_fell"], at_least=setup.hard_batches, unit="binades",
         ),
         Claim(
             id="zhao-not-enough", says="The published rule for layers: too many gradients are lost after them",

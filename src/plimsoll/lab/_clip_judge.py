@@ -122,6 +122,7 @@ def _scale(view: View, setup: Setup, end: int) -> dict[str, float]:
     return {
         "scale_before": begin,
         "scale_lowest": float(since.min()),
+        "scale_fell": float(since[0] - since.min()),  # from the first hard batch's: it may have grown just before
         "scale_end": float(exponents[-1]),
         "scale_back_after": float(back[0] - end) if len(back) else math.inf,
     }
