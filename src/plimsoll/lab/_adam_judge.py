@@ -42,8 +42,10 @@ def measured(run: Run, view: View, setup: Setup, findings: Sequence[Finding]) ->
     exploded = steps[~(updates < EXPLODES)]  # NaN too
     told = [finding.since_step for finding in findings if finding.rule == _RULE]
     finite = updates[np.isfinite(updates)]
+    loss = run.scalars("loss")[1]
     return {
-        "loss_end": _median(run.scalars("loss")[1][-_TAIL:]),
+        "loss_spell": _median(loss[: setup.spell]),
+        "loss_end": _median(loss[-_TAIL:]),
         "largest_update": float(finite.max()) if len(finite) == len(updates) else math.inf,
         "exploded_at": float(exploded[0]) if len(exploded) else math.inf,
         "told_at": float(min(told) + _CONFIRMED) if told else math.inf,
