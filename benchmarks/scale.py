@@ -11,7 +11,7 @@ norm's weight under tensor parallelism), which readers must find out; the others
 
 Besides the run that is asked for, smaller ones are measured: a quarter of the tensors, a quarter of the samples, half
 of the ranks. How a figure grows with each is the power between the two, and the last tables take the figures to larger
-runs by these. That is a calculation and no measurement, and says so.
+runs on the line through both. That is a calculation and no measurement, and says so.
 """
 
 import argparse
@@ -172,15 +172,22 @@ def exponents(
 
 
 def taken_to(
-    size: Size, targets: Sequence[Size], whole: Mapping[str, Answer], growth: Mapping[str, Mapping[str, float]]
+    size: Size, way: str, numbers: Sequence[int], whole: Mapping[str, Answer], less: tuple[Size, Mapping[str, Answer]]
 ) -> list[dict[str, object]]:
-    """The processor time of each question to larger runs, by the exponents; what shrank is taken not to grow."""
+    """The processor time of each question to runs with larger numbers of tensors, samples or ranks.
+
+    On the straight line through the two measured runs, whose fixed costs do not grow; where time grew faster than the
+    number, by the power that it grew by.
+    """
+    here, there = getattr(size, way), getattr(less[0], way)
     rows: list[dict[str, object]] = []
-    for question, powers in growth.items():
+    for question, answer in whole.items():
+        seconds, before = answer.processor_seconds, less[1][question].processor_seconds
+        slope, power = max(0.0, seconds - before) / (here - there), math.log(seconds / before) / math.log(here / there)
         row: dict[str, object] = {"question": question}
-        for target in targets:
-            factor = math.prod((getattr(target, way) / getattr(size, way)) ** max(0.0, p) for way, p in powers.items())
-            row[f"s at {target}"] = whole[question].processor_seconds * factor
+        for number in numbers:
+            line, curve = seconds + slope * (number - here), seconds * (number / here) ** power
+            row[f"s at {replace(size, **{way: number})}"] = max(line, curve) if power > 1 else line
         rows.append(row)
     return rows
 
@@ -223,13 +230,14 @@ def main() -> None:
         f"From {', '.join(str(each) for each, _ in below.values())}: processor time grows as the number to this power."
     )
     results.add("Growth", note, [{"question": question, **powers} for question, powers in growth.items()])
-    targets = [replace(size, ranks=1000), replace(size, tensors=1_000_000), replace(size, samples=10 * size.samples)]
-    note = "Calculated by these powers, not measured. One rank that writes (ranks='reduce') makes the ranks one."
-    results.add("Larger runs, processor seconds", note, taken_to(size, targets, whole, growth))
-    disk = [
-        {"tensors x samples x ranks": str(t), "GB": written["MB on disk"] / size.spectra * t.spectra / 1e3}
-        for t in targets
-    ]
+    targets = {"ranks": 1000, "tensors": 1_000_000, "samples": 10 * size.samples}
+    note = "Calculated, not measured: on the line through the measured runs. ranks='reduce' makes the ranks one."
+    for way, number in targets.items():
+        rows = taken_to(size, way, [number], whole, (below[way][0], found[way][1]))
+        results.add(f"More {way}, processor seconds", note, rows)
+    larger = [replace(size, **{way: number}) for way, number in targets.items()]
+    share = written["MB on disk"] / size.spectra / 1e3
+    disk = [{"tensors x samples x ranks": str(t), "GB": share * t.spectra} for t in larger]
     results.add("Larger runs, on disk", "In proportion to the number of spectra. Calculated, not measured.", disk)
     if options.out or not options.quick:
         results.write("scale", *([options.out] if options.out else []))

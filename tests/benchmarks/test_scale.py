@@ -1,5 +1,6 @@
 """The benchmark of scale: its run is what it says, and its calculation is right where growth is a power exactly."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ def test_the_run_has_so_many_tensors_samples_and_ranks(scale: ModuleType, tmp_pa
         assert ask() is not None
 
 
-def test_powers_are_found_and_carried_on(scale: ModuleType) -> None:
+def test_growth_is_found_and_carried_on(scale: ModuleType) -> None:
     def answer(size: object) -> object:
         seconds = 1e-6 * size.tensors * size.samples**0.5 * size.ranks**2
         return scale.Answer(seconds=9.0, processor_seconds=seconds, peak_bytes=0)
@@ -52,6 +53,9 @@ def test_powers_are_found_and_carried_on(scale: ModuleType) -> None:
     )
     growth = scale.exponents(whole, less, factors)
     assert growth["q"] == pytest.approx({"tensors": 1.0, "samples": 0.5, "ranks": 2.0})
-    target = scale.Size(tensors=4000, samples=640, ranks=1000)
-    (row,) = scale.taken_to(size, [target], whole, growth)
-    assert row["s at 4,000 x 640 x 1,000"] == pytest.approx(answer(target).processor_seconds)
+    for way, number in {"tensors": 4000, "ranks": 1000}.items():  # a straight line, and more than one
+        target = dataclasses.replace(size, **{way: number})
+        (row,) = scale.taken_to(size, way, [number], whole, (below[way][0], less[way]))
+        assert row[f"s at {target}"] == pytest.approx(answer(target).processor_seconds)
+    (row,) = scale.taken_to(size, "samples", [640], whole, (below["samples"][0], less["samples"]))
+    assert row["s at 400 x 640 x 8"] > answer(dataclasses.replace(size, samples=640)).processor_seconds  # the safe side
