@@ -313,11 +313,11 @@ def test_every_kind_has_its_seeds(tmp_path: Path) -> None:
 
 def test_sizes_for_other_lengths() -> None:
     assert setup_for(None, full=False) == Setup()
-    assert (setup_for(40, full=False).masked_steps, setup_for(40, full=False).span_steps) == (8, 40)
+    assert (setup_for(40, full=False).masked_steps, setup_for(40, full=False).span_steps) == (10, 40)
     for full in (False, True):
         made = setup_for(None, full=full)
-        assert made.masked_batch * made.accumulate == 65_536 * 20 // PREDICTIONS
-    with pytest.raises(ArgumentError, match="lab bert: expected 20 steps or more, .* got 19. Use 300."):
+        assert made.masked_batch * made.accumulate == 65_536
+    with pytest.raises(ArgumentError, match="lab bert: expected 20 steps or more, .* got 19. Use 240."):
         setup_for(19, full=False)
 
 

@@ -4,8 +4,8 @@ The model is trained to fill in masked tokens of Python's standard library, and 
 with a span of it, scored as SQuAD is: both in the same precision. The unit-scaled model is what `unit.convert` makes of
 the plain one, loss included; the second training takes over the weights of the first by their names.
 
-What FP16 needs to fail is stated, not hidden: the first training's loss is a micro-batch's share of a mean over
-1.3 million predictions, as in the largest batches that BERT was trained in. The second training's batches are small, as
+What FP16 needs to fail is stated, not hidden: the first training's loss is a micro-batch's share of a step of 65,536
+inputs, as in the largest batches that BERT was trained in. The second training's batches are small, as
 BERT's are, and FP16 trains in them as FP32 does: what it lacks there is what the first training was to give.
 
 Precisions are compared within one model, seed by seed from the same weights on the same batches, and both models with

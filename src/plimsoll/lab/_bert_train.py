@@ -41,24 +41,24 @@ class Setup:
 
     - `masked_steps`, `span_steps`; `masked_batch`, `span_batch`: the inputs of a micro-batch.
     - `accumulate`: how many micro-batches a step would have. One alone is computed, as if all were alike, and its loss
-      is divided by their number, as in gradient accumulation. So a first training's step stands for masked_batch * 5 *
-      accumulate predictions: here 1.3 million, as of 65,536 inputs with 20 each, the largest batches that BERT was
-      trained in (You et al. 2020). The second training is of small batches, as BERT's was: nothing is divided there.
+      is divided by their number, as in gradient accumulation. So a first training's step stands for masked_batch *
+      accumulate inputs: here 65,536, as in the largest batches that BERT was trained in (You et al. 2020). The second
+      training is of small batches, as BERT's was: nothing is divided there.
     - `plain_rate`; `unit_masked_rate`, `unit_span_rate`: a unit-scaled weight begins at 1 and torch's far below, so
       that one number means different steps. `warmup`: part of the steps.
     """
 
     masked_steps: int = 60
-    span_steps: int = 300
+    span_steps: int = 240
     masked_batch: int = 16
     span_batch: int = 32
-    accumulate: int = 16_384
+    accumulate: int = 4096
     width: int = 64
     layers: int = 2
     heads: int = 4
     plain_rate: float = 0.003
     unit_masked_rate: float = 0.5
-    unit_span_rate: float = 0.15
+    unit_span_rate: float = 0.08
     warmup: float = 0.1
     seeds: int = 2
     every: int = 20
@@ -69,12 +69,12 @@ class Setup:
 
 
 def setup_for(steps: int | None, *, full: bool) -> Setup:
-    """The sizes for so many steps of the second training, and a fifth of that of the first."""
+    """The sizes for so many steps of the second training, and a quarter as many of the first."""
     whole = Setup()
     if full:
         whole = replace(
-            whole, masked_steps=4000, span_steps=3000, masked_batch=128, accumulate=2048, width=256, layers=6, heads=8,
-            plain_rate=0.001, unit_masked_rate=0.25, unit_span_rate=0.1, seeds=3, every=50,
+            whole, masked_steps=4000, span_steps=3000, masked_batch=128, accumulate=512, width=256, layers=6, heads=8,
+            plain_rate=0.001, unit_masked_rate=0.25, unit_span_rate=0.05, seeds=3, every=50,
         )  # fmt: skip
     if steps is None:
         return whole
@@ -83,7 +83,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
             f"lab bert: expected {FEWEST_STEPS} steps or more, so that there is something to learn in either training; "
             f"got {steps}. Use {whole.span_steps}."
         )
-    return replace(whole, masked_steps=steps // 5, span_steps=steps)
+    return replace(whole, masked_steps=steps // 4, span_steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
