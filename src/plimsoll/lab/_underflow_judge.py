@@ -6,8 +6,9 @@ that are nonzero when a shadow step repeats it in FP32. So zeros of ReLU, or of 
 BF16 is judged as FP16 is. The *rate* is the share of layers that underflow.
 
 The early rule (T6) is held against the rate, with the limits of the rule `underflow-rising`: stay, where it is below
-1 % and does not rise; change, where it is above 5 %; else watch. That it rises too, as T6 has it, is a number of its
-own: in the beginning of a training the rate may be high and fall, until the features part.
+1 %; change, where it is above 5 %; else watch. What it is, is its mean, or where its trend leads if that is sure. That
+it rises too, as T6 has it, is a number of its own: in the beginning of a training the rate may be high and fall, until
+the features part.
 """
 
 import math
@@ -89,7 +90,7 @@ def early_verdict(seen: Rate) -> Verdict:
     level = found.end if found.confidence >= SURE else seen.level()
     if level > CHANGE:
         return "change"
-    return "stay" if level < STAY and seen.rise() <= STAY else "watch"
+    return "stay" if level < STAY else "watch"
 
 
 def judged(job: Job, setup: Setup) -> Training:
