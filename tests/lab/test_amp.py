@@ -11,14 +11,15 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.lab import Bench, Measured, _amp
-from plimsoll.lab._amp import AMP, levels_of, measure_with, of_losses, of_memory, of_times
+from plimsoll.lab._amp import AMP, levels_of, measure_with
+from plimsoll.lab._amp_claims import of_losses, of_memory, of_times
 from plimsoll.lab._amp_data import make_rows, make_scenes, make_spans
 from plimsoll.lab._amp_judge import ends, fell_to, furthest, losses
 from plimsoll.lab._amp_memory import Footprint, footprint
 from plimsoll.lab._amp_models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
 from plimsoll.lab._amp_networks import Network, feed_forward, published, spans, unet
 from plimsoll.lab._amp_time import Timed, ratio, time_steps
-from plimsoll.lab._amp_train import FP8, Setup, setup_for, to_task
+from plimsoll.lab._amp_train import FP8, Setup, rounds_of, setup_for, to_task
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._unit_quality_judge import Ratio
 from plimsoll.runs import Run
@@ -187,6 +188,8 @@ def test_timed_steps_leave_the_weights_and_are_of_one_loss(monkeypatch: pytest.M
 
 def test_fp8_is_timed_where_there_are_linear_layers() -> None:
     assert [levels_of(network)[-1] for network in SMALL] == ["fp8-tensor", "amp-bf16", "fp8-tensor"]
+    assert [rounds_of(network, Setup(rounds=3)) for network in SMALL] == [3, 3, 1]
+    assert rounds_of(SMALL[2], Setup(rounds=3, full=True)) == 3
 
 
 # -- trainings and claims ----------------------------------------------------------------------------------------------

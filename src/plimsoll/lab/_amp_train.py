@@ -56,6 +56,11 @@ def timed_networks(setup: Setup) -> tuple[Network, ...]:
     return published() if setup.full else (feed_forward(128), unet(2, 92), spans(1, 32))
 
 
+def rounds_of(network: Network, setup: Setup) -> int:
+    """How often the network's steps are timed: BERT-base once, where a CPU has to take them."""
+    return 1 if network.name == "bert" and not setup.full else setup.rounds
+
+
 def trained_networks(setup: Setup) -> tuple[Network, ...]:
     """The networks that are trained: without `full` narrower ones, and no BERT."""
     return published() if setup.full else (feed_forward(128, (250, 125)), unet(4, 92, width=8, rate=3e-3))
