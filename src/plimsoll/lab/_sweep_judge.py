@@ -3,6 +3,7 @@
 Ways are compared as ratios of bits per character, design by design, so that what designs differ in cancels. The bound
 of a mean ratio is Student's over designs, one-sided at 95 %, of its logarithm. A pair counts only where the way in FP32
 that it is held against has learned: fewer bits than the frequencies of single characters give, without any context.
+That is also the most that a training is counted with: one that diverged has learned nothing, however far it went.
 """
 
 import math
@@ -30,7 +31,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Below 1 the first is better; Inf where it gave no number."""
+        """Below 1 the first is better."""
         return self.bits / self.against
 
 
@@ -56,7 +57,7 @@ class Scores:
     def pairs(self, way: Way, against: Way) -> tuple[Pair, ...]:
         """Each design in one way and in another, in FP32, each at its own best learning rate."""
         return tuple(
-            Pair(design=design, bits=self.best(design, way), against=self.best(other, against))
+            Pair(design=design, bits=self._counted(self.best(design, way)), against=self.best(other, against))
             for design, other in self._both(way, against)
         )
 
@@ -64,7 +65,7 @@ class Scores:
         """Likewise, both at the learning rate that is best for the other: what comes of changing nothing else."""
         return tuple(
             Pair(
-                design=design, bits=self.bits[design, way][self.best_rate(design, against)],
+                design=design, bits=self._counted(self.bits[design, way][self.best_rate(design, against)]),
                 against=self.best(design, against),
             )
             for design, other in self._both(way, against)
@@ -74,6 +75,9 @@ class Scores:
     def learned(self, design: Design, way: Way) -> bool:
         """Whether its best is better than what needs no context."""
         return self.best(design, way) < self.chance
+
+    def _counted(self, bits: float) -> float:
+        return min(bits, self.chance)
 
     def _both(self, way: Way, against: Way) -> list[tuple[Design, Design]]:
         """Designs that were trained in the one way, and their counterparts in the other, which have learned."""
