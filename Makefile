@@ -38,7 +38,7 @@ $(BENCH_READY): $(READY)
 
 # Idle threads sleep and do not spin: on a machine that is busy with other work this is ten times as fast.
 demo: $(READY)
-	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab clip --out demo
+	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab demo --out demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)

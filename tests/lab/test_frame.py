@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,12 @@ def test_a_claim_holds_within_its_bounds(measured: float, low: float | None, hig
     claim = Claim(id="x", says="x", measured=measured, at_least=low, at_most=high)
     assert claim.holds is holds and claim.to_dict()["holds"] is holds
     json.dumps(claim.to_dict(), allow_nan=False)
+
+
+def test_a_claim_takes_numbers_of_numpy() -> None:
+    claim = Claim(id="x", says="x", measured=np.float32(0.5), at_most=1.0)
+    assert json.loads(json.dumps(claim.to_dict()))["holds"] is True
+    assert Claim(id="x", says="x", measured=np.float64("nan"), at_most=1.0).to_dict()["measured"] == "nan"
 
 
 def test_a_claim_without_a_bound_is_refused() -> None:

@@ -37,7 +37,7 @@ class Claim:
         """Whether the number keeps its bounds."""
         low = -math.inf if self.at_least is None else self.at_least
         high = math.inf if self.at_most is None else self.at_most
-        return low <= self.measured <= high
+        return bool(low <= self.measured <= high)  # of NumPy's numbers it would be NumPy's, which JSON has no form for
 
     def __str__(self) -> str:
         """What it says, what was measured, and what was expected, in one line."""
@@ -51,7 +51,7 @@ class Claim:
 
     def to_dict(self) -> dict[str, object]:
         """The claim as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
-        measured = self.measured if math.isfinite(self.measured) else str(self.measured)
+        measured = float(self.measured) if math.isfinite(self.measured) else str(float(self.measured))
         return {
             "id": self.id,
             "says": self.says,
