@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.precision import LEVELS, levels_table, prepare
+from plimsoll.scaling import StaticScaler
 from tests.precision.training import CAST, HERE, SCALED, adamw, batches, loss_of, net, run
 
 HALF, BF, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -220,3 +221,45 @@ def test_a_bf16_level_needs_no_scaler_for_gradients_that_fp16_loses() -> None:
     before = model.weight.float()
     master = loop.optimizer.master_of(model.weight)
     assert loop.scaler is None and not master.equal(before)
+
+
+class Subclassed(nn.BatchNorm2d):
+    """Another type, whose forward might do more: what goes in is cast to FP32, and what comes out is cast back."""
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("arguments", [{}, {"affine": False}, {"affine": False, "track_running_stats": False}])
+@pytest.mark.parametrize("name", ["fp16-master", "bf16-master"])
+def test_batch_norm_takes_16_bits_beside_fp32_and_gives_what_casts_would(
+    name: str, arguments: dict[str, bool], training: bool
+) -> None:
+    seen: list[list[Tensor]] = []
+    for kind in (nn.BatchNorm2d, Subclassed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), kind(8, **arguments), nn.ReLU(), nn.Conv2d(8, 4, 3)).train(training)
+        scaler = StaticScaler(8.0, device="cpu") if name in SCALED else None
+        loop = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name, scaler=scaler)
+        with loop.forward():
+            loss = model(torch.randn(4, 3, 9, 9)).square().mean()
+        loop.step(loss)
+        seen.append([*(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers()), loss])
+        loop.close()
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_around_batch_norm_nothing_is_kept_in_fp32() -> None:
+    kept: dict[type, int] = {}
+    for kind in (nn.BatchNorm2d, Subclassed):  # on "meta", torch computes as a GPU does, without an emulation
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), kind(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to("meta")
+        loop = prepare(model, torch.optim.SGD(model.parameters()), "bf16-master")
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel() if tensor.dtype == FULL else 0)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), loop.forward():
+            model(torch.empty(4, 3, 9, 9, device="meta"))
+        kept[kind] = sum(sizes)
+        loop.close()
+    assert kept[Subclassed] - kept[nn.BatchNorm2d] == 4 * 8 * 7 * 7

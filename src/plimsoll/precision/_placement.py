@@ -3,7 +3,9 @@
 A level keeps the weights in one format and those of normalisation layers perhaps in another; a policy may name further
 modules. Parameters and buffers are cast where they are (a Parameter stays the object that the optimizer has), and a
 module whose format differs from that of the module which calls it casts its floating inputs on the way in, its outputs
-on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32.
+on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32. A batch
+norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values beside FP32 parameters, computes in
+FP32 and rounds once, so that nothing is kept for the backward in FP32.
 
 Casting back gives buffers that did not change their old FP32 bits again; parameters get theirs from the masters.
 """
@@ -27,6 +29,8 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
+# Not their subclasses, whose forward may do more than normalise.
+_MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
 
 
@@ -129,10 +133,15 @@ class Placement:
         for name, module in named_modules(root, twice=False):
             inside = self.formats[name]
             outside = self.formats[caller[name]] if name else None
-            if inside != outside and has_forward(module):
+            if inside != outside and has_forward(module) and not _mixes(module, inside, outside):
                 # First in, last out: what other hooks see is what the module itself computes with.
                 yield module.register_forward_pre_hook(CastInputs(DTYPES[inside]), prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))
+
+
+def _mixes(module: nn.Module, inside: str, outside: str | None) -> bool:
+    """Whether the module takes 16-bit values of those around it as they are, and computes in FP32."""
+    return type(module) in _MIXING and inside == "fp32" and outside in ("fp16", "bf16")
 
 
 def root_is_cast(formats: Mapping[str, str]) -> bool:
