@@ -8,9 +8,9 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import EXPERIMENTS, Bench, Measured
-from plimsoll.lab._audit import FIGURE, Setup, measure_with, setup_for
-from plimsoll.lab._audit_judge import claims
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab.audit._experiment import FIGURE, Setup, measure_with, setup_for
+from plimsoll.lab.audit._judge import claims
 
 SMALL = Setup(steps=24, width=64, layers=2, heads=2, length=32, pieces=8, every=6)
 

@@ -13,8 +13,8 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench
-from plimsoll.lab._bert import claims, jobs_of
-from plimsoll.lab._bert_data import (
+from plimsoll.lab._experiment import Silent
+from plimsoll.lab.bert._data import (
     LENGTH,
     LONGEST_ANSWER,
     PREDICTIONS,
@@ -25,10 +25,11 @@ from plimsoll.lab._bert_data import (
     source,
     source_of,
 )
-from plimsoll.lab._bert_judge import Score, behind, judged, nats_over, scored, scores
-from plimsoll.lab._bert_score import best_spans, exact, f1
-from plimsoll.lab._bert_text import MASK, SPECIAL, corpus, vocabulary_of, words
-from plimsoll.lab._bert_train import (
+from plimsoll.lab.bert._experiment import claims, jobs_of
+from plimsoll.lab.bert._judge import Score, behind, judged, nats_over, scored, scores
+from plimsoll.lab.bert._score import best_spans, exact, f1
+from plimsoll.lab.bert._text import MASK, SPECIAL, corpus, vocabulary_of, words
+from plimsoll.lab.bert._train import (
     KINDS,
     PHASES,
     Job,
@@ -41,7 +42,6 @@ from plimsoll.lab._bert_train import (
     to_task,
     train,
 )
-from plimsoll.lab._experiment import Silent
 from plimsoll.runs import Run
 
 SMALL = Setup(masked_steps=6, span_steps=4, masked_batch=4, span_batch=4, accumulate=2**16, width=16, layers=1, every=2)
@@ -58,7 +58,7 @@ def few_questions() -> "object":
     """Those of the held-out text for both trainings: the whole text takes seconds to look through."""
     with pytest.MonkeyPatch.context() as patch:
         asked = questions(held_out=True)
-        patch.setattr("plimsoll.lab._bert_data.questions", lambda *, held_out: asked)
+        patch.setattr("plimsoll.lab.bert._data.questions", lambda *, held_out: asked)
         yield
 
 

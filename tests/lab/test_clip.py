@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from plimsoll.lab import Bench, Claim, Measured, _clip_kinds
-from plimsoll.lab._clip_data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
-from plimsoll.lab._clip_demo import claims, measure_with
-from plimsoll.lab._clip_judge import judged
-from plimsoll.lab._clip_kinds import DEMO_KINDS, FP16
-from plimsoll.lab._clip_model import EPSILON, GLOBAL_BATCH, Clip, contrastive_loss
-from plimsoll.lab._clip_train import Setup, setup_for
-from plimsoll.lab._clip_workers import one_thread, train_all
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab._workers import one_thread
+from plimsoll.lab.clip._data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
+from plimsoll.lab.clip._demo import claims, measure_with
+from plimsoll.lab.clip._judge import judged
+from plimsoll.lab.clip._kinds import DEMO_KINDS, FP16
+from plimsoll.lab.clip._model import EPSILON, GLOBAL_BATCH, Clip, contrastive_loss
+from plimsoll.lab.clip._train import Setup, setup_for
+from plimsoll.lab.clip._workers import train_all
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
 

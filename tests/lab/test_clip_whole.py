@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from plimsoll.lab import Bench, Claim, Training, _clip
-from plimsoll.lab._clip import CLIP, measure_with
-from plimsoll.lab._clip_claims import claims
-from plimsoll.lab._clip_kinds import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
-from plimsoll.lab._clip_said import said
-from plimsoll.lab._clip_train import Setup, setup_for
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab.clip._claims import claims
+from plimsoll.lab.clip._experiment import CLIP, measure_with
+from plimsoll.lab.clip._kinds import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
+from plimsoll.lab.clip._said import said
+from plimsoll.lab.clip._train import Setup, setup_for
 from plimsoll.runs import Run
 
 TINY = Setup(

@@ -11,12 +11,12 @@ import torch
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured, _detector_train
-from plimsoll.lab._clip import one_thread
-from plimsoll.lab._detector_judge import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
-from plimsoll.lab._detector_train import Job, Kind, Setup, sized
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab._gradients import FIGURE, GRADIENTS, KINDS, claims, measure_with, said, setup_for
-from plimsoll.lab._gradients_histogram import between, histogram, scale_for, shares
+from plimsoll.lab._workers import one_thread
+from plimsoll.lab.detector._judge import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
+from plimsoll.lab.detector._train import Job, Kind, Setup, sized
+from plimsoll.lab.gradients._experiment import FIGURE, GRADIENTS, KINDS, claims, measure_with, said, setup_for
+from plimsoll.lab.gradients._histogram import between, histogram, scale_for, shares
 from plimsoll.runs import Run
 from plimsoll.spectrum import measure
 

@@ -11,12 +11,21 @@ import pytest
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured, _detector_train
-from plimsoll.lab._clip import one_thread
-from plimsoll.lab._detector_judge import lost
-from plimsoll.lab._detector_train import Job, train
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab._layerwise import KINDS, LAYERWISE, STATIC, best_static, claims, measure_with, said, setup_for
-from plimsoll.lab._layerwise_spans import Spans, spans_of
+from plimsoll.lab._workers import one_thread
+from plimsoll.lab.detector._judge import lost
+from plimsoll.lab.detector._train import Job, train
+from plimsoll.lab.layerwise._experiment import (
+    KINDS,
+    LAYERWISE,
+    STATIC,
+    best_static,
+    claims,
+    measure_with,
+    said,
+    setup_for,
+)
+from plimsoll.lab.layerwise._spans import Spans, spans_of
 from plimsoll.runs import Run
 
 TINY = replace(setup_for(None, full=False), steps=6, warmup=1, batch=1, width=4, seeds=1, every=3, held_out=2)

@@ -9,13 +9,13 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab._clip_data import SHAPES, VOCABULARY, make_batch
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab._levels import LEVELS, astray, claims, measure_with
-from plimsoll.lab._levels_judge import accuracies, behind
-from plimsoll.lab._levels_model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
-from plimsoll.lab._levels_operations import operations_at
-from plimsoll.lab._levels_train import CHANGED, KINDS, OF_LEVELS, SCALES, Setup, setup_for, to_task, trained
+from plimsoll.lab.clip._data import SHAPES, VOCABULARY, make_batch
+from plimsoll.lab.levels._experiment import LEVELS, astray, claims, measure_with
+from plimsoll.lab.levels._judge import accuracies, behind
+from plimsoll.lab.levels._model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
+from plimsoll.lab.levels._operations import operations_at
+from plimsoll.lab.levels._train import CHANGED, KINDS, OF_LEVELS, SCALES, Setup, setup_for, to_task, trained
 from plimsoll.precision import Policy
 from plimsoll.runs import Run
 

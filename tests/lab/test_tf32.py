@@ -9,8 +9,8 @@ import torch
 
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Silent
-from plimsoll.lab._tf32 import TF32, claims, measure, trained
-from plimsoll.lab._tf32_loops import (
+from plimsoll.lab.tf32._experiment import TF32, claims, measure, trained
+from plimsoll.lab.tf32._loops import (
     bf16_loop,
     changed_lines,
     changed_tokens,
@@ -19,7 +19,7 @@ from plimsoll.lab._tf32_loops import (
     plimsoll_loop,
     tf32_loop,
 )
-from plimsoll.lab._tf32_products import Errors, errors
+from plimsoll.lab.tf32._products import Errors, errors
 
 OF_DEVICE = {"rate-half-of-fp16", "rate-above-fp32", "device-agrees"}
 RATE = {"fp32": 50.0, "tf32": 400.0, "fp16": 800.0, "bf16": 800.0}
@@ -122,7 +122,7 @@ def test_the_tf32_loops_settings_are_made_and_taken_back() -> None:
 def test_products_of_other_formats_are_found_out(
     monkeypatch: pytest.MonkeyPatch, losses: dict[str, list[float]]
 ) -> None:
-    import plimsoll.lab._tf32_products as products
+    import plimsoll.lab.tf32._products as products
 
     emulate = products.emulate
     monkeypatch.setattr(products, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))

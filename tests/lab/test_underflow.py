@@ -13,12 +13,12 @@ from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.lab import Bench, Claim, Measured, _underflow_train
-from plimsoll.lab._clip_data import make_batch
-from plimsoll.lab._detector_model import detection_loss
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab._underflow import UNDERFLOW, claims, jobs_of, measure_with
-from plimsoll.lab._underflow_judge import Rate, came_true, early_verdict, rate
-from plimsoll.lab._underflow_train import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
+from plimsoll.lab.clip._data import make_batch
+from plimsoll.lab.detector._model import detection_loss
+from plimsoll.lab.underflow._experiment import UNDERFLOW, claims, jobs_of, measure_with
+from plimsoll.lab.underflow._judge import Rate, came_true, early_verdict, rate
+from plimsoll.lab.underflow._train import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
 from plimsoll.runs import Batch, Run, RunWriter
 
 SMALL = Setup(

@@ -11,8 +11,8 @@ from plimsoll.cli import app
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import EXPERIMENTS, Bench
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab._unit_factors import Row, claims, measured_rows
-from plimsoll.lab._unit_factors_cases import Case, cases
+from plimsoll.lab.unit_factors._cases import Case, cases
+from plimsoll.lab.unit_factors._experiment import Row, claims, measured_rows
 
 RUNS = 32
 

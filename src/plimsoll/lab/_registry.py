@@ -4,24 +4,23 @@ import difflib
 from collections.abc import Mapping
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab._adam import ADAM
-from plimsoll.lab._amp import AMP
-from plimsoll.lab._audit import AUDIT
-from plimsoll.lab._bert import BERT
-from plimsoll.lab._clip import CLIP
-from plimsoll.lab._clip_demo import DEMO
 from plimsoll.lab._experiment import Experiment
-from plimsoll.lab._formats import FORMATS
-from plimsoll.lab._gradients import GRADIENTS
-from plimsoll.lab._layerwise import LAYERWISE
-from plimsoll.lab._levels import LEVELS
-from plimsoll.lab._sweep import UNIT_SWEEP
-from plimsoll.lab._t5 import T5
-from plimsoll.lab._techniques import TECHNIQUES
-from plimsoll.lab._tf32 import TF32
-from plimsoll.lab._underflow import UNDERFLOW
-from plimsoll.lab._unit_factors import UNIT_FACTORS
-from plimsoll.lab._unit_quality import UNIT
+from plimsoll.lab.adam import ADAM
+from plimsoll.lab.amp import AMP
+from plimsoll.lab.audit import AUDIT
+from plimsoll.lab.bert import BERT
+from plimsoll.lab.clip import CLIP, DEMO
+from plimsoll.lab.formats import FORMATS
+from plimsoll.lab.gradients import GRADIENTS
+from plimsoll.lab.layerwise import LAYERWISE
+from plimsoll.lab.levels import LEVELS
+from plimsoll.lab.t5 import T5
+from plimsoll.lab.techniques import TECHNIQUES
+from plimsoll.lab.tf32 import TF32
+from plimsoll.lab.underflow import UNDERFLOW
+from plimsoll.lab.unit import UNIT
+from plimsoll.lab.unit_factors import UNIT_FACTORS
+from plimsoll.lab.unit_sweep import UNIT_SWEEP
 
 _IN_ORDER = (
     DEMO, CLIP, UNDERFLOW, ADAM, T5, TF32, LAYERWISE, UNIT, UNIT_FACTORS, AUDIT, UNIT_SWEEP, BERT, AMP, TECHNIQUES,

@@ -74,6 +74,17 @@ def carry_out(
     return answers
 
 
+@contextlib.contextmanager
+def one_thread() -> Generator[None]:
+    """Computes with one of torch's threads inside, and with as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def named(function: str) -> Callable[[Task], Any]:
     """The function of that name, "module:function"."""
     module, _, name = function.partition(":")

@@ -1,0 +1,71 @@
+"""What experiments measure alike: ratios over seeds with bounds, gradients that were lost, a curve in a few numbers."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+
+from plimsoll.diagnosis import View
+
+Floats = NDArray[np.float64]
+_CONFIDENCE = 0.95
+_COLUMNS = 22  # of the picture in one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A mean ratio over seeds, and bounds that it is above and below with 95 % each; with one seed they are NaN."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def ratio(these: Floats, those: Floats) -> Ratio:
+    """The ratio of two rows of results, seed by seed; Inf where one of the first ended in no number.
+
+    >>> found = ratio(np.array([2.0, 2.0, 2.0]), np.array([1.0, 1.0, 1.0]))
+    >>> found.low == found.mean == found.high == 2.0
+    True
+    """
+    if not np.isfinite(these).all():
+        return Ratio(mean=math.inf, low=math.inf, high=math.inf)
+    logs = np.log(these / those)
+    mean = float(logs.mean())
+    if len(logs) < 2:
+        return Ratio(mean=math.exp(mean), low=math.nan, high=math.nan)
+    error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    wide = float(stats.t.ppf(_CONFIDENCE, len(logs) - 1)) * error
+    return Ratio(mean=math.exp(mean), low=math.exp(mean - wide), high=math.exp(mean + wide))
+
+
+def lost_at(view: View) -> tuple[NDArray[np.int64], Floats]:
+    """Of the gradients of activations that are held in a narrow format, the part it has lost, at each sample.
+
+    Norms and residual sums have gradients in FP32, and BF16 has FP32's range: these lose nothing, and do not count.
+    """
+    narrow = view.narrow("activation_gradients")
+    if narrow is None:
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    cells, held = narrow.cells, narrow.censors
+    samples = len(cells.steps)
+    lost = np.bincount(cells.at[held], np.nan_to_num(narrow.lost[held]), samples)
+    there = np.bincount(cells.at[held], cells.nonzero[held], samples)
+    return cells.steps, lost / np.maximum(lost + there, 1.0)
+
+
+def lost(view: View) -> dict[str, float]:
+    """Of the gradients of activations that FP16 held, the part it lost: in all samples, in the first and the last."""
+    narrow = view.narrow("activation_gradients")
+    if narrow is None or not narrow.censors.any():
+        return {}
+    _, shares = lost_at(view)
+    return {"lost_after": float(shares.mean()), "lost_first": float(shares[0]), "lost_last": float(shares[-1])}
+
+
+def columns(steps: NDArray[np.int64], loss: Floats) -> tuple[float, ...]:
+    """The loss as so many means of as many steps each."""
+    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
+    return tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any())
