@@ -39,6 +39,7 @@ def _process_state() -> dict[str, object]:
     return {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
+        "torch function modes": torch._C._len_torch_function_stack(),  # noqa: SLF001  (torch has no public name for it)
         "threads": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -57,7 +58,8 @@ def _process_state() -> dict[str, object]:
 def _restore(state: dict[str, object]) -> None:
     """Puts back what can be, so that one leak fails one test and not all that follow."""
     torch.set_default_dtype(state["default dtype"])
-    torch.set_default_device(state["default device"])
+    if torch.get_default_device() != state["default device"]:
+        torch.set_default_device(state["default device"])  # which leaves a mode active, so not without need
     torch.set_num_threads(state["threads"])
     torch.set_grad_enabled(state["grad mode"])
     torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["deterministic, warning only"])

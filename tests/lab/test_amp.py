@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, MissingExtraError
-from plimsoll.lab import Bench, Measured, _amp
+from plimsoll.lab import Bench, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._measures import Ratio
+from plimsoll.lab.amp import _experiment as experiment
 from plimsoll.lab.amp._claims import of_losses, of_memory, of_times
 from plimsoll.lab.amp._data import make_rows, make_scenes, make_spans
 from plimsoll.lab.amp._experiment import AMP, levels_of, measure_with
@@ -38,9 +39,9 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_amp", "_amp_train"):
-            patch.setattr(f"plimsoll.lab.{module}.trained_networks", lambda _: SMALL[:2])
-        patch.setattr(_amp, "LEVELS", ("fp32", "amp-fp16", FP8))
+        for module in ("_experiment", "_train"):
+            patch.setattr(f"plimsoll.lab.amp.{module}.trained_networks", lambda _: SMALL[:2])
+        patch.setattr(experiment, "LEVELS", ("fp32", "amp-fp16", FP8))
         return measure_with(bench(tmp_path_factory.mktemp("amp")), TINY, counted=SMALL, timed=SMALL, workers=1)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from plimsoll.lab import Bench, Claim, Measured, _clip_kinds
+from plimsoll.lab import Bench, Claim, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._workers import one_thread
+from plimsoll.lab.clip import _kinds as kinds
 from plimsoll.lab.clip._data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
 from plimsoll.lab.clip._demo import claims, measure_with
 from plimsoll.lab.clip._judge import judged
@@ -196,7 +197,7 @@ def test_another_scaler_in_the_stock_scalers_place_breaks_its_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     recovers: Callable[..., Any] = lambda _, on: DynamicScaler(on, regrowth_interval=2)  # noqa: E731
-    monkeypatch.setitem(_clip_kinds.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
+    monkeypatch.setitem(kinds.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
     place = bench(tmp_path / "runs")
     train_all([FP16], SMALL, place, workers=1)
     fp16 = judged(FP16, SMALL, Run(place.runs / "fp16")).numbers

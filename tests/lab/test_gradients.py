@@ -10,9 +10,10 @@ import torch
 
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Measured, _detector_train
+from plimsoll.lab import Bench, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._workers import one_thread
+from plimsoll.lab.detector import _train as trains
 from plimsoll.lab.detector._judge import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
 from plimsoll.lab.detector._train import Job, Kind, Setup, sized
 from plimsoll.lab.gradients._experiment import FIGURE, GRADIENTS, KINDS, claims, measure_with, said, setup_for
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> Iterator[Measured]:
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setattr(_detector_train, "workers_for", lambda _: 1)
+        patch.setattr(trains, "workers_for", lambda _: 1)
         yield measure_with(bench(folder), TINY)
 
 

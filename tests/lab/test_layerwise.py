@@ -10,9 +10,10 @@ import pytest
 
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Measured, _detector_train
+from plimsoll.lab import Bench, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._workers import one_thread
+from plimsoll.lab.detector import _train as trains
 from plimsoll.lab.detector._judge import lost
 from plimsoll.lab.detector._train import Job, train
 from plimsoll.lab.layerwise._experiment import (
@@ -36,7 +37,7 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     folder = tmp_path_factory.mktemp("layerwise")
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setattr(_detector_train, "workers_for", lambda _: 1)
+        patch.setattr(trains, "workers_for", lambda _: 1)
         bench = Bench(runs=folder, seed=0, device="cpu", steps=None, full=False, progress=Silent())
         yield measure_with(bench, TINY)
 

@@ -12,10 +12,11 @@ import torch
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.lab import Bench, Claim, Measured, _underflow_train
+from plimsoll.lab import Bench, Claim, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab.clip._data import make_batch
 from plimsoll.lab.detector._model import detection_loss
+from plimsoll.lab.underflow import _train as trains
 from plimsoll.lab.underflow._experiment import UNDERFLOW, claims, jobs_of, measure_with
 from plimsoll.lab.underflow._judge import Rate, came_true, early_verdict, rate
 from plimsoll.lab.underflow._train import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
@@ -141,7 +142,7 @@ def test_a_training_whose_scale_is_low_underflows(
         assert rate(View(Run(measured.trainings[place].run))).layers[:4].max() < 0.1
         with monkeypatch.context() as patch:
             patch.setattr(torch.amp, "GradScaler", Low)
-            patch.setattr(_underflow_train, "detection_loss", lambda *a: detection_loss(*a) * 2.0**-24)
+            patch.setattr(trains, "detection_loss", lambda *a: detection_loss(*a) * 2.0**-24)
             train(Job(kind=BY_NAME[name], seed=0, run=tmp_path / name), dataclasses.replace(SMALL, steps=4), "cpu")
         assert rate(View(Run(tmp_path / name))).layers.min() > 0.5, name
 

@@ -22,6 +22,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "lightning": ("lightning",),
     "transformers": ("transformers",),
     "sql": ("duckdb",),
+    "sweep": ("ray",),
 }
 
 # The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute

@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
-
 from plimsoll.errors import BackendError, MissingExtraError, PlimsollError
 from plimsoll.lab._experiment import Progress, Silent
-from plimsoll.lab._workers import Task, named, workers_for
+from plimsoll.lab._workers import Task, named, one_thread, workers_for
 
 _RETRIES = 3  # of a task whose machine is lost
 # Read by Ray when it starts: no report of use to its makers, and GPUs hidden from tasks that ask for none.
@@ -65,8 +63,8 @@ def carry_out_on_ray(
 
 def does(function: str, task: str) -> Any:
     """What a machine of the cluster does with one task."""
-    torch.set_num_threads(1)
-    return named(function)(json.loads(task))
+    with one_thread():
+        return named(function)(json.loads(task))
 
 
 def imported_ray() -> Any:
