@@ -3,9 +3,10 @@
 A level keeps the weights in one format and those of normalisation layers perhaps in another; a policy may name further
 modules. Parameters and buffers are cast where they are (a Parameter stays the object that the optimizer has), and a
 module whose format differs from that of the module which calls it casts its floating inputs on the way in, its outputs
-on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32. A batch
-norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values beside FP32 parameters, computes in
-FP32 and rounds once, so that nothing is kept for the backward in FP32.
+on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32.
+
+A batch norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values beside FP32 parameters,
+computes in FP32 and rounds once, so that nothing is kept for the backward in FP32.
 
 Casting back gives buffers that did not change their old FP32 bits again; parameters get theirs from the masters.
 """
