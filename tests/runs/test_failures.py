@@ -347,7 +347,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
             grown = tracemalloc.get_traced_memory()[0] - before
         finally:
             tracemalloc.stop()
-    assert grown < 300_000  # 3,000 steps of 20 rows are 138 MB
+    assert grown < 3_000_000  # 3,000 steps of 20 rows are 138 MB; other threads of this process allocate too
     assert len(Run(tmp_path).steps) == 4000
 
 
