@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import warnings
 from collections.abc import Iterator
 
 # torch's threads read this when it is imported: idle ones sleep, and do not spin while other workers need the cores.
@@ -46,13 +47,19 @@ def _process_state() -> dict[str, object]:
         "autocast on cpu": torch.is_autocast_enabled("cpu"),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "deterministic, warning only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": _matmul_precision(),
         "numpy errors": np.geterr(),
         "environment": {
             name: os.environ[name] for name in os.environ if name.startswith(("PLIMSOLL_", "TRITON_INTERPRET"))
         },
         **hooks,
     }
+
+
+def _matmul_precision() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns whoever reads it after the newer settings were used
+        return torch.get_float32_matmul_precision()
 
 
 def _restore(state: dict[str, object]) -> None:
