@@ -64,4 +64,4 @@ class Claim:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.4g}"

@@ -57,8 +57,8 @@ class Setup:
     layers: int = 2
     heads: int = 4
     plain_rate: float = 0.003
-    unit_masked_rate: float = 0.5
-    unit_span_rate: float = 0.08
+    unit_masked_rate: float = 0.15
+    unit_span_rate: float = 0.05
     warmup: float = 0.1
     seeds: int = 2
     every: int = 20
@@ -74,7 +74,7 @@ def setup_for(steps: int | None, *, full: bool) -> Setup:
     if full:
         whole = replace(
             whole, masked_steps=4000, span_steps=3000, masked_batch=128, accumulate=512, width=256, layers=6, heads=8,
-            plain_rate=0.001, unit_masked_rate=0.25, unit_span_rate=0.05, seeds=3, every=50,
+            plain_rate=0.001, unit_masked_rate=0.1, unit_span_rate=0.03, seeds=3, every=50,
         )  # fmt: skip
     if steps is None:
         return whole
