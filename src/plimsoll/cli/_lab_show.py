@@ -53,7 +53,8 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
         colour = "green" if training.good else "bold red"
         table.add_row(
             Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
-            "" if math.isnan(lost) else f"{lost:.0%}", number(loss), Text(shown(training.verdict), style=colour),
+            "" if math.isnan(lost) else f"{lost:.0%}", "" if math.isnan(loss) else number(loss),
+            Text(shown(training.verdict), style=colour),
         )  # fmt: skip
     return table
 

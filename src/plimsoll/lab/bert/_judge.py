@@ -95,4 +95,4 @@ def judged(kind: Kind, job: Job, phase: str, found: Scores) -> Training:
     )  # fmt: skip
 
 
-_TITLES = {"masked": "masked tokens", "spans": "answers"}
+_TITLES = {"masked": "masked", "spans": "answers"}
