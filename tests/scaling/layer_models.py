@@ -3,13 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (as everyone writes it)
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from plimsoll.scaling._layer_units import WIDENS
+
 D = 8
+needs_wide_gradients = pytest.mark.skipif(
+    not WIDENS, reason="float16 parameters with layer scales need torch 2.10 or newer"
+)
 
 
 class Written(nn.Module):

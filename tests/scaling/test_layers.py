@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision._masters import MasterWeights
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling._layer_edges import marked
-from tests.scaling.layer_models import D, Written, linears, made
+from tests.scaling.layer_models import D, Written, linears, made, needs_wide_gradients
 
 DEPTH, WIDTH, SHRINK = 10, 32, 50.0
 
@@ -75,6 +75,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected).norm() / expected.norm()).item()
 
 
+@needs_wide_gradients
 def test_a_chain_that_shrinks_50_times_a_layer_keeps_its_first_gradient_in_float16() -> None:
     model, expected = reference()
     half = copy.deepcopy(model).half()
@@ -121,6 +122,7 @@ def test_under_autocast_the_parameters_are_float32_and_so_are_their_gradients() 
     assert found < 1e-2
 
 
+@needs_wide_gradients
 def test_a_tied_weight_adds_up_its_uses_in_float32() -> None:
     """Undone in float16, or added up before it is undone, the gradient of the use that carries 2**30 would be zero."""
     torch.manual_seed(0)
@@ -190,6 +192,7 @@ def poison(unit: nn.Module) -> Any:
     return unit.register_forward_hook(broken)
 
 
+@needs_wide_gradients
 def test_an_overflow_lowers_the_layer_and_those_after_it_in_the_backward() -> None:
     model, expected = reference()
     half = copy.deepcopy(model).half()
@@ -214,6 +217,7 @@ def test_an_overflow_lowers_the_layer_and_those_after_it_in_the_backward() -> No
     assert errors[-1] < 1e-2
 
 
+@needs_wide_gradients
 def test_a_loss_that_is_not_finite_blames_no_layer() -> None:
     model, _ = reference()
     half = copy.deepcopy(model).half()
@@ -267,6 +271,7 @@ def test_measuring_is_rare_once_the_factors_stand() -> None:
     assert measured[0] and sum(measured[5:]) <= 4
 
 
+@needs_wide_gradients
 @pytest.mark.parametrize(("kind", "settings"), [(torch.optim.SGD, {}), (torch.optim.Adam, {"eps": 1e-4})])
 def test_float16_parameters_are_stepped_with_float16_gradients(kind: Any, settings: dict[str, float]) -> None:
     torch.manual_seed(0)
@@ -285,6 +290,7 @@ def test_float16_parameters_are_stepped_with_float16_gradients(kind: Any, settin
     assert not torch.equal(half.layers[3].weight, start["layers.3.weight"])
 
 
+@needs_wide_gradients
 def test_master_weights_get_the_float32_gradients() -> None:
     model, expected = reference()
     half = copy.deepcopy(model).half()
@@ -300,6 +306,7 @@ def test_master_weights_get_the_float32_gradients() -> None:
     assert error(found, expected) < 1e-2
 
 
+@needs_wide_gradients
 def test_a_state_resumes_bit_for_bit() -> None:
     def run(steps: int, saved: Any = None, rule: Any = "spectra") -> tuple[Any, list[Tensor]]:
         torch.manual_seed(0)
@@ -343,6 +350,7 @@ def test_states_of_other_scalers_and_other_models() -> None:
     assert plain.get_scale() == 2.0**8
 
 
+@needs_wide_gradients
 def test_setting_the_scale_leaves_the_layers_what_they_carry() -> None:
     model, _ = reference()
     half = copy.deepcopy(model).half()
@@ -403,6 +411,7 @@ def test_bad_arguments_say_so() -> None:
     assert not model._forward_hooks
 
 
+@needs_wide_gradients
 def test_residual_branches_meet_at_a_scale_that_both_can_carry() -> None:
     """The input needs no gradient: still the stream is made of activations, and its sums keep their scale."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.scaling import LayerScaler, _layer_units
-from tests.scaling.layer_models import Gated, Written, linears, made, parts
+from tests.scaling.layer_models import Gated, Written, linears, made, needs_wide_gradients, parts
 from tests.scaling.test_layers_exact import assert_equal, gradients, inputs, loss_of, with_exponents
 
 APPLY = torch.autograd.Function.__dict__["apply"]
@@ -354,6 +354,7 @@ def test_evaluation_is_left_alone() -> None:
     assert torch.equal(out, made("glue").eval()(inputs()))
 
 
+@needs_wide_gradients
 def test_a_disabled_scaler_does_nothing() -> None:
     model = made("sequential").half()
     scaler = LayerScaler(model, enabled=False)
@@ -365,6 +366,7 @@ def test_a_disabled_scaler_does_nothing() -> None:
     assert scaler.state_dict() == {}
 
 
+@needs_wide_gradients
 def test_closing_gives_float16_gradients_back() -> None:
     model = made("sequential").half()
     scaler = LayerScaler(model)

@@ -12,6 +12,7 @@ from plimsoll.formats import get
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling._layer_rule import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
 from plimsoll.spectrum import Spectrum, measure
+from tests.scaling.layer_models import needs_wide_gradients
 
 FP16 = get("fp16")
 
@@ -78,6 +79,7 @@ def test_the_published_rule_lowers_what_would_overflow_and_leaves_what_it_does_n
     assert by_moments(unknown, 5, fmt=FP16) == [5, 5]
 
 
+@needs_wide_gradients
 def test_the_published_rule_helps_a_chain_by_what_it_may() -> None:
     """It stops at 1,024, so a chain is rescued to a depth of its own; not as deep as by spectra."""
     found = {}
