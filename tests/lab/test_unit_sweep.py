@@ -355,6 +355,11 @@ def test_the_figure_has_a_mark_for_each_pair_and_the_table_a_line_for_each_desig
     marks = {trace.name: list(trace.y) for trace in drawn.data if trace.mode == "markers"}
     assert marks["FP16, no loss scale"] == pytest.approx([2.4] * 3)  # the fourth has its FP32 in another scheme
     assert marks["unit-scaled FP32"] == pytest.approx([1.98] * 4)
-    assert "; 2 without such a pair" in drawn.layout.title.subtitle.text
+    assert drawn.layout.title.subtitle.text.endswith("; 2 without a pair in FP32 are not drawn")
+    far = figure(made(fp16=10.0, unit=0.99))
+    marks = {trace.name: trace for trace in far.data if trace.mode == "markers"}
+    assert list(marks["FP16, no loss scale"].y) == pytest.approx([found.chance + 0.3] * 3)
+    assert all("here 20.000" in text for text in marks["FP16, no loss scale"].text)
+    assert "; 3 on the edge lie beyond what chance gives" in far.layout.title.subtitle.text
     lines = [line for line in table(found).splitlines() if "1.980" in line]
     assert len(lines) == 4 and all("2.400" in line for line in lines)

@@ -1,7 +1,7 @@
 """The sweep as a figure and as a table: bits per character of each design at its best learning rate, by way."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,6 +16,8 @@ from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, RED
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
+_Point = tuple[Design, float, float]  # and its bits in FP32, and in another way
+_BEYOND = 0.3  # bits above chance at which the figure ends: a training that diverged says no more there
 TITLES = {
     FP32: "FP32",
     FP16: "FP16, no loss scale",
@@ -34,10 +36,10 @@ def figure(found: Scores) -> "Figure":
     Raises `MissingExtraError` without Plotly.
     """
     drawn = {way: _points(found, way) for way in WAYS if way != FP32}
-    every = [value for points in drawn.values() for _, x, y in points for value in (x, y)] or [1.0]
-    low, high = min(every), max(every)
-    room = 0.03 * (high - low) + 0.01
-    ends = [low - room, high + room]
+    edge = found.chance + _BEYOND
+    shown = [min(value, edge) for points in drawn.values() for _, x, y in points for value in (x, y)] or [1.0]
+    room = 0.03 * (max(shown) - min(shown)) + 0.01
+    ends = [min(shown) - room, max(shown) + room]
     line: Trace = {
         "type": "scatter", "mode": "lines", "x": ends, "y": ends, "line": {"color": GREY, "dash": "dot"},
         "hoverinfo": "skip", "showlegend": False,
@@ -47,14 +49,18 @@ def figure(found: Scores) -> "Figure":
         "yaxis": {"title": {"text": "bits per character, this way"}, "range": ends},
         "height": 560,
     }
-    subtitle = "each design at its best learning rate; below the line is better than FP32"
-    beyond = sum(way != FP32 for _, way in found.bits) - sum(map(len, drawn.values()))
+    traces = [line, *(_trace(way, points, edge) for way, points in drawn.items() if points)]
+    title = "Small character models in FP32 and FP16"
+    return made("lab unit-sweep", title, _subtitle(found, drawn, edge), traces, layout, {"figure": "sweep"})
+
+
+def _subtitle(found: Scores, drawn: Mapping[Way, Sequence[_Point]], edge: float) -> str:
+    said = "each design at its best learning rate; below the line is better than FP32"
+    beyond = sum(max(x, y) > edge for points in drawn.values() for _, x, y in points)
     if beyond:
-        subtitle += f"; {beyond} without such a pair, or beyond twice the bits of chance, are not drawn"
-    traces = [line, *(_trace(way, points) for way, points in drawn.items() if points)]
-    return made(
-        "lab unit-sweep", "Small character models in FP32 and FP16", subtitle, traces, layout, {"figure": "sweep"}
-    )
+        said += f"; {beyond} on the edge lie beyond what chance gives"
+    alone = sum(way != FP32 for _, way in found.bits) - sum(map(len, drawn.values()))
+    return said + (f"; {alone} without a pair in FP32 are not drawn" if alone else "")
 
 
 def table(found: Scores) -> str:
@@ -78,7 +84,7 @@ def _cell(found: Scores, design: Design, way: Way) -> str:
     return f"{found.best(design, way):.3f}" if (design, way) in found.bits else ""
 
 
-def _points(found: Scores, way: Way) -> list[tuple[Design, float, float]]:
+def _points(found: Scores, way: Way) -> list[_Point]:
     """Design, its bits in FP32 and in this way; a unit-scaled one beside its unscaled counterpart."""
     both = [
         (design, reference(design) if way.scaling == "unit" else design) for design, each in found.bits if each == way
@@ -86,15 +92,15 @@ def _points(found: Scores, way: Way) -> list[tuple[Design, float, float]]:
     return [
         (design, found.best(other, FP32), found.best(design, way))
         for design, other in both
-        if (other, FP32) in found.bits and max(found.best(other, FP32), found.best(design, way)) < 2 * found.chance
+        if (other, FP32) in found.bits
     ]
 
 
-def _trace(way: Way, points: Sequence[tuple[Design, float, float]]) -> Trace:
+def _trace(way: Way, points: Sequence[_Point], edge: float) -> Trace:
     colour, symbol = _MARKS[way]
     return {
-        "type": "scatter", "mode": "markers", "name": TITLES[way], "x": [x for _, x, _ in points],
-        "y": [y for _, _, y in points], "text": [str(design) for design, _, _ in points],
-        "marker": {"color": colour, "symbol": symbol, "size": 9},
-        "hovertemplate": "%{text}<br>FP32 %{x:.3f}, here %{y:.3f}<extra></extra>",
+        "type": "scatter", "mode": "markers", "name": TITLES[way], "x": [min(x, edge) for _, x, _ in points],
+        "y": [min(y, edge) for _, _, y in points], "cliponaxis": False,
+        "text": [f"{design}<br>FP32 {x:.3f}, here {y:.3f}" for design, x, y in points],
+        "marker": {"color": colour, "symbol": symbol, "size": 9}, "hovertemplate": "%{text}<extra></extra>",
     }  # fmt: skip
