@@ -1,5 +1,6 @@
 """The live page while runs are written, servers end and browsers leave."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -44,12 +45,13 @@ def last_step(page: Any) -> Any:
     return page.locator(".head .facts dd").first
 
 
-def comes_true(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether a condition holds before long."""
+def comes_true(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether a condition holds before long; the server, a thread of this process, gets its turns meanwhile."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
             return True
+        os.sched_yield()
     return condition()
 
 

@@ -50,7 +50,7 @@ def list_rows(folder: Path | None, output: str) -> None:
             Text(standing.row.id, style="bold"), Text(standing.state, style=_COLOURS[standing.state]), _said(standing)
         )
     console().print(table)
-    console().print(Text(_origin(folder, listed), style="dim"))
+    console().print(Text(_origin(folder, listed), style="dim"), soft_wrap=True)
 
 
 def _said(standing: "Standing") -> Text:
