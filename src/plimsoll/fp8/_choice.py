@@ -79,7 +79,7 @@ def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | 
 
 def _why_no_layer(module: nn.Module) -> str:
     """A reason for modules that multiply by a matrix of their own, and are no linear layer."""
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return ""
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
     return f"its class {type(module).__name__} is no linear layer" if own else ""

@@ -252,7 +252,7 @@ def _floating(value: Any) -> list[Tensor]:
     """The tensors of an argument or a result that hold real or complex numbers."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() or value.is_complex() else []
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, (list, tuple, set)):
         return [x for item in cast("Sequence[Any]", value) for x in _floating(item)]
     if isinstance(value, Mapping):
         return [x for item in cast("Mapping[Any, Any]", value).values() for x in _floating(item)]

@@ -80,7 +80,7 @@ class Writer:
             return f"{self._anchor(used)}.device"
         if isinstance(nest, WhenTraining):
             return f"{nest.value!r} if self.training else 0.0"
-        if isinstance(nest, list | tuple):
+        if isinstance(nest, (list, tuple)):
             return f"[{', '.join(self.value(one, used) for one in nest)}]"  # pyright: ignore[reportUnknownVariableType]
         return constant_text(nest)
 
@@ -129,7 +129,7 @@ class Writer:
         self._line(f"{name} = {self._scaled(name, change.output, used)}", step.regions, used | {name})
 
     def _argument(self, nest: Any, port: Port, inputs: Mapping[Port, Scale], used: set[str]) -> str:
-        if isinstance(nest, list | tuple) and isinstance(port, int):
+        if isinstance(nest, (list, tuple)) and isinstance(port, int):
             inside = [self._argument(one, (port, i), inputs, used) for i, one in enumerate(nest)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
             return f"[{', '.join(inside)}]"
         return self._scaled(self.value(nest, used), inputs.get(port), used)

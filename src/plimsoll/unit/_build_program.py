@@ -251,7 +251,7 @@ def _sizes(node: fx.Node) -> tuple[str, ...] | None:
 
 def _size(node: fx.Node) -> str | None:
     value = node.meta.get("val")
-    return _text(value) if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else None
+    return _text(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else None
 
 
 def _text(size: Any) -> str:
@@ -259,7 +259,7 @@ def _text(size: Any) -> str:
 
 
 def _floating(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return all(_floating(one) for one in cast("list[Any]", value))
     return isinstance(value, Tensor) and value.is_floating_point()
 

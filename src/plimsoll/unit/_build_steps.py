@@ -100,7 +100,7 @@ def refs_in(value: object) -> Iterator[str]:
     """The names of the values in a nest of arguments."""
     if isinstance(value, Ref):
         yield value.name
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for one in value:  # pyright: ignore[reportUnknownVariableType]
             yield from refs_in(one)  # pyright: ignore[reportUnknownArgumentType]
     elif isinstance(value, dict):
@@ -112,7 +112,7 @@ def refs_in(value: object) -> Iterator[str]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The nest of arguments with each leaf changed."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         inside = [mapped(one, change) for one in cast("list[Any]", value)]
         return tuple(inside) if isinstance(value, tuple) else inside
     if isinstance(value, dict):

@@ -71,7 +71,7 @@ def constant_text(value: object) -> str:
         return f"float('{value}')"
     if isinstance(value, torch.device):
         return f"torch.device('{value}')"
-    return str(value) if isinstance(value, torch.dtype | torch.layout | torch.memory_format) else repr(value)
+    return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else repr(value)
 
 
 def _slice(args: list[str]) -> str | None:

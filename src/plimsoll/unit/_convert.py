@@ -119,7 +119,7 @@ def _apart(model: nn.Module, example: object) -> Any:
             return leaf
         return leaf.detach().to("meta") if meta else leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    if not isinstance(example, Tensor | tuple | Mapping):
+    if not isinstance(example, (Tensor, tuple, Mapping)):
         return example  # the capture says what it has to be
     if isinstance(example, Mapping):
         example = dict(cast("Mapping[Any, Any]", example))

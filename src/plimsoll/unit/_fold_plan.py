@@ -310,7 +310,7 @@ def _ports(step: Step) -> list[tuple[Port, str]]:
     for port, nest in [*enumerate(step.args), *step.kwargs.items()]:
         if isinstance(nest, Ref):
             found.append((port, nest.name))
-        elif isinstance(nest, list | tuple) and isinstance(port, int):
+        elif isinstance(nest, (list, tuple)) and isinstance(port, int):
             found += [((port, i), one.name) for i, one in enumerate(nest) if isinstance(one, Ref)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return found
 

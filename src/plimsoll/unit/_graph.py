@@ -89,7 +89,7 @@ def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
             yield position, cast("list[fx.Node]", argument.args[0])[cast("int", node.args[1])]
         elif isinstance(argument, fx.Node):
             yield position, argument
-        elif isinstance(argument, list | tuple):
+        elif isinstance(argument, (list, tuple)):
             for member, one in enumerate(argument):
                 if isinstance(one, fx.Node):
                     yield (position, member), one
@@ -99,7 +99,7 @@ def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
 
 
 def _floats(value: object) -> bool:
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return any(_floats(one) for one in cast("list[object]", value))
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
@@ -199,7 +199,7 @@ def _carrying(captured: Captured) -> set[str]:
 def _leaves(argument: object) -> Iterator[fx.Node]:
     if isinstance(argument, fx.Node):
         yield argument
-    elif isinstance(argument, list | tuple):
+    elif isinstance(argument, (list, tuple)):
         for one in argument:  # pyright: ignore[reportUnknownVariableType]
             yield from _leaves(one)  # pyright: ignore[reportUnknownArgumentType]
 

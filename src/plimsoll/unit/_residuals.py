@@ -144,7 +144,7 @@ def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
 def _check(tau: Tau) -> None:
     given = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
     for kind, value in cast("Mapping[str, object]", given).items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
             raise ArgumentError(
                 f"convert: expected residual_tau to lie between 0 and 1; got {value!r}"
                 f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all alike."

@@ -93,7 +93,7 @@ def _convolution(site: Site) -> Ideal:
 
 
 def _spread(given: Any, dims: int) -> tuple[int, ...]:
-    numbers: tuple[int, ...] = tuple(cast("list[int]", given)) if isinstance(given, list | tuple) else (given,)
+    numbers: tuple[int, ...] = tuple(cast("list[int]", given)) if isinstance(given, (list, tuple)) else (given,)
     return numbers * dims if len(numbers) == 1 else numbers
 
 

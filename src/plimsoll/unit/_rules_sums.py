@@ -56,7 +56,7 @@ def _terms(node: fx.Node, site: Site) -> int:
 
 def _multiplication(site: Site) -> Ideal:
     other = site.argument(1, "other")
-    if isinstance(other, int | float):
+    if isinstance(other, (int, float)):
         if not shape_of(site.node) or other == 0:
             return Ideal(operation=site.operation, why="a loss's weight, kept", rigid=True)
         factor = Factor(value=1 / abs(other) if site.operation == "mul" else abs(other))

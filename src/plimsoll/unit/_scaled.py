@@ -93,9 +93,9 @@ def _check_factor(name: str, factor: object) -> None:
                 f"{_say(factor)}. Multiply with * where it is a tensor or is trained."
             )
         return
-    if isinstance(factor, bool) or not isinstance(factor, int | float | torch.SymFloat | torch.SymInt):
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.SymFloat, torch.SymInt)):
         raise ArgumentError(f"scaled: expected {name} to be a number; got {_say(factor)}. Give a float.")
-    if not isinstance(factor, torch.SymFloat | torch.SymInt) and not -float("inf") < factor < float("inf"):
+    if not isinstance(factor, (torch.SymFloat, torch.SymInt)) and not -float("inf") < factor < float("inf"):
         raise ArgumentError(f"scaled: expected {name} to be finite; got {factor}. Give a finite number.")
 
 

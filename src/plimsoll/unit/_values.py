@@ -48,7 +48,7 @@ class Values:
 
     def _computed(self, node: fx.Node) -> Any:
         known = value_of(node)
-        if known is not None and not isinstance(known, Tensor | list | tuple):
+        if known is not None and not isinstance(known, (Tensor, list, tuple)):
             return size_at_example(known) if isinstance(known, torch.SymInt) else known
         if node.name in self._carrying:
             raise NoValueError(node.name)

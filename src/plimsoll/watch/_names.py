@@ -62,12 +62,12 @@ def _gather(value: Any, path: str, found: list[tuple[str, Tensor]], depth: int) 
     if isinstance(value, Tensor):
         if value.is_floating_point():
             found.append((path, value))
-    elif value is None or isinstance(value, str | int | float) or depth > _DEEPEST:
+    elif value is None or isinstance(value, (str, int, float)) or depth > _DEEPEST:
         return
     elif isinstance(value, Mapping):
         for key, item in cast("Mapping[Any, Any]", value).items():
             _gather(item, f"{path}.{key}", found, depth + 1)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         fields = getattr(cast("Any", value), "_fields", None)  # a named tuple's
         for index, item in enumerate(cast("Sequence[Any]", value)):
             _gather(item, f"{path}.{index if fields is None else fields[index]}", found, depth + 1)

@@ -323,6 +323,6 @@ def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, Mapping):
         for key, value in cast("Mapping[Any, Any]", state).items():
             yield from _state_tensors(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(state, list | tuple):
+    elif isinstance(state, (list, tuple)):
         for index, value in enumerate(cast("list[Any]", state)):
             yield from _state_tensors(value, f"{path}.{index}" if path else str(index))

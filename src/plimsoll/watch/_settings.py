@@ -123,7 +123,7 @@ def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...
 
 
 def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
-    if isinstance(given, str | type):
+    if isinstance(given, (str, type)):
         given = (given,)
     if not isinstance(given, Iterable):
         raise ArgumentError(f"watch: expected globs or module types for {argument}; got {given!r}. Give a list.")

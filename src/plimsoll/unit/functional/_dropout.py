@@ -32,7 +32,7 @@ def dropout(
 
 def checked_p(operation: str, p: float) -> float:
     """`p`, if it is a probability."""
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"{operation}: expected the share to drop between 0 and 1; got {p!r} ({type(p).__name__}). "
             "0.1 drops a tenth."

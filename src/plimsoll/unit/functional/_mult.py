@@ -17,7 +17,7 @@ from plimsoll.unit._probabilities import Attention, Curve
 
 def checked_mult(operation: str, mult: float) -> float:
     """`mult` as a number, if it is one above zero."""
-    if isinstance(mult, bool) or not isinstance(mult, int | float | torch.SymFloat) or not 0 < mult < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(mult, bool) or not isinstance(mult, (int, float, torch.SymFloat)) or not 0 < mult < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"{operation}: expected mult to be a number above zero; got {mult!r} ({type(mult).__name__}). 1.0 leaves "
             "the input as it is."

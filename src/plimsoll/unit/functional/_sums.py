@@ -92,7 +92,7 @@ def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
 
 def check_tau(operation: str, tau: object) -> None:
     """Refuses what is no share."""
-    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 < tau < 1:
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < 1:
         raise ArgumentError(
             f"{operation}: expected tau between 0 and 1, the branch's share of the variance; got {tau!r} "
             f"({type(tau).__name__}). 0.5 gives branch and skip the same."

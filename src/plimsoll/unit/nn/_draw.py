@@ -30,7 +30,7 @@ def refuse_inplace(operation: str, inplace: bool) -> None:
 
 def check_mult(operation: str, mult: object) -> None:
     """Refuses what cannot multiply the input of a non-linearity."""
-    if isinstance(mult, bool) or not isinstance(mult, int | float) or not 0 < mult < float("inf"):
+    if isinstance(mult, bool) or not isinstance(mult, (int, float)) or not 0 < mult < float("inf"):
         raise ArgumentError(
             f"{operation}: expected mult to be a finite number above 0; got {mult!r} ({type(mult).__name__}). 1 leaves "
             "the input as it is."
