@@ -41,7 +41,7 @@ def conv1d(
     Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
     """
 
-    def plain(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
         return F.conv1d(x, w, b, stride, padding, dilation, groups)
 
     check_floating("conv1d", input=input, weight=weight, bias=bias)
@@ -64,7 +64,7 @@ def conv2d(
 ) -> Tensor:
     """`torch.nn.functional.conv2d` at unit scale: as `conv1d`, with both dimensions of kernel and stride."""
 
-    def plain(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
         return F.conv2d(x, w, b, stride, padding, dilation, groups)
 
     check_floating("conv2d", input=input, weight=weight, bias=bias)
@@ -92,7 +92,7 @@ def conv_transpose2d(
     some values sum over more of them than others.
     """
 
-    def plain(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
         return F.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
 
     check_floating("conv_transpose2d", input=input, weight=weight, bias=bias)
