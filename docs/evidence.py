@@ -15,9 +15,9 @@ What earlier work has reported of low precision, row by row, and where Plimsoll 
 experiments do, at the size that was run. *Holds in part*: some do not, and are named. *Tested*: an interface or a rule,
 for which tests stand.
 
-`plimsoll lab --list` prints the same; `plimsoll lab --all` carries all experiments out again, and `make lab`
-writes this page. T: the tensor collection hook and the limits of mixed precision. U: unit scaling. A: automatic mixed precision. N:
-the method, step by step. X: levels and the accounting of memory.
+`plimsoll lab --list` prints the same; `plimsoll lab --all` carries all experiments out again, and `make lab` writes
+this page. T: the tensor collection hook and the limits of mixed precision. U: unit scaling. A: automatic mixed
+precision. N: the method, step by step. X: levels and the accounting of memory.
 """
 
 
