@@ -138,6 +138,29 @@ def test_a_browser_that_leaves_frees_its_stream_and_the_last_one_the_watching(tm
     streamed(check, tmp_path)
 
 
+@pytest.mark.parametrize("turns", range(-4, 9))
+def test_a_browser_may_leave_in_the_moment_in_which_it_is_told_something(turns: int) -> None:
+    async def check() -> None:
+        streams = Streams(lambda key: {"n": 0}, poll_seconds=3600)
+        browser = Browser().open(EventStream(streams, None))
+        await browser.until(lambda: len(browser.events) == 1)
+        stream = next(iter(streams._watching[""]))
+
+        async def tell() -> None:
+            for _ in range(max(turns, 0)):
+                await asyncio.sleep(0)
+            stream.tell("runs", {"n": 1})
+
+        telling = asyncio.create_task(tell())
+        for _ in range(max(-turns, 0)):
+            await asyncio.sleep(0)
+        await browser.leave()
+        await telling
+        assert streams.open == streams.tasks == 0
+
+    asyncio.run(check())
+
+
 def test_who_comes_later_is_told_the_state_at_once(tmp_path: Path) -> None:
     looks: list[str] = []
 

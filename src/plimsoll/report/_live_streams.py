@@ -75,8 +75,9 @@ class Streams:
                 self._end(key, stream)
 
     async def _told(self, stream: _Stream) -> bytes:
-        try:
-            await asyncio.wait_for(stream.woken.wait(), _KEEP_ALIVE_SECONDS)
+        try:  # not `wait_for`: Python 3.11's forgets a cancellation that comes in the moment something is told
+            async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
+                await stream.woken.wait()
         except TimeoutError:
             return b": still here\n\n"
         stream.woken.clear()
