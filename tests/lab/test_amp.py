@@ -1,6 +1,7 @@
 """The three networks of the benchmark: their sizes and data, the memory that is counted, and that claims can fail."""
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -270,6 +271,8 @@ def test_each_claim_of_losses_and_times_can_fail() -> None:
     assert all(claim.holds for claim in of_losses({("unet", "amp-fp16"): same}, {"unet": 0.5}, times))
     off = {"unet": {"fp32": timed(1.0), "amp-fp16": timed(1.0, loss=1.1)}}
     assert not any(claim.holds for claim in of_losses({("unet", "amp-fp16"): apart}, {"unet": 0.9}, off))
+    none = {"unet": {"fp32": timed(1.0), "amp-fp16": timed(1.0, loss=math.nan)}}
+    assert [claim.holds for claim in of_losses({}, {"unet": 0.5}, none)] == [True, False]
 
     def on_a_gpu(**ratios: float) -> list[bool]:
         names = {name.replace("_", "-"): part for name, part in ratios.items()}

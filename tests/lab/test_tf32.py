@@ -101,7 +101,8 @@ def test_each_claim_of_loops_can_fail(found: Errors, losses: dict[str, list[floa
 
     assert failing(losses, 1) == {"settings-made"}
     assert failing(losses | {"plimsoll": losses["fp32"]}, 2) == {"level-computes"}
-    assert failing(losses | {"bf16": [2.0]}, 2) == {"loops-train"}
+    assert failing(losses | {"bf16": [2.0]}, 2) == failing(losses | {"fp16": [2.0]}, 2) == {"loops-train"}
+    assert failing(losses | {"bf16": [math.nan]}, 2) == {"loops-train"}
     assert failing(losses, 2, dataclasses.replace(found, differing=1)) == {"inputs-rounded"}
 
 

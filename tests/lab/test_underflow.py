@@ -105,7 +105,7 @@ def test_a_run_without_gradients_of_activations_has_no_rate(tmp_path: Path) -> N
     with RunWriter(tmp_path / "run"):
         pass
     found = rate(View(Run(tmp_path / "run")))
-    assert not len(found.steps) and math.isnan(found.level()) and found.rise() == 0.0
+    assert not len(found.steps) and math.isnan(found.level()) and math.isnan(found.rise())
 
 
 def test_the_rate_of_a_training_is_that_of_its_layers_shadow_counts(measured: Measured) -> None:
@@ -196,6 +196,7 @@ def test_parts_of_a_rate_and_its_rise() -> None:
     assert whole.rise_seen() == 70.0  # of eight samples, as many as a trend needs
     assert seen([0.0] * 12 + [0.1] * 30).rise_seen() > 120 and math.isnan(seen([0.1, 0.0] * 10).rise_seen())
     assert seen([0.1, 0.0] * 10).rise() == 0.0  # it moves, and not that way
+    assert math.isnan(seen([0.0] * 7).rise())  # too few to say that it does not rise
 
 
 # -- trainings and claims ----------------------------------------------------------------------------------------------

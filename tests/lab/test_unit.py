@@ -212,7 +212,7 @@ def test_the_bounds_cover_as_often_as_they_say() -> None:
 def test_a_ratio_of_one_seed_has_no_bounds_and_one_that_diverged_none_but_infinity() -> None:
     one = ratio(np.array([2.0]), np.array([1.0]))
     assert one.mean == 2.0 and math.isnan(one.low) and math.isnan(one.high)
-    assert ratio(np.array([2.0, np.inf]), np.ones(2)) == Ratio(mean=math.inf, low=math.inf, high=math.inf)
+    assert ratio(np.full(2, np.inf), np.ones(2)) == Ratio(mean=math.inf, low=math.inf, high=math.inf)
 
 
 def test_comparisons_are_at_the_same_rate_and_at_each_ones_best() -> None:

@@ -1,6 +1,7 @@
 """The factor table: it holds, and a wrong formula does not."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_factor_that_is_a_fifth_off_is_found(case: Case, rows: list[Row]) -> N
         others = [other for other in rows if other is not row]
         found = {claim.id for claim in claims([*others, wrong]) if not claim.holds}
         assert f"factors-{case.operation.replace('_', '-')}" in found
+
+
+def test_a_measurement_that_is_no_number_is_within_no_bound(rows: list[Row]) -> None:
+    broken = dataclasses.replace(rows[1], measured=math.nan)
+    name = rows[0].case.operation
+    assert name == rows[1].case.operation
+    failed = {claim.id for claim in claims([rows[0], broken, *rows[2:]]) if not claim.holds}
+    assert failed == {f"factors-{name}"}
 
 
 def test_wide_bounds_are_told(rows: list[Row]) -> None:

@@ -1,6 +1,7 @@
 """What experiments measure alike: ratios over seeds with bounds, gradients that were lost, a curve in a few numbers."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,12 +27,18 @@ class Ratio:
 def ratio(these: Floats, those: Floats) -> Ratio:
     """The ratio of two rows of results, seed by seed; Inf where one of the first ended in no number.
 
+    What one seed without a number is above says nothing of the others: `low` is Inf only where none has one. Beside
+    results of which one is no number there is no ratio.
+
     >>> found = ratio(np.array([2.0, 2.0, 2.0]), np.array([1.0, 1.0, 1.0]))
     >>> found.low == found.mean == found.high == 2.0
     True
     """
-    if not np.isfinite(these).all():
-        return Ratio(mean=math.inf, low=math.inf, high=math.inf)
+    if not np.isfinite(those).all():
+        return Ratio(mean=math.nan, low=math.nan, high=math.nan)
+    broken = ~np.isfinite(these)
+    if broken.any():
+        return Ratio(mean=math.inf, low=math.inf if broken.all() else math.nan, high=math.inf)
     logs = np.log(these / those)
     mean = float(logs.mean())
     if len(logs) < 2:
@@ -39,6 +46,28 @@ def ratio(these: Floats, those: Floats) -> Ratio:
     error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
     wide = float(stats.t.ppf(_CONFIDENCE, len(logs) - 1)) * error
     return Ratio(mean=math.exp(mean), low=math.exp(mean - wide), high=math.exp(mean + wide))
+
+
+def mean(values: Floats) -> float:
+    """The mean; NaN of none."""
+    return float(values.mean()) if len(values) else math.nan
+
+
+def median(values: Floats) -> float:
+    """The median, in which a value that is no number counts as Inf; NaN of none.
+
+    So a loss that is mostly no number is Inf, and not the median of the few that are.
+    """
+    return float(np.median(np.where(np.isfinite(values), values, np.inf))) if len(values) else math.nan
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest; NaN where one is, which Python's `max` may pass over.
+
+    >>> max([0.0, float("nan")]), largest([0.0, float("nan")])
+    (0.0, nan)
+    """
+    return float(np.max(list(values)))
 
 
 def lost_at(view: View) -> tuple[NDArray[np.int64], Floats]:
@@ -65,7 +94,9 @@ def lost(view: View) -> dict[str, float]:
     return {"lost_after": float(shares.mean()), "lost_first": float(shares[0]), "lost_last": float(shares[-1])}
 
 
-def columns(steps: NDArray[np.int64], loss: Floats) -> tuple[float, ...]:
-    """The loss as so many means of as many steps each."""
+def columns(steps: NDArray[np.int64], loss: Floats, of: Callable[[Floats], float] = mean) -> tuple[float, ...]:
+    """The loss as so many means of as many steps each, or other numbers `of` them; fewer where steps are few."""
+    if not len(steps):
+        return ()
     place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any())
+    return tuple(of(loss[place == column]) for column in range(_COLUMNS) if (place == column).any())

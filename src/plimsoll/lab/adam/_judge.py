@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose, whatif
 from plimsoll.errors import NotRecordedError
+from plimsoll.lab._measures import columns, median
 from plimsoll.lab._result import Training
 from plimsoll.lab.adam._train import BRANCH, Kind, Setup
 from plimsoll.precision._remedies_adam import largest_ratio
@@ -17,7 +17,6 @@ from plimsoll.runs import Run
 BOUND = largest_ratio(0.9, 0.999)  # learning rates that an update of Adam's has at most, in exact arithmetic: 7.27
 EXPLODES = 10 * BOUND
 _TAIL = 30  # steps that a loss is the median of
-_COLUMNS = 22  # of the picture in one line
 _RULE = "second-moment-lost"
 _CONFIRMED = 1  # the rule asks for two samples on end: it is told one step after it began
 
@@ -32,7 +31,7 @@ def judged(kind: Kind, setup: Setup, path: Path) -> Training:
     steps, loss = run.scalars("loss")
     return Training(
         name=kind.name, title=kind.title, run=path, numbers=numbers, verdict=verdict, good=good, findings=findings,
-        series=_columns(steps, loss), series_of="loss",
+        series=columns(steps, loss, median), series_of="loss",
     )  # fmt: skip
 
 
@@ -44,8 +43,8 @@ def measured(run: Run, view: View, setup: Setup, findings: Sequence[Finding]) ->
     finite = updates[np.isfinite(updates)]
     loss = run.scalars("loss")[1]
     return {
-        "loss_spell": _median(loss[: setup.spell]),
-        "loss_end": _median(loss[-_TAIL:]),
+        "loss_spell": median(loss[: setup.spell]),
+        "loss_end": median(loss[-_TAIL:]),
         "largest_update": float(finite.max()) if len(finite) == len(updates) else math.inf,
         "exploded_at": float(exploded[0]) if len(exploded) else math.inf,
         "told_at": float(min(told) + _CONFIRMED) if told else math.inf,
@@ -96,7 +95,7 @@ def _rate_spread(run: Run, setup: Setup) -> float:
         steps, spread = run.scalars("rate_spread")
     except NotRecordedError:
         return math.nan
-    return _median(spread[np.isin(steps, np.array(_early(setup)))])
+    return median(spread[np.isin(steps, np.array(_early(setup)))])
 
 
 def _early(setup: Setup) -> range:
@@ -117,14 +116,3 @@ def _verdict(numbers: dict[str, float]) -> tuple[str, bool]:
     if numbers["exploded_at"] < math.inf:
         return f"explodes at step {numbers['exploded_at']:.0f}", False
     return "trains", True
-
-
-def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
-    """The loss as so many medians of as many steps each."""
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(_median(loss[place == column]) for column in range(_COLUMNS) if (place == column).any())
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan

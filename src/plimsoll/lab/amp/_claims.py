@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from plimsoll.lab._claim import Claim
-from plimsoll.lab._measures import Ratio
+from plimsoll.lab._measures import Ratio, largest
 from plimsoll.lab.amp._judge import furthest
 from plimsoll.lab.amp._memory import Footprint, gibibytes
 from plimsoll.lab.amp._models import UNET_PARAMETERS
@@ -80,8 +80,8 @@ def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Clai
         *(
             Claim(
                 id=f"{name}-step-agrees", says=f"{name}: one step's loss is the same at all levels",
-                measured=max(abs(each.loss / levels["fp32"].loss - 1.0) for each in levels.values()), at_most=_AGREES,
-                unit="of FP32's apart, at most",
+                measured=largest(abs(each.loss / levels["fp32"].loss - 1.0) for each in levels.values()),
+                at_most=_AGREES, unit="of FP32's apart, at most",
             )
             for name, levels in times.items()
         ),

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import Ratio, ratio
+from plimsoll.lab._measures import Ratio, columns, ratio
 from plimsoll.lab._result import Training
 from plimsoll.runs import Run
 
-_COLUMNS = 22  # of the picture in one line
 _AGREES = 1.05  # times FP32's loss
 _PARTS = 4  # a loss begins with the first of them, and ends with the last
 Floats = NDArray[np.float64]
@@ -55,10 +54,6 @@ def judged(name: str, title: str, run: Path, found: Ratio, numbers: Mapping[str,
         name=name, title=title, run=run, findings=tuple(diagnose(View(Run(run)))), good=good,
         numbers={"of_fp32": found.mean, "of_fp32_low": found.low, "of_fp32_high": found.high,
                  "fell_to": fell_to(loss), **numbers},
-        verdict="agrees with FP32" if good else "leaves FP32", series=_columns(loss), series_of="loss",
+        verdict="agrees with FP32" if good else "leaves FP32", series=columns(np.arange(len(loss)), loss),
+        series_of="loss",
     )  # fmt: skip
-
-
-def _columns(loss: Floats) -> tuple[float, ...]:
-    """The loss as so many means of as many steps each."""
-    return tuple(float(part.mean()) for part in np.array_split(loss, min(_COLUMNS, len(loss))))

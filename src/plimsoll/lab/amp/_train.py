@@ -11,11 +11,11 @@ import torch
 
 from plimsoll.diagnosis import plan
 from plimsoll.errors import ArgumentError
+from plimsoll.lab._unwatched import Unwatched
 from plimsoll.lab._workers import Task
 from plimsoll.lab.amp._networks import Network, feed_forward, moved, published, spans, unet
 from plimsoll.precision import prepare
-from plimsoll.runs import RunWriter, Scalars
-from plimsoll.watch import watch
+from plimsoll.watch import Watch, watch
 
 FEWEST_STEPS = 20
 FP8 = "fp8"  # the level fp8-tensor where there are linear layers; for the UNet, which has none, a plan of its FP32 run
@@ -73,23 +73,15 @@ def trained(task: Task) -> None:
     torch.manual_seed(seed)
     model = network.make().to(device)
     optimizer = network.optimizer(model)
-    seen = watch(model, optimizer, run=run, every=setup.every) if task["watched"] else None
-    losses: list[torch.Tensor] = []
-    with prepare(model, optimizer, task["precision"], watch=seen) as loop:
+    seen = watch(model, optimizer, run=run, every=setup.every) if task["watched"] else Unwatched(run)
+    watched = seen if isinstance(seen, Watch) else None
+    with seen, prepare(model, optimizer, task["precision"], watch=watched) as loop:
         for step in range(setup.steps):
             torch.manual_seed(_mixed(seed, step))  # of dropout: the same one at every level
             with loop.forward():
                 loss = network.loss(model, moved(network.draw(seed, step, network.batch), device))
-            losses.append(loss.detach())
-            if seen is not None:
-                seen.log(train_loss=losses[-1])
+            seen.log(train_loss=loss.detach())
             loop.step(loss)
-    if seen is None:
-        with RunWriter(run) as writer:
-            for step, loss in enumerate(losses):
-                writer.write(Scalars(step=step, values={"train_loss": loss.item()}))
-    else:
-        seen.close()
 
 
 def plan_for(network: Network, run: Path) -> str:

@@ -18,6 +18,7 @@ from plimsoll.diagnosis import diagnose
 from plimsoll.errors import ArgumentError
 from plimsoll.lab._characters import Batch, make_batch, standard_library
 from plimsoll.lab._experiment import Bench, Experiment
+from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab.audit._judge import Audits, claims, numbers, said
 from plimsoll.lab.unit._model import Plain
@@ -26,7 +27,6 @@ from plimsoll.unit import audit, convert, optim
 from plimsoll.watch import watch
 
 FIGURE, FOLDER = "report-audit.html", "audit"
-_COLUMNS = 22  # of the picture of the loss in one line
 _FEWEST_STEPS = 20
 
 
@@ -88,7 +88,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
     audits = Audits(before=before, after=after, trained=audit(converted, batch(0)))
     bench.progress.advance()
     _leave(audits, bench.runs)
-    training = _training(Run(folder), audits, setup)
+    training = _training(Run(folder), audits)
     return Measured(trainings=(training,), claims=claims(training.numbers), said=said(audits, FIGURE))
 
 
@@ -106,16 +106,14 @@ def _train(
             bench.progress.advance()
 
 
-def _training(run: Run, audits: Audits, setup: Setup) -> Training:
+def _training(run: Run, audits: Audits) -> Training:
     steps, loss = run.scalars("loss")
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
     found = numbers(audits, run)
     fell = found["loss_end"] < found["loss_begin"]
     return Training(
         name=run.path.name, title="at unit scale, no loss scale", run=run.path, numbers=found,
         verdict="trains" if fell else "does not train", good=fell,
-        series=tuple(float(loss[place == column].mean()) for column in range(min(_COLUMNS, setup.steps))),
-        series_of="loss", findings=tuple(diagnose(run)),
+        series=columns(steps, loss), series_of="loss", findings=tuple(diagnose(run)),
     )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def numbers(audits: Audits, run: Run) -> dict[str, float]:
 
 
 def _share(audit: Audit, binades: float, *, within: bool, backward: bool = False) -> float:
-    readings = [r for r in audit.readings("backward" if backward else None) if not math.isnan(r.scale)]
+    chosen = audit.readings("backward" if backward else None)
+    readings = [r for r in chosen if r.spoiled or not math.isnan(r.scale)]  # what holds no number lies nowhere near
     near = sum(r.distance <= binades for r in readings) / len(readings)
     return near if within else 1.0 - near
 

@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import lost
+from plimsoll.lab._measures import columns, lost
 from plimsoll.lab._result import Training
 from plimsoll.lab.bert._data import Question, questions
 from plimsoll.lab.bert._score import exact, f1
 from plimsoll.lab.bert._train import ANSWERS, PHASES, Job, Kind
 from plimsoll.runs import Run
 
-_COLUMNS = 22  # of the picture in one line
 _LAST = 0.1  # of the first training's steps, whose mean loss is what it ends at
 GOOD = 3.0  # points of F1 behind FP32, below which a training has come to what it should
 Floats = NDArray[np.float64]
@@ -87,11 +86,11 @@ def judged(kind: Kind, job: Job, phase: str, found: Scores) -> Training:
     numbers["alarms"] = float(sum(finding.severity == "alarm" for finding in findings))
     ratio = nats_over(found, kind.name, "fp32")
     good = ratio < 1.02 if phase == PHASES[0] else short < GOOD
-    _, nats = run.scalars("nats")
+    steps, nats = run.scalars("nats")
     return Training(
         name=f"{job.folder.name}-{phase}", title=f"{kind.title}: {_TITLES[phase]}", run=run.path, numbers=numbers,
         verdict="as FP32" if good else "trails", good=good, findings=findings, series_of="loss",
-        series=tuple(float(part.mean()) for part in np.array_split(nats, min(_COLUMNS, len(nats)))),
+        series=columns(steps, nats),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.lab._measures import lost_at
+from plimsoll.lab._measures import columns, lost_at, mean, median
 from plimsoll.lab._result import Training
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._model import GLOBAL_BATCH
@@ -17,7 +17,6 @@ from plimsoll.runs import Run
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 TAIL = 60  # steps that a loss is the median of
-_COLUMNS = 22  # of the picture in one line
 LOST = 0.05  # T6: above 5 % is not sound
 _OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-rising", "no-single-scale")
 
@@ -33,7 +32,7 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
     later = steps >= start
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
-        series=columns(steps[later], loss[later]), series_of=f"loss since step {start}", findings=findings,
+        series=columns(steps[later], loss[later], median), series_of=f"loss since step {start}", findings=findings,
     )  # fmt: skip
 
 
@@ -133,18 +132,3 @@ def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
     if not numbers["progress"] > 0:
         return "does not come back", False
     return (f"back in {lost_for:.0f} steps" if lost_for else "trains on"), True
-
-
-def columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
-    """The loss as so many medians of as many steps each."""
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(median(loss[place == column]) for column in range(_COLUMNS))
-
-
-def median(values: NDArray[np.float64]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan
-
-
-def mean(values: NDArray[np.float64]) -> float:
-    return float(values.mean()) if len(values) else math.nan

@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import lost_at
+from plimsoll.lab._measures import columns, lost_at, mean, median
 from plimsoll.lab._result import Training
-from plimsoll.lab.clip._judge import LOST, TAIL, columns, losses, mean, median, of_parameters
+from plimsoll.lab.clip._judge import LOST, TAIL, losses, of_parameters
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._train import Setup
 from plimsoll.runs import Run
@@ -37,7 +37,7 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=findings,
         verdict="gradients whole" if good else f"{numbers['lost_after']:.0%} of gradients lost",
-        series=columns(np.arange(len(loss)), loss), series_of="loss",
+        series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip
 
 
@@ -60,5 +60,5 @@ def judged_always(kind: Kind, setup: Setup, run: Run) -> Training:
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=tuple(diagnose(view)),
         verdict="trains on" if good else "gradients stay zero",
-        series=columns(np.arange(len(loss)), loss), series_of="loss",
+        series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import Ratio, ratio
+from plimsoll.lab._measures import Ratio, columns, ratio
 from plimsoll.lab._result import Training
 from plimsoll.lab.detector._train import Job
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 
 COLLECTION = "activation_gradients"
-_COLUMNS = 22  # of the picture in one line
 _TOTALS = ("skipped", "repeated", "batches_lost")
 _SMOOTHED = 20  # steps that a loss is the mean of
 _TENSOR = re.compile(r"((fine|middle|coarse)\.\d+|heads\.\d+):output")
@@ -103,11 +102,9 @@ def judged(job: Job, numbers: Mapping[str, float], verdict: str, *, good: bool) 
     """A training with its findings, for the report."""
     run = Run(job.run)
     steps, loss = run.scalars("train_loss")
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
     return Training(
         name=job.run.name, title=job.kind.title, run=job.run, numbers=numbers, verdict=verdict, good=good,
-        series=tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any()),
-        series_of="loss", findings=tuple(diagnose(run)),
+        series=columns(steps, loss), series_of="loss", findings=tuple(diagnose(run)),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from plimsoll.emulate import OperationLists
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Experiment
+from plimsoll.lab._measures import largest
 from plimsoll.lab._result import Measured
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.levels._judge import accuracies, behind, judged
@@ -130,7 +131,7 @@ def _of_scales(numbers: Numbers) -> tuple[Claim, ...]:
         ),
         Claim(
             id="each-scale-saves", says="each higher scale, from none to 2^15, loses fewer",
-            measured=max(after - before for before, after in itertools.pairwise(by_scale)), at_most=0,
+            measured=largest(after - before for before, after in itertools.pairwise(by_scale)), at_most=0,
             unit="of gradients more than the scale below, at most",
         ),
         Claim(

@@ -9,17 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import lost
+from plimsoll.lab._measures import columns, lost
 from plimsoll.lab._result import Training
 from plimsoll.lab.levels._train import Kind
 from plimsoll.runs import Run
 
 _CONFIDENCE = 0.95
-_COLUMNS = 22  # of the picture in one line
 _FAILS = 0.05  # of the pictures, by which a training that fails is behind
 
 
@@ -51,7 +49,7 @@ def judged(kind: Kind, run: Path, fp32: float) -> Training:
     good = accuracy > fp32 - _FAILS
     return Training(
         name=kind.name, title=kind.title, run=run, numbers=numbers, good=good, findings=findings,
-        verdict="trains" if good else "falls behind", series=_columns(steps, loss), series_of="loss",
+        verdict="trains" if good else "falls behind", series=columns(steps, loss), series_of="loss",
     )  # fmt: skip
 
 
@@ -81,9 +79,3 @@ def _scale(view: View) -> Mapping[str, float]:
     """The loss scale as exponents, first and last."""
     _, scale = view.scalar("scale")
     return {"scale_begin": math.log2(scale[0]), "scale_end": math.log2(scale[-1])} if len(scale) else {}
-
-
-def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
-    """The loss as so many means of as many steps each."""
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any())

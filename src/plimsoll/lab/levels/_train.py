@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from plimsoll.emulate import CUDA
 from plimsoll.errors import ArgumentError
+from plimsoll.lab._unwatched import Unwatched
 from plimsoll.lab._workers import Task
 from plimsoll.lab.levels._model import SmallNet, loss_of, make_pictures
 from plimsoll.precision import Loop, Policy, prepare
-from plimsoll.runs import RunWriter, Scalars
 from plimsoll.scaling import StaticScaler
 from plimsoll.watch import Watch, watch
 
@@ -139,34 +139,12 @@ def _part_of_rate(step: int, setup: Setup) -> float:
     return min((step + 1) / setup.warmup, (setup.steps - step) / (setup.steps - setup.warmup))
 
 
-class _Numbers:
-    """What a training that is not watched leaves: a run of its numbers alone. `log` means what `Watch.log` does."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._logged: list[dict[str, Tensor]] = []
-
-    def log(self, **scalars: Tensor) -> None:
-        """Keeps numbers of the present step, which begins with its loss."""
-        if "train_loss" in scalars:
-            self._logged.append({})
-        self._logged[-1] |= scalars
-
-    def __enter__(self) -> "_Numbers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with RunWriter(self._run) as writer:
-            for step, values in enumerate(self._logged):
-                writer.write(Scalars(step=step, values={name: value.item() for name, value in values.items()}))
-
-
 def _record(
     kind: Kind, task: Task, setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> "Watch | _Numbers":
+) -> Watch | Unwatched:
     run = Path(task["run"])
     if not task["watched"]:
-        return _Numbers(run)
+        return Unwatched(run)
     shadow = setup.every if kind.level == "amp-fp16" else None  # tells values that FP16 has lost from true zeros
     return watch(model, optimizer, run=run, every=setup.every, shadow_every=shadow)
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose, whatif
+from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Training
 from plimsoll.lab.t5._train import Kind, Setup
 from plimsoll.runs import Run
 
-_COLUMNS = 22  # of the picture in one line
 _RULE = "overflow-ahead"
 _CONFIRMED = 1  # the rule asks for two samples on end, and the first steps are all recorded
 
@@ -30,7 +29,7 @@ def judged(kind: Kind, setup: Setup, path: Path, said: Mapping[str, Any]) -> Tra
     steps, loss = run.scalars("loss")
     return Training(
         name=kind.name, title=kind.title, run=path, numbers=numbers, findings=findings, good=good,
-        verdict="trains" if good else f"Inf since step {numbers['overflow_at']:.0f}", series=_columns(steps, loss),
+        verdict="trains" if good else f"Inf since step {numbers['overflow_at']:.0f}", series=columns(steps, loss),
         series_of="loss",
     )  # fmt: skip
 
@@ -75,9 +74,3 @@ def _largest(run: Run, setup: Setup, step: int) -> float:
         spectrum = run.spectrum("activations", name, step)
         found = math.inf if spectrum.pos_infs or spectrum.neg_infs else max(found, spectrum.absmax)
     return found
-
-
-def _columns(steps: NDArray[np.int64], loss: NDArray[np.float64]) -> tuple[float, ...]:
-    """The loss as so many means of as many steps each."""
-    place = (steps - steps[0]) * _COLUMNS // (steps[-1] + 1 - steps[0])
-    return tuple(float(loss[place == column].mean()) for column in range(_COLUMNS) if (place == column).any())

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Experiment
-from plimsoll.lab._measures import lost
+from plimsoll.lab._measures import columns, lost
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.techniques._sums import error_of_sums
@@ -29,7 +29,6 @@ from plimsoll.lab.techniques._train import KINDS, Kind, Setup, described, setup_
 from plimsoll.runs import Run
 
 _TRAINED = "plimsoll.lab.techniques._train:trained"
-_COLUMNS = 22  # of the picture in one line
 _ON_THE_CURVE = 1.01  # of FP32's bits
 _LEAVES = 1.05
 _STALLS = 0.5  # of FP32's gain at the low rate
@@ -62,7 +61,7 @@ def judged(kind: Kind, setup: Setup, run: Run, reference: Run) -> Training:
     """The training's numbers beside FP32's, its findings, and what became of it."""
     view = View(run)
     findings = tuple(diagnose(view))
-    _, curve = run.scalars("train_bits")
+    steps, curve = run.scalars("train_bits")
     numbers = beside(curve, reference.scalars("train_bits")[1])
     numbers["before_low"], numbers["end"] = (float(bits) for bits in run.scalars("bits")[1])
     numbers["gained"] = numbers["before_low"] - numbers["end"]
@@ -74,7 +73,7 @@ def judged(kind: Kind, setup: Setup, run: Run, reference: Run) -> Training:
     verdict = _verdict(numbers, reference)
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=verdict == _SOUND,
-        findings=findings, series=_columns(curve), series_of="bits per character",
+        findings=findings, series=columns(steps, curve), series_of="bits per character",
     )  # fmt: skip
 
 
@@ -189,11 +188,6 @@ def _said(numbers: Numbers, sums: Mapping[int, float]) -> tuple[str, ...]:
         f"{sums[_LONG]:.2%}; rounding the sum once is off by at most 0.05 %."
     )
     return curves, updates, summed
-
-
-def _columns(curve: Floats) -> tuple[float, ...]:
-    """The curve as so many means of as many steps each."""
-    return tuple(float(part.mean()) for part in np.array_split(curve, min(_COLUMNS, len(curve))))
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:

@@ -22,6 +22,7 @@ from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._narrow import share
 from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._trend import looks, trend
+from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Training
 from plimsoll.lab.underflow._train import Job, Setup
 from plimsoll.runs import Run
@@ -29,7 +30,6 @@ from plimsoll.runs import Run
 LOST = UnderflowHigh().values
 STAY, CHANGE, SURE = UnderflowRising().watch, UnderflowRising().change, UnderflowRising().confidence
 PARTS = 9  # of a training: the first is early, the last its end
-_COLUMNS = 22  # of the picture in one line
 
 Verdict = Literal["stay", "watch", "change"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -49,9 +49,11 @@ class Rate:
         return Rate(steps=self.steps[there], layers=self.layers[there], lost=self.lost[there])
 
     def rise(self) -> float:
-        """By how much the trend of the layers' share rises; 0 where it is not sure that it moves at all."""
+        """By how much the trend of the layers' share rises; 0 where it is not sure that it moves, NaN of too few."""
         found = trend(self.steps, self.layers)
-        return 0.0 if found is None or found.confidence < SURE else found.end - found.start
+        if found is None:
+            return math.nan
+        return found.end - found.start if found.confidence >= SURE else 0.0
 
     def rise_seen(self) -> float:
         """The first step by which it is sure that the rate rises by more than 1 % of the layers; NaN if it never is."""
@@ -102,7 +104,8 @@ def judged(job: Job, setup: Setup) -> Training:
     return Training(
         name=job.kind.name, title=job.kind.title, run=view.run.path, numbers=numbers,
         verdict=f"{verdict}; {numbers['rate_end']:.1%} of layers at the end", good=numbers["rate_end"] < STAY,
-        series=_columns(found), series_of="share of layers that underflow", findings=tuple(diagnose(view)),
+        series=columns(found.steps, found.layers), series_of="share of layers that underflow",
+        findings=tuple(diagnose(view)),
     )  # fmt: skip
 
 
@@ -156,8 +159,3 @@ def _scale(view: View) -> dict[str, float]:
         return {}
     skipped = sum(event.kind == "skip" for event in view.events)
     return {"scale_begin": math.log2(scale[0]), "scale_end": math.log2(scale[-1]), "skipped": float(skipped)}
-
-
-def _columns(found: Rate) -> tuple[float, ...]:
-    """The rate as so many means of as many samples each."""
-    return tuple(float(part.mean()) for part in np.array_split(found.layers, _COLUMNS) if len(part))

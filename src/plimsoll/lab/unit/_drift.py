@@ -55,21 +55,26 @@ def _moves(run: Run, collection: str) -> Iterator[tuple[str, tuple[float, Floats
 def headroom(run: Run) -> dict[str, float]:
     """What E4M3 and E5M2 make of the operands of linear layers, at their worst in any tensor and sample.
 
-    `operands_overflow` and, of the gradients among them, `gradients_lost`: shares of the nonzero values;
-    `operands_room`: binades between the largest value and the largest of its format.
+    `operands_overflow` and, of the gradients among them, `gradients_lost`: shares of the nonzero values, where one that
+    is not finite has overflowed; `operands_room`: binades between the largest value and the largest of its format. All
+    are NaN of a run that has recorded no such operand.
     """
-    overflow, flushed, room = 0.0, 0.0, math.inf
+    overflow, flushed, room = [math.nan], [math.nan], [math.nan]
     for collection, name in FORMATS.items():
         fmt = get_element(name, "lab unit")
         for spectrum in _operands(run, collection):
-            fit = spectrum.fit(fmt)
-            overflow, room = max(overflow, fit.overflow.estimate), min(room, math.log2(fmt.max / spectrum.absmax))
-            flushed = max(flushed, fit.lost.estimate) if collection == "activation_gradients" else flushed
-    return {"operands_overflow": overflow, "gradients_lost": flushed, "operands_room": room}
+            fit, broken = spectrum.fit(fmt), spectrum.nonfinite / spectrum.count
+            overflow.append(max(fit.overflow.estimate, broken) if spectrum.nonzero else broken)
+            room.append(-math.inf if broken else math.log2(fmt.max / spectrum.absmax))
+            if collection == "activation_gradients" and spectrum.nonzero:
+                flushed.append(fit.lost.estimate)
+    worst = {"operands_overflow": np.fmax.reduce(overflow), "gradients_lost": np.fmax.reduce(flushed)}
+    return {name: float(value) for name, value in (worst | {"operands_room": np.fmin.reduce(room)}).items()}
 
 
 def _operands(run: Run, collection: str) -> Iterator[Spectrum]:
     endings = tuple(f"{product}{_OPERANDS[collection]}" for product in PRODUCTS)
     for name in run.tensors.get(collection, ()):
         if name.endswith(endings):
-            yield from (spectrum for *_, spectrum in run.spectra(collection, name) if spectrum.absmax > 0)
+            found = (spectrum for *_, spectrum in run.spectra(collection, name))
+            yield from (spectrum for spectrum in found if spectrum.nonzero or spectrum.nonfinite)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from plimsoll.emulate import emulate
 from plimsoll.errors import ArgumentError
 from plimsoll.lab._characters import Batch, held_out_batch, make_batch, standard_library
+from plimsoll.lab._unwatched import Unwatched
 from plimsoll.lab.unit._model import Plain, Unit
 from plimsoll.precision import Loop, prepare
-from plimsoll.runs import RunWriter, Scalars
 from plimsoll.scaling import StaticScaler
 from plimsoll.unit import optim
 from plimsoll.watch import Watch, watch
@@ -212,32 +212,10 @@ def _part_of_rate(step: int, setup: Setup) -> float:
     return min((step + 1) / max(setup.warmup, 1), max(rest, _LOWEST))
 
 
-class Losses:
-    """What a training that is not watched leaves: a run of its scalars alone. `log` means what `Watch.log` does."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._logged: list[dict[str, Tensor]] = []
-
-    def log(self, **scalars: Tensor) -> None:
-        """Keeps numbers of the present step; the first of each step is its loss."""
-        if "train_bits" in scalars:
-            self._logged.append({})
-        self._logged[-1] |= scalars
-
-    def __enter__(self) -> "Losses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with RunWriter(self._run) as writer:
-            for step, values in enumerate(self._logged):
-                writer.write(Scalars(step=step, values={name: value.item() for name, value in values.items()}))
-
-
-def _record(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Watch | Losses":
+def _record(job: Job, setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watch | Unwatched:
     if job.watched:
         return watch(model, optimizer, run=job.run, every=setup.every, shadow_every=None)
-    return Losses(job.run)
+    return Unwatched(job.run)
 
 
 def described(setup: Setup, device: str) -> Mapping[str, object]:

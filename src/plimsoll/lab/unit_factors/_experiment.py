@@ -15,6 +15,7 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Experiment
+from plimsoll.lab._measures import largest
 from plimsoll.lab._result import Measured
 from plimsoll.lab.unit_factors._cases import Case, Direction, cases
 from plimsoll.unit._measured import Scale, scales
@@ -93,14 +94,14 @@ def claims(rows: list[Row]) -> tuple[Claim, ...]:
         *(
             Claim(
                 id=f"factors-{name.replace('_', '-')}", says=f"{name}: every factor by formula is the one measured",
-                measured=max(row.of_bound for row in rows if row.case.operation == name), at_most=1.0,
+                measured=largest(row.of_bound for row in rows if row.case.operation == name), at_most=1.0,
                 unit="of the bound",
             )
             for name in operations
         ),
         Claim(
             id="bounds-narrow", says="every bound is narrow enough for a wrong formula to exceed it",
-            measured=max(row.bound for row in rows), at_most=_WIDEST, unit="of the factor",
+            measured=largest(row.bound for row in rows), at_most=_WIDEST, unit="of the factor",
         ),
     )  # fmt: skip
 
