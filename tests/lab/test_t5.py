@@ -21,7 +21,10 @@ from plimsoll.runs import Run
 
 SMALL = Setup(steps=16, width=16, heads=2, layers=6, gain=5300.0, batch=8, held_out=64, settling=16, learning_rate=5e-3)
 PLACE = "layers.5.feed_forward:output"
-FAULT = {"operation": "aten.add", "kind": "inf", "module": "layers.5.feed_forward", "sentence": "add exceeds it."}
+FAULT = {
+    "operation": "aten.add", "kind": "inf", "module": "layers.5.feed_forward", "sentence": "add exceeds it.",
+    "shape": "8x16x16",
+}  # fmt: skip
 FORWARD = {
     "fp16": {"finite": 0.5, "agreement": 0.5, "error": math.nan, "accuracy": 0.5},
     "fp16-clamped": {"finite": 1.0, "agreement": 0.999, "error": 0.01, "accuracy": 0.8},
@@ -124,6 +127,8 @@ def test_each_claim_of_trainings_can_fail(who: int, change: dict[str, float], br
     [
         ({}, {}, {PLACE: 1}, {"in-the-sum", "in-deep-layers", "foretold-by-bf16"}),
         ({"operation": "aten.mm"}, {}, {PLACE: 1}, {"in-the-sum", "in-deep-layers"}),
+        ({"shape": "8x2x16x16"}, {}, {PLACE: 1}, {"in-the-sum", "in-deep-layers"}),  # the bias of attention's scores
+        ({"module": "norm"}, {}, {"norm:output": 1}, {"in-the-sum", "in-deep-layers"}),
         ({"module": "layers.1.attention"}, {}, {"layers.1.attention:output": 1}, {"in-deep-layers"}),
         (FAULT, {}, {"layers.4.attention:output": 1}, {"foretold-by-bf16"}),
         (FAULT, {"fp16": {"finite": 1.0}}, {PLACE: 1}, {"outputs-lost"}),

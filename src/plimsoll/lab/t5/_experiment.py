@@ -16,6 +16,7 @@ from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.t5._judge import judged, layers_of, overflowing
+from plimsoll.lab.t5._model import LENGTH
 from plimsoll.lab.t5._train import KINDS, Setup, setup_for, task_of
 
 Numbers = Mapping[str, float]
@@ -61,8 +62,8 @@ def claims(
 
 
 def _of_overflow(setup: Setup, fp16: Numbers, fault: Mapping[str, str]) -> tuple[Claim, ...]:
-    added = fault.get("operation", "").startswith("aten.add") and fault.get("kind") == "inf"
-    depth = (layers_of(setup).index(_place(fault)) + 1) / (2 * setup.layers) if added and _place(fault) else 0.0
+    added = _is_sum(setup, fault)
+    depth = (layers_of(setup).index(_place(fault)) + 1) / (2 * setup.layers) if added else 0.0
     return (
         Claim(
             id="overflows", says="FP16: in training, not at its beginning, the residual stream comes to Inf",
@@ -133,6 +134,13 @@ def _of_training(clamped: Numbers, bf16: Numbers, fp32: Numbers) -> tuple[Claim,
             measured=bf16["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss",
         ),
     )  # fmt: skip
+
+
+def _is_sum(setup: Setup, fault: Mapping[str, str]) -> bool:
+    """Whether it is an addition to the stream: in a branch, and of its shape (scores get a bias added too)."""
+    added = fault.get("operation", "").startswith("aten.add") and fault.get("kind") == "inf"
+    whole = fault.get("shape") == f"{setup.batch}x{LENGTH}x{setup.width}"
+    return added and whole and _place(fault) in layers_of(setup)
 
 
 def _place(fault: Mapping[str, str]) -> str:

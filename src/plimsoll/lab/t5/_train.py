@@ -164,7 +164,11 @@ def _located(model: nn.Module, loop: Loop, batch: tuple[Tensor, Tensor]) -> Mapp
     fault = locate(forward, model=model)
     if fault is None:
         return {}
-    return {"operation": fault.operation, "module": fault.module or "", "kind": fault.kind, "sentence": fault.sentence}
+    shape = "x".join(map(str, fault.outputs[0].shape)) if fault.outputs else ""
+    return {
+        "operation": fault.operation, "module": fault.module or "", "kind": fault.kind, "sentence": fault.sentence,
+        "shape": shape,
+    }  # fmt: skip
 
 
 def _scored(model: nn.Module, loop: Loop, task: Task, setup: Setup) -> dict[str, float]:
