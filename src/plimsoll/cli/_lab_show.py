@@ -45,7 +45,7 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
     drawn = next((training.series_of for training in trainings if training.series_of), "")
     for head in ("training", drawn, "lost", "loss", ""):
         table.add_column(Text(shown(head)), no_wrap=True, justify="right" if head in ("lost", "loss") else "left")
-    known = [value for training in trainings for value in training.series if value > 0]
+    known = [value for training in trainings for value in training.series if 0 < value < math.inf]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     bars = _ASCII_BARS if target.options.ascii_only else _BARS
     for training in trainings:
@@ -60,10 +60,10 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
 
 
 def _spark(values: Sequence[float], low: float, high: float, bars: str) -> str:
-    """One sign for each value, by its logarithm between the lowest and the highest of all trainings."""
+    """One sign for each value, by its logarithm between the lowest and the highest of all trainings; Inf is highest."""
     span = math.log(high / low) or 1.0
     return "".join(
-        " " if not value > 0 else bars[min(int(math.log(value / low) / span * len(bars)), len(bars) - 1)]
+        " " if not value > 0 else bars[min(int(math.log(min(value, high) / low) / span * len(bars)), len(bars) - 1)]
         for value in values
     )
 
