@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -12,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.cli._place import opened, said
 from plimsoll.cli._terminal import console, number
 from plimsoll.errors import ArgumentError
 
@@ -22,7 +22,9 @@ _COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
 
 
 def check(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run's folder.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="The run's folder, or a URI: s3://bucket/run.")
+    ] = None,
     output: Annotated[
         Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
     ] = "text",
@@ -44,16 +46,15 @@ def check(
     if run is None:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
     from plimsoll.diagnosis import View, diagnose
-    from plimsoll.runs import Run
 
-    view = View(Run(run), until)
+    view = View(opened(run), until)
     found = diagnose(view, rules=select, thresholds=thresholds)
     if output == "json":
         verdict = "alarm" if any(f.severity == "alarm" for f in found) else "healthy"
-        facts = {"run": str(run), "verdict": verdict, "last_step": view.last_step}
+        facts = {"run": said(run), "verdict": verdict, "last_step": view.last_step}
         typer.echo(json.dumps({**facts, "findings": [f.to_dict() for f in found]}, indent=2, allow_nan=False))
     else:
-        _print(found, str(run), view.last_step, console())
+        _print(found, said(run), view.last_step, console())
     if any(f.severity == "alarm" for f in found):
         raise typer.Exit(1)
 

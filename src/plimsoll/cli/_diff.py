@@ -1,12 +1,12 @@
 """``plimsoll diff``: where two runs part, as text or JSON, and an exit code for scripts."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
+from plimsoll.cli._place import opened
 from plimsoll.cli._terminal import console
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ _TOLD = 8  # differences of settings and series that are listed
 
 
 def diff(
-    run_a: Annotated[Path, typer.Argument(metavar="RUN", help="One run's folder, the one to go by.")],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN", help="The other one's.")],
+    run_a: Annotated[str, typer.Argument(metavar="RUN", help="One run's folder or URI, the one to go by.")],
+    run_b: Annotated[str, typer.Argument(metavar="RUN", help="The other one's.")],
     output: Annotated[
         Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
     ] = "text",
@@ -35,7 +35,7 @@ def diff(
     """The first step and tensor where two runs part beyond rounding. Exit code 0: nowhere; 1: there; 2: unreadable."""
     from plimsoll.diagnosis import diff as asked
 
-    found = asked(run_a, run_b, tolerance=tolerance, formats=computed or (), until=until)
+    found = asked(opened(run_a), opened(run_b), tolerance=tolerance, formats=computed or (), until=until)
     if output == "json":
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:

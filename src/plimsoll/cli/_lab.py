@@ -10,6 +10,7 @@ from rich.text import Text
 from plimsoll.cli._lab_list import list_experiments, list_rows
 from plimsoll.cli._lab_progress import told
 from plimsoll.cli._lab_show import show
+from plimsoll.cli._place import folder_here
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
 
@@ -26,7 +27,7 @@ def lab(
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="Carries out all of them, one after the other.")] = False,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--out", help="The folder for runs, reports and result.json. As it comes, lab-NAME or lab-all."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="How many steps each training has.")] = None,
@@ -45,15 +46,17 @@ def lab(
 ) -> None:
     """The experiments behind the claims. Exit code 0: all claims of it hold; 1: one does not; 2: it was not done."""
     _check(name, rows, every, steps, engine)
+    folder = folder_here("lab", "--out", out, f"lab-{name or 'all'}")
     if rows:
-        list_rows(out, output)
+        list_rows(folder, output)
     elif every:
-        _all(out or Path("lab-all"), output, seed=seed, device=device, full=full)
+        _all(folder or Path("lab-all"), output, seed=seed, device=device, full=full)
     elif name is None:
-        list_experiments(out, output)
+        list_experiments(folder, output)
     else:
-        folder = out or Path(f"lab-{name}")
-        _one(name, folder, output, seed=seed, device=device, steps=steps, full=full, engine=engine)
+        _one(
+            name, folder or Path(f"lab-{name}"), output, seed=seed, device=device, steps=steps, full=full, engine=engine
+        )
 
 
 def _one(name: str, folder: Path, output: str, **settings: Any) -> None:

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.cli._place import RunPlace, file_here, opened, said
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def plan(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    run: RunPlace,
     target: Annotated[
         str | None,
         typer.Option("--target", help="fp16, bf16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, or cheapest."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write the plan, a TOML file.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Where to write the plan, a TOML file.")] = None,
     check: Annotated[
-        Path | None, typer.Option("--check", help="Hold this plan against RUN, and make none; exit code 1 if it fails.")
+        str | None, typer.Option("--check", help="Hold this plan against RUN, and make none; exit code 1 if it fails.")
     ] = None,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="The fraction of a tensor's values that may be lost; 0.01.")
@@ -59,6 +60,7 @@ def plan(
             "plan: expected either --target, to make a plan, or --check, to hold one against RUN; got "
             f"{'both' if target else 'neither'}. Write plimsoll plan RUN --target fp8 -o plan.toml."
         )
+    written_to = file_here("plan", "--out", out, "plan.toml")
     if check is not None:
         _refuse_beside_check(out, margin, fallback, one_scale, include, exclude)
         _check(check, run, tolerance, until, output)
@@ -66,17 +68,17 @@ def plan(
     from plimsoll.diagnosis import plan as planned
 
     made = planned(
-        run, str(target), tolerance=0.01 if tolerance is None else tolerance, margin_binades=margin, fallback=fallback,
-        layer_scales=not one_scale, include=include or (), exclude=exclude or (), until=until,
+        opened(run), str(target), tolerance=0.01 if tolerance is None else tolerance, margin_binades=margin,
+        fallback=fallback, layer_scales=not one_scale, include=include or (), exclude=exclude or (), until=until,
     )  # fmt: skip
-    if out is not None:
-        made.save(out)
+    if written_to is not None:
+        made.save(written_to)
     if output == "json":
         typer.echo(json.dumps(made.to_dict(), indent=2, allow_nan=False))
         return
     _print(made, console())
-    if out is not None:
-        typer.echo(f"\nwritten to {out}")
+    if written_to is not None:
+        typer.echo(f"\nwritten to {written_to}")
 
 
 def _refuse_beside_check(
@@ -93,13 +95,19 @@ def _refuse_beside_check(
         )
 
 
-def _check(path: Path, run: Path, tolerance: float | None, until: int | None, output: str) -> None:
+def _check(plan_file: str, run: str, tolerance: float | None, until: int | None, output: str) -> None:
     from plimsoll.diagnosis import check_plan
     from plimsoll.formats import Plan
+    from plimsoll.runs._place import is_elsewhere
 
+    path = Path(plan_file)
+    if is_elsewhere(plan_file):
+        raise ArgumentError(
+            f"plan: expected --check to name a file of this machine; got the URI {said(plan_file)}. Copy it here first."
+        )
     if not path.is_file():
         raise ArgumentError(f"plan: expected a plan file; got {str(path)!r}, which is not there. Write one with -o.")
-    found = check_plan(Plan.load(path), run, tolerance=tolerance, until=until)
+    found = check_plan(Plan.load(path), opened(run), tolerance=tolerance, until=until)
     if output == "json":
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:

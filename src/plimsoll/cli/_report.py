@@ -6,15 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from plimsoll.cli._place import RunPlace, file_here, opened
 from plimsoll.errors import ArgumentError, RunError
 
 _BY_SUFFIX = {".md": "markdown", ".markdown": "markdown", ".json": "json"}
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; - is standard output.")
+    run: RunPlace,
+    destination: Annotated[
+        str | None, typer.Option("--output", "-o", help="The file to write; - is standard output.")
     ] = None,
     form: Annotated[
         Literal["html", "markdown", "json"] | None,
@@ -26,6 +27,7 @@ def report(
     until: Annotated[int | None, typer.Option("--until", help="Tell of the run as it was at this step.")] = None,
 ) -> None:
     """What is wrong in a run and what to do, with its figures, in one file that needs no network."""
+    output = file_here("report", "-o", destination, "report.html")
     chosen = form or _BY_SUFFIX.get(output.suffix.lower() if output else "", "html")
     if title is not None and chosen != "html":
         raise ArgumentError(f"report: expected no --title with --format {chosen}, which has none; got {title!r}.")
@@ -39,26 +41,26 @@ def report(
         _write(output, text)
 
 
-def _html(run: Path, output: Path, title: str | None, until: int | None) -> None:
+def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
     if str(output) == "-":
         raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
     from plimsoll.report import html
     from plimsoll.report._figure_parts import view_of
     from plimsoll.report._summary import summary
 
-    view = view_of(run, until, "report")
+    view = view_of(opened(run), until, "report")
     told = summary(view)
     written = html(view, output, title=title, findings=told.findings)
     typer.echo(told.verdict)
     typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
 
 
-def _text(run: Path, form: str, until: int | None) -> str:
+def _text(run: str, form: str, until: int | None) -> str:
     from plimsoll.report import markdown, summary
 
     if form == "markdown":
-        return markdown(run, until=until)
-    return json.dumps(summary(run, until=until).to_dict(), indent=2, allow_nan=False)
+        return markdown(opened(run), until=until)
+    return json.dumps(summary(opened(run), until=until).to_dict(), indent=2, allow_nan=False)
 
 
 def _write(output: Path, text: str) -> None:

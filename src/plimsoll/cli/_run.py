@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plimsoll.cli import _folder, _optimizers, _script
+from plimsoll.cli import _folder, _optimizers, _place, _script
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGS", help="The script's own, whatever they look like.")
     ] = None,
     as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; else runs/SCRIPT-DATE-TIME.")] = None,
+    out: Annotated[str | None, typer.Option(help="The run's folder; else runs/SCRIPT-DATE-TIME.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Record every so many optimizer steps.")] = 10,
     collect: Annotated[str, typer.Option(help="What to record; NAME=N for an interval of its own.")] = _ALL,
     include: Annotated[list[str] | None, typer.Option(help="Only modules and parameters like this glob.")] = None,
@@ -54,9 +54,9 @@ def run(
         _refuse(precision)
     if not as_module:
         _script.check(script)
-    start = Path.cwd()
+    start, folder = Path.cwd(), _place.folder_here("run", "--out", out, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
-    session = _Session(lambda: start / out if out else _folder.choose(stem, start), settings, precision)
+    session = _Session(lambda: start / folder if folder else _folder.choose(stem, start), settings, precision)
     atexit.register(session.end)
     _optimizers.hear(session.note)
     raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))

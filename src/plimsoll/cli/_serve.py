@@ -1,13 +1,14 @@
 """``plimsoll serve``: the live page of a folder of runs."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that runs are in, or below.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The folder that runs are in, or below; or a URI: s3://bucket/runs.")
+    ],
     host: Annotated[
         str, typer.Option("--host", help="The address to listen at; any but a loopback one asks for a token.")
     ] = "127.0.0.1",

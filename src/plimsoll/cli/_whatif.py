@@ -1,17 +1,17 @@
 """``plimsoll whatif``: what another format would have made of a run."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
+from plimsoll.cli._place import RunPlace, opened
 from plimsoll.cli._terminal import console
 
 
 def whatif(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    run: RunPlace,
     fmt: Annotated[str, typer.Option("--format", help="The format to ask about: any name of plimsoll formats.")],
     shift: Annotated[
         int | None, typer.Option("--shift", help="Multiply the values by 2 to this power; the best as it comes.")
@@ -30,7 +30,7 @@ def whatif(
     """What a format would make of a run's tensors: how much is lost, subnormal or overflows, and which scales serve."""
     from plimsoll.diagnosis import whatif as asked
 
-    answer = asked(run, fmt, shift, collection, inference)
+    answer = asked(opened(run), fmt, shift, collection, inference)
     if output == "json":
         typer.echo(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
         return

@@ -4,6 +4,7 @@ An answer is made under the run's own lock and kept until the run has something 
 keeps nobody waiting who asks about another.
 """
 
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from plimsoll.diagnosis import View
 from plimsoll.errors import NotRecordedError, RunError, StateError
 from plimsoll.report._live_view import LiveView
-from plimsoll.report._runs_list import Listed, RunsList, refuse_links_out
+from plimsoll.report._runs_list import Listed, RunsList, Source
 from plimsoll.runs import Run
 
 _T = TypeVar("_T")
@@ -27,8 +28,8 @@ _PAIRS = 32  # answers kept about two
 class LiveRun:
     """One run that is being looked at. Raises as `Run` does."""
 
-    def __init__(self, path: Path, root: Path) -> None:
-        self._path, self._root = path, root
+    def __init__(self, path: Path, source: Source) -> None:
+        self._path, self._source = path, source
         self._lock = threading.RLock()
         self._token: str | None = None
         self._identity: object = None
@@ -72,12 +73,12 @@ class LiveRun:
         if self._view is not None and self._token == listed.token:
             return self._view
         self._answers.clear()
-        refuse_links_out(self._path, self._root)
+        self._source.check(self._path)
         view = self._view
         if view is not None:
             view.follow()
         if view is None or self._identity != _identity(view.run):
-            view = LiveView(Run(self._path, warn=False))  # another run may have been put in its place
+            view = LiveView(self._source.opened(self._path))  # another run may have been put in its place
             self._identity = _identity(view.run)
         self._view, self._token = view, listed.token
         return view
@@ -86,7 +87,13 @@ class LiveRun:
 class Live:
     """All runs below a folder."""
 
-    def __init__(self, folder: Path, *, most_bytes: int = 2 << 30, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        most_bytes: int = 2 << 30,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.list = RunsList(folder, clock)
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
@@ -128,8 +135,8 @@ class Live:
             run = self._open.get((listed.id, listed.path))
         if run is not None:
             return run.judged(listed, make)
-        refuse_links_out(listed.path, self.list.folder)
-        return make(View(Run(listed.path, warn=False)))
+        self.list.source.check(listed.path)
+        return make(View(self.list.source.opened(listed.path)))
 
     def opened(self, run_id: str) -> Listed:
         """As `listed`; the run is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
@@ -170,7 +177,7 @@ class Live:
         key = (listed.id, listed.path)
         with self._lock:
             if key not in self._open:
-                self._open[key] = LiveRun(listed.path, self.list.folder)
+                self._open[key] = LiveRun(listed.path, self.list.source)
             self._open.move_to_end(key)
             return self._open[key]
 

@@ -44,7 +44,7 @@ class LiveView(View):
 
     def copied(self) -> "LiveView":
         """Another view of the run as it is on disk now, which shares what this one has read."""
-        copy = LiveView(Run(self.run.path, warn=False))
+        copy = LiveView(Run(self.run.path, filesystem=self._catalog.place.filesystem, warn=False))
         copy._cells = {name: cells for name, cells in self._cells.items() if cells is not None}
         copy._narrow = dict(self._narrow)
         return copy

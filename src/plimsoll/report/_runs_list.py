@@ -1,115 +1,138 @@
 """`RunsList`: the runs below a folder with what their manifests say, found quickly and kept up to date.
 
 A run is read from its manifests and the names of its parts; no Parquet file is opened. What was read is kept until one
-of its folders or its manifest changes, so that a look at a thousand runs is a few thousand `stat` calls.
+of its folders or its manifest changes, so that a look at a thousand runs is a few thousand `stat` calls. A folder of an
+object store is listed instead, and less often (`_runs_stored`).
 
 A run's *id* is its path below the folder ("." for the folder itself). Ids are looked up among the runs that were found,
 and never made into paths: so no id leads out of the folder.
 """
 
-import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import Run, _manifest
+from plimsoll.report._runs_listed import Listed as Listed, Stamp as Stamp, told, within as within
+from plimsoll.report._runs_stored import StoredRuns
+from plimsoll.runs import Run
 from plimsoll.runs._catalog import Catalog
+from plimsoll.runs._place import Stored, place_of
 from plimsoll.runs._tables import KINDS
 
-_LIVE_SECONDS = 300.0  # an open run that nothing was written to for so long is not called live
-_SETTLED_SECONDS = 0.1  # times of files tick every few milliseconds: a change right after a look may bear its time
-_LONGEST = 500  # characters of a problem
 
-Stamp = tuple[tuple[int, int, int], ...]
+class Source(Protocol):
+    """Where runs lie: how they are found, seen to change, and opened.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """One run of the list.
-
-    `token` changes whenever something was written. `created` and `modified` are Unix seconds. `problem`: what is wrong
-    with its manifest; None for nothing. `opens`: whether it can be read nevertheless.
+    `poll_seconds`: how often to look whether something is new. `list_seconds`: how old the list may be in any case.
+    `settled_seconds`: a change so soon after a look may bear the same time as the one before it.
     """
 
-    id: str
-    name: str
-    path: Path
-    token: str
-    last_step: int = -1
-    closed: bool = False
-    created: float | None = None
-    modified: float = 0.0
-    tensors: int = 0
-    ranks: int = 0
-    problem: str | None = None
-    opens: bool = True
+    folder: Path
+    shown: str
+    poll_seconds: float
+    list_seconds: float
+    settled_seconds: float
 
-    def is_live(self, now: float) -> bool:
-        """Whether a training seems to be writing it."""
-        return self.problem is None and not self.closed and now - self.modified < _LIVE_SECONDS
+    def find(self) -> list[Path]:
+        """The folders of all runs, as they are now. Raises `RunError` for storage that does not answer."""
+        ...
+
+    def stamp(self, path: Path) -> Stamp | None:
+        """What changes when something is written to a run, its first entries times in ns; None where there is none."""
+        ...
+
+    def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
+        """What manifests and names say of runs, each given by its id, path and stamp."""
+        ...
+
+    def check(self, path: Path) -> None:
+        """Raises `RunError` for a run that must not be opened."""
+        ...
+
+    def opened(self, path: Path) -> Run:
+        """The run."""
+        ...
 
 
 class RunsList:
-    """The runs below a folder. Any thread may ask."""
+    """The runs below a folder, of this machine or, by its URI, of a store. Any thread may ask."""
 
     def __init__(self, folder: str | os.PathLike[str], clock: Callable[[], float] = time.time) -> None:
-        self.folder = Path(folder).resolve()
-        if not self.folder.is_dir():
-            raise ArgumentError(
-                f"serve: expected a folder that runs are written to; got {str(folder)!r}, which is none. Name it, or "
-                "create it: runs that appear in it later are shown."
-            )
+        place = place_of(folder)
+        self.source: Source = StoredRuns(place, clock) if isinstance(place, Stored) else _Here(folder, place.path)
+        self.folder = self.source.folder
         self.version = 0
         self._clock, self._lock = clock, threading.Lock()
-        self._looked = float("-inf")
+        self._looked, self._trouble = float("-inf"), ""
         self._found: dict[str, Listed] = {}
         self._stamps: dict[str, Stamp | None] = {}
 
     def runs(self, max_age_seconds: float = 0.0) -> list[Listed]:
-        """All runs, those written to last first; as they were found at most so long ago."""
+        """All runs, those written to last first; as they were found at most so long ago.
+
+        Raises `RunError` from when storage does not answer to when it does again.
+        """
         with self._lock:
             now = self._clock()
-            if not 0 <= now - self._looked < max_age_seconds:
-                self._look()
+            if not 0 <= now - self._looked < max(max_age_seconds, self.source.list_seconds):
                 self._looked = now
-            return sorted(self._found.values(), key=lambda run: (-run.modified, run.id))
+                self._look()
+            if self._trouble:
+                raise RunError(self._trouble)
+            return self._sorted()
+
+    def known(self) -> list[Listed]:
+        """All runs as they were found last."""
+        with self._lock:
+            return self._sorted()
 
     def run(self, run_id: str) -> Listed | None:
-        """The run of that id as it is now; None where there is none."""
+        """The run of that id as it is now, or was when storage last answered; None where there is none."""
         with self._lock:
             known = self._found.get(run_id)
         if known is None:
             self.runs()
             return self._found.get(run_id)
         with self._lock:
-            return self._update(known.id, known.path)
+            try:
+                self._renew({known.id: known.path})
+            except RunError:  # the list says so
+                return known
+            return self._found.get(run_id)
+
+    def _sorted(self) -> list[Listed]:
+        return sorted(self._found.values(), key=lambda run: (-run.modified, run.id))
 
     def _look(self) -> None:
-        paths = {self._id_of(path): path for path in reversed(Run.find(self.folder))}
-        for gone in self._found.keys() - paths.keys():
-            self._forget(gone)
-        for run_id, path in paths.items():
-            self._update(run_id, path)
+        try:
+            paths = {self._id_of(path): path for path in reversed(self.source.find())}
+            for gone in self._found.keys() - paths.keys():
+                self._forget(gone)
+            self._renew(paths)
+        except RunError as error:
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
 
-    def _update(self, run_id: str, path: Path) -> Listed | None:
-        """Reads a run anew if it has changed; None where it has gone."""
-        stamp, now = stamp_of(path), self._clock()
-        if stamp is None:
-            self._forget(run_id)
-            return None
-        if run_id not in self._found or self._stamps.get(run_id) != stamp:
-            found = listed(run_id, path, self.folder, stamp)
+    def _renew(self, paths: Mapping[str, Path]) -> None:
+        """Reads those runs anew that have changed, and forgets those that have gone."""
+        now, changed = self._clock(), list[tuple[str, Path, Stamp]]()
+        for run_id, path in paths.items():
+            stamp = self.source.stamp(path)
+            if stamp is None:
+                self._forget(run_id)
+            elif run_id not in self._found or self._stamps.get(run_id) != stamp:
+                changed.append((run_id, path, stamp))
+        for (run_id, _, stamp), found in zip(changed, self.source.rows(changed), strict=True):
             if found != self._found.get(run_id):
                 self._found[run_id] = found
                 self.version += 1
             newest = max(entry[0] for entry in stamp) / 1e9
-            self._stamps[run_id] = stamp if now - newest > _SETTLED_SECONDS else None
-        return self._found[run_id]
+            self._stamps[run_id] = stamp if now - newest > self.source.settled_seconds else None
 
     def _forget(self, run_id: str) -> None:
         if self._found.pop(run_id, None) is not None:
@@ -124,6 +147,36 @@ class RunsList:
             .encode("utf-8", "surrogateescape")
             .decode("utf-8", "backslashreplace")
         )
+
+
+class _Here:
+    """A folder of this machine."""
+
+    poll_seconds, list_seconds = 1.0, 0.0
+    settled_seconds = 0.1  # times of files tick every few milliseconds
+
+    def __init__(self, given: str | os.PathLike[str], path: Path) -> None:
+        self.folder, self.shown = path.resolve(), str(path)
+        if not self.folder.is_dir():
+            raise ArgumentError(
+                f"serve: expected a folder that runs are written to; got {str(given)!r}, which is none. Name it, or "
+                "create it: runs that appear in it later are shown."
+            )
+
+    def find(self) -> list[Path]:
+        return Run.find(self.folder)
+
+    def stamp(self, path: Path) -> Stamp | None:
+        return stamp_of(path)
+
+    def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
+        return [listed(run_id, path, self.folder, stamp) for run_id, path, stamp in changed]
+
+    def check(self, path: Path) -> None:
+        refuse_links_out(path, self.folder)
+
+    def opened(self, path: Path) -> Run:
+        return Run(path, warn=False)
 
 
 def stamp_of(path: Path) -> Stamp | None:
@@ -144,56 +197,16 @@ def stamp_of(path: Path) -> Stamp | None:
 
 def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
     """What manifests and names say of a run; whatever is wrong with it costs its own row."""
-    modified = max(entry[0] for entry in stamp) / 1e9
-    name = path.name or str(path)
-    shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    try:
+
+    def catalog() -> Catalog:
         refuse_links_out(path, root, within_folders=False)
-        catalog = Catalog(path, warn=False)
-        return _of_catalog(catalog, run_id, shown, modified)
-    except Exception as error:  # noqa: BLE001  (a manifest may hold anything, and must not cost the other rows)
-        why = (
-            within(str(error), root)[:_LONGEST] if isinstance(error, RunError) else f"damaged ({type(error).__name__})"
-        )
-        token = f"none-{modified}"
-        return Listed(id=run_id, name=shown, path=path, token=token, modified=modified, problem=why, opens=False)
+        return Catalog(path, warn=False)
 
+    def mark(name: str) -> str:
+        found = (path / name).stat()
+        return f"{found.st_mtime_ns} {found.st_size} {found.st_ino}"
 
-def within(message: str, root: Path) -> str:
-    """A message in which paths begin at the served folder: it says nothing of where that lies."""
-    return message.replace(f"{root}{os.sep}", "").replace(str(root), ".")
-
-
-def _of_catalog(catalog: Catalog, run_id: str, name: str, modified: float) -> Listed:
-    manifests, head = catalog.manifests, catalog.head
-    ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
-    series = [manifest.get("tensors", {}).items() for manifest in manifests.values()]
-    names = {(collection, name) for each in series for collection, entries in each for name in entries}
-    unread = [] if head else catalog.problems
-    return Listed(
-        id=run_id,
-        name=name,
-        path=catalog.path,
-        token=_token(catalog),
-        last_step=max(ends, default=-1),
-        closed=len(manifests) >= catalog.world_size and all(m.get("closed") for m in manifests.values()),
-        created=seconds_of(head.get("created")),
-        modified=modified,
-        tensors=len(names),
-        ranks=len(catalog.ranks),
-        problem=unread[0][:_LONGEST] if unread else None,
-    )
-
-
-def _token(catalog: Catalog) -> str:
-    """A digest of all parts' names and all manifests' times and sizes."""
-    digest = hashlib.blake2s(digest_size=8)
-    for part in sorted(part.name for part in catalog.parts):
-        digest.update(part.encode())
-    for rank in sorted(catalog.manifests):
-        found = (catalog.path / _manifest.file_name(rank)).stat()
-        digest.update(f"{rank} {found.st_mtime_ns} {found.st_size} {found.st_ino};".encode())
-    return digest.hexdigest()
+    return told(catalog, run_id, path, root, max(entry[0] for entry in stamp) / 1e9, mark)
 
 
 def refuse_links_out(path: Path, root: Path, within_folders: bool = True) -> None:
@@ -213,11 +226,3 @@ def _links_in(folder: Path) -> list[Path]:
             return [folder / entry.name for entry in entries if entry.is_symlink()]
     except FileNotFoundError:
         return []
-
-
-def seconds_of(value: object) -> float | None:
-    """A manifest's time in Unix seconds; None for what is no time."""
-    try:
-        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
-    except (ValueError, OverflowError, OSError):
-        return None

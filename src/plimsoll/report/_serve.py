@@ -12,11 +12,14 @@ import socket
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.report._security import ANY_ADDRESS, LOOPBACK
+
+if TYPE_CHECKING:
+    from plimsoll.report._runs_list import Source
 
 PORT = 8642
 _SHORTEST_TOKEN = 16  # characters, where other machines can try
@@ -34,6 +37,8 @@ def serve(
 ) -> None:
     """Serves the runs in a folder, and below it, as a web page that follows them; prints its address; ends at Ctrl-C.
 
+    - `folder`: of this machine, where what is written is seen within a second; or the URI of one in a store,
+      ``s3://bucket/runs``, which is listed every 10 seconds while somebody looks.
     - `host`: the address to listen at; on any but a loopback one a token is asked for. `port`: 0 for a free one.
     - `token`: what a browser must bring; None makes one where it is needed.
     - `open_browser`: opens the page in a browser.
@@ -41,7 +46,8 @@ def serve(
       "name:port", or "name" for any port. Requests for unknown names are refused.
 
     Raises `ArgumentError` for a folder that is none, an address or port that cannot be had, or a token that is too
-    short; `MissingExtraError` without the extra ``serve``.
+    short; `MissingExtraError` without the extra ``serve``, or a package that a URI needs; `RunError` for storage that
+    does not answer.
     """
     _require()
     from plimsoll.report._server import app
@@ -52,7 +58,7 @@ def serve(
         token = _token(token, place)
         made = app(folder, token, [*place.names, *allow_hosts])
         address = place.address(token)
-        print(_words(Path(folder), address, place, token), flush=True)  # noqa: T201  (it is what serve says)
+        print(_words(made.answers.live.list.source, address, place, token), flush=True)  # noqa: T201  (what serve says)
         if open_browser:
             webbrowser.open(address)
         run(made, place.listener)
@@ -95,8 +101,10 @@ class _Place:
         return f"http://{name}:{self.port}/{query}"
 
 
-def _words(folder: Path, address: str, place: _Place, token: str | None) -> str:
-    lines = [f"Runs in {folder.absolute()}", f"Live page: {address}"]
+def _words(source: "Source", address: str, place: _Place, token: str | None) -> str:
+    lines = [f"Runs in {source.shown}", f"Live page: {address}"]
+    if source.poll_seconds > 1:
+        lines.append(f"The store is listed every {source.poll_seconds:.0f} s while a page is open.")
     if token is not None:
         lines.append("Whoever has this address can read the runs. Nothing is encrypted: outside")
         lines.append("a network that you trust, leave --host out and use a tunnel.")

@@ -53,19 +53,22 @@ def app(
     token: str | None = None,
     hosts: Iterable[str] = LOOPBACK,
     *,
-    poll_seconds: float = 1.0,
+    poll_seconds: float | None = None,
 ) -> App:
-    """The live page of a folder of runs, for any ASGI server.
+    """The live page of a folder of runs, of this machine or by a URI, for any ASGI server.
 
     - `token`: what a browser must bring; None for none, which is for loopback addresses only.
     - `hosts`: the names that the page is known under, each with its port, or without for any port. Requests for
       another name are refused.
-    - `poll_seconds`: how often open runs are looked at for something new.
+    - `poll_seconds`: how often open runs are looked at for something new; as it comes every second, and every 10 in a
+      store, whose listings are not renewed sooner in any case.
 
-    Raises `ArgumentError` for a folder that is none.
+    Raises `ArgumentError` for a folder that is none, `RunError` for storage that does not answer.
     """
     answers = Answers(os.fspath(folder))
-    streams = Streams(answers.look, poll_seconds=poll_seconds)
+    streams = Streams(
+        answers.look, poll_seconds=answers.live.list.source.poll_seconds if poll_seconds is None else poll_seconds
+    )
     inner = _application(answers, streams)
     return App(answers, streams, Gate(inner, hosts=hosts, token=token))
 

@@ -1,6 +1,7 @@
 """What the live page's API answers, as JSON (docs/how-to/serve.md lists it): made of a run's view and kept with it."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +30,9 @@ OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.name not in (
 class Answers:
     """The answers to all questions about the runs of a folder. Raises Plimsoll's errors."""
 
-    def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        self.live = Live(Path(folder), clock=clock)
-        self.verdicts = Verdicts(lambda: self.live.list.runs(_LIST_SECONDS), self._judged, clock)
+    def __init__(self, folder: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+        self.live = Live(folder, clock=clock)
+        self.verdicts = Verdicts(lambda: self._found(_LIST_SECONDS), self._judged, clock)
         self._clock = clock
 
     @property
@@ -127,9 +128,12 @@ class Answers:
         """What a stream tells of a run, or of the list (""); None where nothing can be told."""
         if not run_id:
             self.verdicts.looked_at()
-            self.live.list.runs(_FOLLOWED_SECONDS)
+            self._found(_FOLLOWED_SECONDS)
             return {"version": self.version}
-        found = self.live.list.run(run_id)
+        try:
+            found = self.live.list.run(run_id)
+        except RunError:  # storage that does not answer now
+            return None
         if found is None:
             return {"id": run_id, "token": "", "last_step": -1}
         self.verdicts.looked_at(run_id)
@@ -138,6 +142,13 @@ class Answers:
     def close(self) -> None:
         """Ends the work in the background."""
         self.verdicts.close()
+
+    def _found(self, max_age_seconds: float) -> list[Listed]:
+        """The list; that of the last look where storage does not answer."""
+        try:
+            return self.live.list.runs(max_age_seconds)
+        except RunError:
+            return self.live.list.known()
 
     def _row(self, run: Listed, now: float) -> dict[str, object]:
         verdict = self.verdicts.of(run)

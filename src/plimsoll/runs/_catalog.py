@@ -180,7 +180,8 @@ def _has_gone(error: Exception) -> bool:
 
 
 def _no_run(place: Place) -> RunError:
+    others = "Run.find(folder)" if isinstance(place, Folder) else "plimsoll serve"
     return RunError(
         f"Run: expected a folder that a RunWriter wrote; got {place}, where no run.json and no part is. "
-        "Name the run's own folder; Run.find(folder) lists the runs below one."
+        f"Name the run's own folder; {others} lists the runs below one."
     )

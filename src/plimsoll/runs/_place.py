@@ -6,22 +6,22 @@ loss of a part.
 """
 
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs._arrow import ParquetFile, fs, pa, pq
-
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+from plimsoll.runs._arrow import ParquetFile, fs, pq
+from plimsoll.runs._listing import Entry, entries
+from plimsoll.runs._uri import filesystem_of, is_uri, without_secrets
 
 
 class Place(ABC):
     """A run's folder; names within it are those of files, or ``kind/file``."""
 
     path: Path  # in its own filesystem
+    filesystem: Any = None  # pyarrow's; none on this machine
 
     @abstractmethod
     def __str__(self) -> str:
@@ -87,42 +87,56 @@ class Stored(Place):
 
     def __init__(self, path: str, filesystem: Any, shown: str) -> None:
         self.path, self._inside = Path(path), path.rstrip("/")
-        self._filesystem, self._shown = filesystem, shown
+        self.filesystem, self._shown = filesystem, shown
 
     def __str__(self) -> str:
         return self._shown
 
     def names(self, kind: str = "") -> list[str]:
         """What lies there."""
-        folder = self._at(kind) if kind else self._inside
-        try:
-            found = self._filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
-        except OSError as error:
-            raise self._unreached("the folder", error) from error
-        return sorted(info.base_name for info in found)
+        return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
+
+    def tree(self) -> dict[str, tuple[int, int]]:
+        """All files in it and below, by their path within it: size, and time of the last change in ns, 0 for none.
+
+        Object stores list a thousand files a request, whatever folders these are in.
+        """
+        base = len(self._inside.strip("/"))
+        found = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
+        return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in found}
 
     def read(self, name: str) -> bytes:
         """A file's content."""
         try:
-            with self._filesystem.open_input_stream(self._at(name)) as stream:
+            with self.filesystem.open_input_stream(self._at(name)) as stream:
                 return stream.read()
         except FileNotFoundError:
             raise
-        except OSError as error:
+        except Exception as error:  # those of fsspec raise what the library behind them does
             raise self._unreached(name, error) from error
 
     def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
         """A part."""
-        return pq.ParquetFile(self._at(name), filesystem=self._filesystem, read_dictionary=[*words], pre_buffer=True)
+        return pq.ParquetFile(self._at(name), filesystem=self.filesystem, read_dictionary=[*words], pre_buffer=True)
 
     def filtered(self, name: str, condition: Any) -> Any:
         """Some rows of a part."""
-        return pq.ParquetDataset(self._at(name), filesystem=self._filesystem, filters=condition)
+        return pq.ParquetDataset(self._at(name), filesystem=self.filesystem, filters=condition)
 
     def may_succeed(self, name: str) -> bool:
         """As its bytes arrive, all of which are fetched: a request may have failed."""
         self.read(name)
         return True
+
+    def within(self, name: str) -> "Stored":
+        """A folder in it, called by its name alone."""
+        return Stored(self._at(name) if name else self._inside, self.filesystem, name or ".")
+
+    def _entries(self, folder: str, below: bool = False) -> list[Entry]:
+        try:
+            return entries(self.filesystem, folder, below=below)
+        except Exception as error:  # as above
+            raise self._unreached("the folder", error) from error
 
     def _at(self, name: str) -> str:
         return f"{self._inside}/{name}"
@@ -136,34 +150,27 @@ class Stored(Place):
 
 def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> Place:
     """The place that a path means: in `filesystem` where one is given, by its scheme where it is a URI."""
-    is_uri = is_elsewhere(path)
-    if filesystem is not None and is_uri:
+    uri = path if isinstance(path, str) and is_uri(path) else None
+    if filesystem is not None and uri is not None:
         raise ArgumentError(
-            f"Run: expected a path within the filesystem that is given; got the URI {path}. Leave out one of the two."
+            "Run: expected a path within the filesystem that is given; got the URI "
+            f"{without_secrets(uri)}. Leave out one of the two."
         )
     if filesystem is not None:
         inside = os.fspath(path) if isinstance(path, str) else Path(path).as_posix()
         made = _filesystem(filesystem)
         return Stored(inside, made, f"{inside} ({made.type_name})")
-    return _of_uri(str(path)) if is_uri else Folder(Path(path))
+    return Folder(Path(path)) if uri is None else _of_uri(uri)
 
 
 def is_elsewhere(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URI, ``s3://bucket/exp1``, and none of this machine."""
-    return isinstance(path, str) and _URI.match(path) is not None
+    return isinstance(path, str) and is_uri(path)
 
 
 def _of_uri(uri: str) -> Place:
-    try:
-        filesystem, inside = fs.FileSystem.from_uri(uri)
-    except OSError as error:
-        raise RunError(f"Run: expected storage that answers; got {error} for {uri}. Look at the network.") from error
-    except (pa.ArrowException, ValueError, ImportError) as error:
-        raise ArgumentError(
-            f"Run: expected a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, file://); got {uri}: {error}. "
-            "Pass filesystem=, which may be one of fsspec's."
-        ) from error
-    return Folder(Path(inside)) if isinstance(filesystem, fs.LocalFileSystem) else Stored(inside, filesystem, uri)
+    made, inside = filesystem_of(uri)
+    return Folder(Path(inside)) if isinstance(made, fs.LocalFileSystem) else Stored(inside, made, without_secrets(uri))
 
 
 def _filesystem(given: Any) -> Any:

@@ -1,0 +1,107 @@
+"""`Listed`: one run of a list, told from its manifests and the names of its parts; no Parquet file is opened."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from plimsoll.errors import RunError
+from plimsoll.runs import _manifest
+from plimsoll.runs._catalog import Catalog
+
+_LIVE_SECONDS = 300.0  # an open run that nothing was written to for so long is not called live
+_LONGEST = 500  # characters of a problem
+
+Stamp = tuple[tuple[int, int, int], ...]  # what changes when something is written to a run; a time in ns leads each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One run of the list.
+
+    `token` changes whenever something was written. `created` and `modified` are Unix seconds. `problem`: what is wrong
+    with its manifest; None for nothing. `opens`: whether it can be read nevertheless.
+    """
+
+    id: str
+    name: str
+    path: Path
+    token: str
+    last_step: int = -1
+    closed: bool = False
+    created: float | None = None
+    modified: float = 0.0
+    tensors: int = 0
+    ranks: int = 0
+    problem: str | None = None
+    opens: bool = True
+
+    def is_live(self, now: float) -> bool:
+        """Whether a training seems to be writing it."""
+        return self.problem is None and not self.closed and now - self.modified < _LIVE_SECONDS
+
+
+def told(
+    catalog: Callable[[], Catalog], run_id: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
+) -> Listed:
+    """The row of a run; whatever is wrong with it costs its own row.
+
+    `mark` says of a file in it what changes when that is replaced.
+    """
+    name = (path.name or str(path)).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        return _of_catalog(catalog(), run_id, name, path, modified, mark)
+    except Exception as error:  # noqa: BLE001  (a manifest may hold anything, and must not cost the other rows)
+        why = (
+            within(str(error), root)[:_LONGEST] if isinstance(error, RunError) else f"damaged ({type(error).__name__})"
+        )
+        token = f"none-{modified}"
+        return Listed(id=run_id, name=name, path=path, token=token, modified=modified, problem=why, opens=False)
+
+
+def within(message: str, root: Path) -> str:
+    """A message in which paths begin at the served folder: it says nothing of where that lies."""
+    return message.replace(f"{root}{os.sep}", "").replace(str(root), ".")
+
+
+def seconds_of(value: object) -> float | None:
+    """A manifest's time in Unix seconds; None for what is no time."""
+    try:
+        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _of_catalog(
+    catalog: Catalog, run_id: str, name: str, path: Path, modified: float, mark: Callable[[str], str]
+) -> Listed:
+    manifests, head = catalog.manifests, catalog.head
+    ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
+    series = [manifest.get("tensors", {}).items() for manifest in manifests.values()]
+    names = {(collection, name) for each in series for collection, entries in each for name in entries}
+    unread = [] if head else catalog.problems
+    return Listed(
+        id=run_id,
+        name=name,
+        path=path,
+        token=_token(catalog, mark),
+        last_step=max(ends, default=-1),
+        closed=len(manifests) >= catalog.world_size and all(m.get("closed") for m in manifests.values()),
+        created=seconds_of(head.get("created")),
+        modified=modified,
+        tensors=len(names),
+        ranks=len(catalog.ranks),
+        problem=unread[0][:_LONGEST] if unread else None,
+    )
+
+
+def _token(catalog: Catalog, mark: Callable[[str], str]) -> str:
+    """A digest of all parts' names and all manifests' marks."""
+    digest = hashlib.blake2s(digest_size=8)
+    for part in sorted(part.name for part in catalog.parts):
+        digest.update(part.encode())
+    for rank in sorted(catalog.manifests):
+        digest.update(f"{rank} {mark(_manifest.file_name(rank))};".encode())
+    return digest.hexdigest()
