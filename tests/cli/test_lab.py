@@ -167,6 +167,7 @@ def test_what_does_not_go_together_is_refused(arguments: list[str], said: str, t
 def test_the_picture_in_one_line_spans_all_trainings() -> None:
     assert _lab_show._spark((1.0, 8.0), 1.0, 8.0, "abcdefgh") == "ah"
     assert _lab_show._spark((1.0, math.nan, 0.0), 1.0, 8.0, "abcdefgh") == "a  "
+    assert _lab_show._spark((1.0, math.inf), 1.0, 8.0, "abcdefgh") == "ah"
     assert _lab_show._spark((2.0, 2.0), 2.0, 2.0, "abcdefgh") == "aa"
 
 
