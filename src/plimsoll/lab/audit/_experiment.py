@@ -4,6 +4,8 @@ A small pre-norm transformer for characters, of torch's own modules as torch dra
 converted by `unit.convert`; audited again; trained at unit scale, without a loss scale, and audited once more. What
 formats lose is asked of all values with no scale at all: that is what the conversion is for.
 
+What the factors cost is counted at the sizes of BERT-large, where nothing is computed (`_cost`).
+
 Beside the runs it leaves the figure (``report-audit.html``), and in ``runs/audit`` the tables and all rows as JSON.
 """
 
@@ -20,6 +22,7 @@ from plimsoll.lab._characters import Batch, make_batch, standard_library
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Measured, Training
+from plimsoll.lab.audit._cost import BERT_LARGE, added_share
 from plimsoll.lab.audit._judge import Audits, claims, numbers, said
 from plimsoll.lab.unit._model import Plain
 from plimsoll.runs import Run
@@ -68,8 +71,8 @@ def measure(bench: Bench) -> Measured:
     return measure_with(bench, setup_for(bench.steps, full=bench.full))
 
 
-def measure_with(bench: Bench, setup: Setup) -> Measured:
-    """Likewise, with sizes of one's own."""
+def measure_with(bench: Bench, setup: Setup, costed: Mapping[str, int] = BERT_LARGE) -> Measured:
+    """Likewise, with sizes of one's own; `costed`: those at which the added operations are counted."""
     text = standard_library()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +91,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
     audits = Audits(before=before, after=after, trained=audit(converted, batch(0)))
     bench.progress.advance()
     _leave(audits, bench.runs)
-    training = _training(Run(folder), audits)
+    training = _training(Run(folder), audits, added_share(**costed))
     return Measured(trainings=(training,), claims=claims(training.numbers), said=said(audits, FIGURE))
 
 
@@ -106,9 +109,9 @@ def _train(
             bench.progress.advance()
 
 
-def _training(run: Run, audits: Audits) -> Training:
+def _training(run: Run, audits: Audits, added: float) -> Training:
     steps, loss = run.scalars("loss")
-    found = numbers(audits, run)
+    found = numbers(audits, run) | {"operations_added": added}
     fell = found["loss_end"] < found["loss_begin"]
     return Training(
         name=run.path.name, title="at unit scale, no loss scale", run=run.path, numbers=found,
