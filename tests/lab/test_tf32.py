@@ -11,6 +11,7 @@ from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Silent
 from plimsoll.lab.tf32._experiment import TF32, claims, measure, trained
 from plimsoll.lab.tf32._loops import (
+    amp_loop,
     bf16_loop,
     changed_lines,
     changed_tokens,
@@ -42,7 +43,7 @@ def by_id(all_of_them: tuple[Claim, ...]) -> dict[str, Claim]:
 def test_the_claims_hold(found: Errors, losses: dict[str, list[float]]) -> None:
     told = by_id(claims(found, losses, 2, None))
     assert not {name: claim.measured for name, claim in told.items() if not claim.holds}
-    assert len(told) == 15 and not OF_DEVICE & set(told)
+    assert len(told) == 16 and not OF_DEVICE & set(told)
 
 
 def test_of_a_gpu_nothing_is_claimed_without_one(tmp_path: Path) -> None:
@@ -111,6 +112,8 @@ def test_loops_are_compared_as_they_are_written() -> None:
     assert changed_tokens(fp16_loop, bf16_loop) == 1 and changed_lines(fp16_loop, bf16_loop) == (1, 1)
     assert changed_lines(fp32_loop, tf32_loop) == (2, 0) and changed_lines(tf32_loop, fp32_loop) == (0, 2)
     assert changed_tokens(fp32_loop, plimsoll_loop) > 10
+    assert changed_lines(fp32_loop, amp_loop, indents=False) == (5, 2)  # of which two stand for others
+    assert changed_lines(fp32_loop, amp_loop) == (6, 3)  # the loss is the same line, further in
 
 
 def test_the_tf32_loops_settings_are_made_and_taken_back() -> None:

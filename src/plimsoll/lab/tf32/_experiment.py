@@ -1,4 +1,4 @@
-"""Experiment `tf32` (T10, T2): what TF32 is, what it takes to train in it, and on a GPU how fast it is.
+"""Experiment `tf32` (T10, T2, A1): what TF32 is, what it takes to train in it, and on a GPU how fast it is.
 
 A TF32 product rounds its inputs to FP32's exponent and FP16's mantissa, multiplies exactly and adds up in FP32. That is
 measured on any machine: errors of emulated products against FP64, FP16 and BF16, within FP16's range and beyond it. The
@@ -23,6 +23,7 @@ from plimsoll.lab._workers import one_thread
 from plimsoll.lab.tf32._loops import (
     Batches,
     LoopOf,
+    amp_loop,
     bf16_loop,
     changed_lines,
     changed_tokens,
@@ -40,7 +41,8 @@ SIZE, FULL_SIZE = 256, 2048
 RATE_SIZE = 8192
 _BATCHES = 20  # of a loop
 _LOOPS: Mapping[str, LoopOf] = {
-    "fp32": fp32_loop, "tf32": tf32_loop, "fp16": fp16_loop, "bf16": bf16_loop, "plimsoll": plimsoll_loop
+    "fp32": fp32_loop, "tf32": tf32_loop, "fp16": fp16_loop, "bf16": bf16_loop, "amp": amp_loop,
+    "plimsoll": plimsoll_loop,
 }  # fmt: skip
 
 
@@ -153,6 +155,10 @@ def _of_text() -> tuple[Claim, ...]:
             unit="lines",
         ),
         Claim(id="tf32-nothing-else", says="and none is changed", measured=removed, at_most=0, unit="lines"),
+        Claim(
+            id="amp-five-lines", says="from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
+            measured=changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines",
+        ),
     )  # fmt: skip
 
 
@@ -220,7 +226,7 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 TF32 = Experiment(
     name="tf32",
     claim="TF32 has BF16's range and FP16's digits; BF16 is one changed argument, TF32 two lines.",
-    source="T10, T2",
+    source="T10, T2, A1",
     settings=_settings,
     measure=measure,
 )

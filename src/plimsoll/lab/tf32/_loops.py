@@ -71,6 +71,20 @@ def bf16_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
     return losses
 
 
+def amp_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
+    scaler = torch.amp.GradScaler(batches[0][0].device.type)
+    losses: list[float] = []
+    for x, y in batches:
+        with torch.autocast(x.device.type, dtype=torch.float16):
+            loss = functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def plimsoll_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, precision: str = "tf32"
 ) -> list[float]:
@@ -90,9 +104,10 @@ def changed_tokens(one: LoopOf, other: LoopOf) -> int:
     return sum(max(b - a, d - c) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal")
 
 
-def changed_lines(one: LoopOf, other: LoopOf) -> tuple[int, int]:
-    """How many lines another body has that the first lacks, and how many it lacks."""
-    told = list(difflib.ndiff(_body(one), _body(other)))
+def changed_lines(one: LoopOf, other: LoopOf, *, indents: bool = True) -> tuple[int, int]:
+    """How many lines another body has that the first lacks, and how many it lacks; `indents`: those count too."""
+    here, there = ([line if indents else line.strip() for line in _body(loop)] for loop in (one, other))
+    told = list(difflib.ndiff(here, there))
     return sum(line.startswith("+ ") for line in told), sum(line.startswith("- ") for line in told)
 
 
