@@ -249,6 +249,7 @@ def sound() -> dict[tuple[str, str], Footprint]:
         (("bert", "amp-fp16"), {"per_sample": 139}, "bert-saves"),
         (("unet", "amp-fp16"), {"per_sample": 90}, "unet-halves"),
         (("bert", "fp16-master"), {"masters": 0}, "masters-cost"),
+        (("bert", "fp16-master"), {"weights": 52}, "inference-halves"),
         (("bert", "fp32"), {"per_sample": 170}, "activations-dominate"),
         (("bert", "fp32"), {"per_sample": 110}, "activations-dominate"),
         (("bert", "fp16-master"), {"per_sample": 90}, "o2-halves"),

@@ -1,4 +1,4 @@
-"""Experiment `amp` (A4, X2): three networks in FP32, TF32, FP16, BF16 and FP8: memory, time, and whether losses agree.
+"""Experiment `amp` (A4, X2, N6): three networks in FP32, TF32, FP16, BF16 and FP8: memory, time, losses that agree.
 
 - Memory is counted on "meta" at the benchmark's own sizes (`_memory`): what a GPU would keep, on any machine.
 - Time is that of whole steps, in turn (`_time`). On a CPU 16-bit and FP8 arithmetic is emulated, which is slower
@@ -140,7 +140,7 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 AMP = Experiment(
     name="amp",
     claim="Automatic mixed precision saves memory, most of it in a UNet, and losses end where FP32's do.",
-    source="A4, X2",
+    source="A4, X2, N6",
     settings=_settings,
     measure=measure,
 )
