@@ -264,6 +264,22 @@ def test_update_on_threads(threads, dtype):
     assert_same_update("numba", old, new, push)
 
 
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("special", SPECIAL)
+def test_update_of_many_values_among_which_one_is_special(special, flush):
+    """Long tensors are swept; what leaves the sweep's window is counted in another way, and the sweep goes on."""
+    old, new, push = step(60_000, torch.float32)
+    at = torch.tensor([20_011, 40_000])
+    old[at], new[at], push[at] = torch.tensor([special, 0.5]), torch.tensor([1.0, special]), 1.0
+    old[50_000:50_600], new[50_000:50_600] = special, special
+    old[30_000:31_000], new[30_000:31_000] = 1e-38, 1.1e-38  # the difference is subnormal: flushed, it is zero
+    torch.set_flush_denormal(flush)
+    try:
+        assert_same_update("numba", [old], [new], [push])
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_update_refuses_what_does_not_belong_together():
     x, bank, moves = torch.ones(3), kernels.new_bank(2), kernels.new_moves(2)
     wrong = [([x[:2]], [x], [x]), ([x.double()], [x], [x]), ([x], [x], [x[:2]]), ([x.reshape(1, 3)], [x], [x])]

@@ -59,7 +59,7 @@ def refuse(x: object, operation: str, place: str = "") -> NoReturn:
         remedy = "Write torch.from_numpy(x), or torch.as_tensor(x)."
     elif isinstance(x, torch.nn.Module):
         remedy = "Write dict(module.named_parameters())."
-    elif isinstance(x, bool | int | float):
+    elif isinstance(x, (bool, int, float)):
         remedy = "Write torch.tensor(x, dtype=torch.float64)."
     elif hasattr(x, "__iter__") and not isinstance(x, str):
         remedy = "Write list(x)."

@@ -17,16 +17,16 @@ from plimsoll.kernels._numba._measure_kernels import add_block, fold, key_of, pa
 from plimsoll.kernels._numba._sweep import GROUP, LANES, MOST_GROUPS, MOST_VALUES, PLANES, ones_of_bit, sweep
 
 _BLOCK = 4096
-_LEAST_SWEPT = 16_384  # values of a tensor: below, moving what planes hold to the row takes longer than sweeping saves
+LEAST_SWEPT = 16_384  # values of a tensor: below, moving what planes hold to the row takes longer than sweeping saves
 _LEAST_BINADES = 12  # below, comparing with one binade after another is as fast
 _ROOM_ABOVE = 4  # binades: the largest of many blocks exceeds that of one by less than the smallest falls below
 _INF32 = 0x7F80_0000
 
 # What is known from block to block: the window's highest exponent; how many values planes hold; the range of exponents
 # that are in `counts`; whether values to come are worth a sweep.
-_TOP, _PENDING, _LOW, _HIGH, _LIKELY = range(5)
+TOP, PENDING, LOW, HIGH, LIKELY = range(5)
 # Behind the planes lie the extremes: largest bits of either sign, the smallest magnitude less one, the number of zeros.
-_POSITIVE_BITS, _NEGATIVE_BITS, _BEFORE, _FOUND_ZEROS = range(PLANES * LANES, PLANES * LANES + 4)
+EXTREMES, _NEGATIVE_BITS, _BEFORE, _FOUND_ZEROS = range(PLANES * LANES, PLANES * LANES + 4)
 _SWEPT_WORDS = PLANES * LANES + 4
 
 _COUNT, _ZEROS, _HISTOGRAM = layout.COUNT, layout.ZEROS, layout.HISTOGRAM
@@ -39,13 +39,13 @@ _exponents_memory, _clean_memory = stack(_BLOCK), stack(4 * _BLOCK)
 
 
 @pasted
-def _new_room():
+def new_room():
     """Memory for the functions below: on the stack, but for counts."""
     state = carray(pointer(_state_memory()), (5,), np.int64)
     swept = carray(pointer(_swept_memory()), (_SWEPT_WORDS,), np.uint32)
     moments = carray(pointer(_moments_memory()), (3,), np.float64)
     state[:], swept[:], moments[:] = 0, 0, 0.0
-    state[_TOP], state[_LOW], swept[_BEFORE] = 131, 255, 0xFFFF_FFFF
+    state[TOP], state[LOW], swept[_BEFORE] = 131, 255, 0xFFFF_FFFF
     exponents = carray(pointer(_exponents_memory()), (_BLOCK,), np.uint8)
     clean = carray(pointer(_clean_memory()), (_BLOCK,), np.uint32)
     return state, swept, moments, np.zeros((4, 256), np.int64), exponents, clean
@@ -54,7 +54,7 @@ def _new_room():
 @kernel
 def measure_float32(table, parts, address, length, row_address, fresh, _):
     """Arguments are those of the kernels in `_measure_kernels`."""
-    room = _new_room()
+    room = new_room()
     for part in range(parts):
         address, length, row_address = part_of(table, part, address, length, row_address)
         row = row_at(row_address, fresh)
@@ -63,14 +63,14 @@ def measure_float32(table, parts, address, length, row_address, fresh, _):
         start = 0
         while start < length:
             groups = min((length - start) // GROUP, MOST_GROUPS)
-            if groups and room[0][_LIKELY]:
+            if groups and room[0][LIKELY]:
                 start += _sweep_groups(address + 4 * start, groups, row, room)
             else:
                 n = min(_BLOCK, length - start)
                 likely = _add_one_block(bits[start : start + n], n, row, room)
-                room[0][_LIKELY] = likely and length >= _LEAST_SWEPT
+                room[0][LIKELY] = likely and length >= LEAST_SWEPT
                 start += n
-        _end_part(row, room)
+        end_part(row, room)
 
 
 @pasted
@@ -78,12 +78,19 @@ def _sweep_groups(address, groups, row, room):
     """Sweeps over groups up to one that is not in the window; returns how many values these are."""
     state, swept, moments = room[0], room[1], room[2]
     planes = swept.ctypes.data
-    done = sweep(address, groups, state[_TOP], planes, planes + 4 * _POSITIVE_BITS, moments.ctypes.data)
-    state[_LIKELY] = done == groups
-    state[_PENDING] += GROUP * done
-    if state[_PENDING] > MOST_VALUES - GROUP * MOST_GROUPS:
-        _flush(row, room)
+    done = sweep(address, groups, state[TOP], planes, planes + 4 * EXTREMES, moments.ctypes.data)
+    note_swept(done, groups, row, room)
     return GROUP * done
+
+
+@pasted
+def note_swept(done, groups, row, room):
+    """Keeps count of what planes hold, and moves it to the row before they are full."""
+    state = room[0]
+    state[LIKELY] = done == groups
+    state[PENDING] += GROUP * done
+    if state[PENDING] > MOST_VALUES - GROUP * MOST_GROUPS:
+        flush(row, room)
 
 
 @pasted
@@ -92,29 +99,36 @@ def _add_one_block(bits, n, row, room):
     state, exponents = room[0], room[4]
     found = scan(bits, exponents, n)
     low, high = add_block(bits, n, found, exponents, room[5], row, row.view(np.float64), room[3])
-    state[_LOW], state[_HIGH] = min(state[_LOW], low), max(state[_HIGH], high)
+    state[LOW], state[HIGH] = min(state[LOW], low), max(state[HIGH], high)
+    return move_window(found, low, high, row, room)
+
+
+@pasted
+def move_window(found, low, high, row, room):
+    """Whether values like a block's should be swept: the window moves to them then."""
+    state = room[0]
     if max(found[0], found[1]) >= np.uint32(_INF32) or not low + _LEAST_BINADES <= high < low + 32:
         return False
-    if not state[_TOP] - 32 < low <= high <= state[_TOP]:
-        if state[_PENDING]:
-            _flush(row, room)
-        state[_TOP] = max(32, min(254, high + min(_ROOM_ABOVE, (31 - (high - low)) >> 1)))
+    if not state[TOP] - 32 < low <= high <= state[TOP]:
+        if state[PENDING]:
+            flush(row, room)
+        state[TOP] = max(32, min(254, high + min(_ROOM_ABOVE, (31 - (high - low)) >> 1)))
     return True
 
 
 @inlined
-def _flush(row, room):
+def flush(row, room):
     """Moves what was swept to the row."""
     state, swept, moments = room[0], room[1], room[2]
     used = 0
-    while (state[_PENDING] // LANES) >> used:
+    while (state[PENDING] // LANES) >> used:
         used += 1
     sums, zeros = row.view(np.float64), np.int64(swept[_FOUND_ZEROS])
     sums[_SUM] += moments[0]
     sums[_ABSSUM] += moments[1]
     sums[_SUMSQ] += moments[2]
     row[_ZEROS] += zeros
-    positive, negative = swept[_POSITIVE_BITS], np.uint32(0)
+    positive, negative = swept[EXTREMES], np.uint32(0)
     if swept[_NEGATIVE_BITS] >> np.uint32(31):
         negative = np.uint32(swept[_NEGATIVE_BITS] & np.uint32(0x7FFF_FFFF))
     largest, smallest = max(positive, negative), np.uint32(swept[_BEFORE] + np.uint32(1))
@@ -129,14 +143,14 @@ def _flush(row, room):
             row[_HISTOGRAM + exponent + 22] += found  # index 0 is binade -149
     swept[:], moments[:] = 0, 0.0
     swept[_BEFORE] = 0xFFFF_FFFF
-    state[_PENDING] = 0
+    state[PENDING] = 0
 
 
 @pasted
-def _end_part(row, room):
+def end_part(row, room):
     """Moves all that is counted to the row."""
     state = room[0]
-    if state[_PENDING]:
-        _flush(row, room)
-    fold(room[3], row, state[_LOW], state[_HIGH])
-    state[_LOW], state[_HIGH], state[_LIKELY] = 255, 0, 0
+    if state[PENDING]:
+        flush(row, room)
+    fold(room[3], row, state[LOW], state[HIGH])
+    state[LOW], state[HIGH], state[LIKELY] = 255, 0, 0

@@ -36,10 +36,10 @@ MOST_VALUES = LANES * ((1 << PLANES) - 1)  # that planes in memory can count
 
 _PLANES_OF_CALL = 11  # a lane's count is at most 16 * 64
 _DOUBLES = 4  # lanes of float64
-_WORD, _LONG = ir.IntType(32), ir.IntType(64)
-_SINGLE, _DOUBLE = ir.FloatType(), ir.DoubleType()
-_WORDS, _SINGLES = ir.VectorType(_WORD, LANES), ir.VectorType(_SINGLE, LANES)
-_FEW_SINGLES, _FEW_DOUBLES = ir.VectorType(_SINGLE, _DOUBLES), ir.VectorType(_DOUBLE, _DOUBLES)
+WORD, LONG = ir.IntType(32), ir.IntType(64)
+SINGLE, DOUBLE = ir.FloatType(), ir.DoubleType()
+WORDS, SINGLES = ir.VectorType(WORD, LANES), ir.VectorType(SINGLE, LANES)
+_FEW_SINGLES, FEW_DOUBLES = ir.VectorType(SINGLE, _DOUBLES), ir.VectorType(DOUBLE, _DOUBLES)
 _MAGNITUDE, _SIGN, _NOTHING = 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF
 
 
@@ -50,7 +50,7 @@ def has_feature(name: str) -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get(name))
 
 
-class _Vectors:
+class Vectors:
     """What the sweep needs of LLVM's builder."""
 
     def __init__(self, builder: Any) -> None:
@@ -58,11 +58,11 @@ class _Vectors:
         self.ternary = has_feature("avx512f")
 
     def fill(self, number: int) -> Any:
-        return ir.Constant(_WORDS, [number] * LANES)
+        return ir.Constant(WORDS, [number] * LANES)
 
     def splat(self, value: Any) -> Any:
         empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
-        single = self.builder.insert_element(empty, value, ir.Constant(_WORD, 0))
+        single = self.builder.insert_element(empty, value, ir.Constant(WORD, 0))
         return self.builder.shuffle_vector(single, empty, self.fill(0))
 
     def call(self, name: str, returns: Any, *arguments: Any) -> Any:
@@ -75,7 +75,7 @@ class _Vectors:
     def at(self, address: Any, kind: Any, index: int = 0) -> Any:
         """The pointer to the index-th of this kind of value from an address on."""
         pointer = self.builder.inttoptr(address, kind.as_pointer())
-        return self.builder.gep(pointer, [ir.Constant(_LONG, index)])
+        return self.builder.gep(pointer, [ir.Constant(LONG, index)])
 
     def group(self, start: Any) -> Iterator[tuple[Any, Any]]:
         """Pointers to the sixteen vectors of a group, and the vectors, each loaded when its turn comes.
@@ -85,15 +85,29 @@ class _Vectors:
         same = ir.FunctionType(start.type, [start.type])
         start = self.builder.asm(same, "", "=r,0", [start], side_effect=False)
         for step in range(0, GROUP, LANES):
-            pointer = self.builder.gep(start, [ir.Constant(_LONG, step)])
-            yield pointer, self.builder.load(self.builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
+            pointer = self.builder.gep(start, [ir.Constant(LONG, step)])
+            yield pointer, self.builder.load(self.builder.bitcast(pointer, WORDS.as_pointer()), align=4)
+
+    def doubles(self, pointer: Any) -> Iterator[Any]:
+        """Sixteen values from a pointer on, four by four as float64: a load and the conversion are one instruction."""
+        builder = self.builder
+        for part in range(0, LANES, _DOUBLES):
+            place = builder.gep(pointer, [ir.Constant(LONG, part)])
+            few = builder.load(builder.bitcast(place, _FEW_SINGLES.as_pointer()), align=4)
+            yield builder.fpext(few, FEW_DOUBLES)
+
+    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
+        """``x * y + z`` of few doubles, rounded once where the processor can."""
+        return self.call(f"llvm.fmuladd.v{_DOUBLES}f64", FEW_DOUBLES, x, y, z)
+
+    def no_doubles(self) -> Any:
+        """A variable of few doubles, zero at first."""
+        return self.variable(ir.Constant(FEW_DOUBLES, [0.0] * _DOUBLES))
 
     def fetch(self, pointer: Any, values: int) -> None:
         """Has the memory so many values further on brought into the cache, to be written to: there may be none."""
-        place = self.builder.bitcast(
-            self.builder.gep(pointer, [ir.Constant(_LONG, values)]), ir.IntType(8).as_pointer()
-        )
-        write, keep, data = (ir.Constant(_WORD, number) for number in (1, 3, 1))
+        place = self.builder.bitcast(self.builder.gep(pointer, [ir.Constant(LONG, values)]), ir.IntType(8).as_pointer())
+        write, keep, data = (ir.Constant(WORD, number) for number in (1, 3, 1))
         self.call("llvm.prefetch.p0i8", ir.VoidType(), place, write, keep, data)
 
     def magnitude(self, value: Any) -> Any:
@@ -111,10 +125,10 @@ class _Vectors:
             empty = ir.Constant(value.type, ir.Undefined)
             halves: list[Any] = []
             for start in (0, count):
-                lanes = ir.Constant(ir.VectorType(_WORD, count), list(range(start, start + count)))
+                lanes = ir.Constant(ir.VectorType(WORD, count), list(range(start, start + count)))
                 halves.append(self.builder.shuffle_vector(value, empty, lanes))
             value = operation(*halves)
-        return self.builder.extract_element(value, ir.Constant(_WORD, 0))
+        return self.builder.extract_element(value, ir.Constant(WORD, 0))
 
     def larger(self, x: Any, y: Any) -> Any:
         """Of each lane, as signed integers."""
@@ -138,18 +152,18 @@ class _Vectors:
         if self.ternary:
             name, parity, majority = (
                 "llvm.x86.avx512.pternlog.d.512",
-                ir.Constant(_WORD, 0x96),
-                ir.Constant(_WORD, 0xE8),
+                ir.Constant(WORD, 0x96),
+                ir.Constant(WORD, 0xE8),
             )
-            return self.call(name, _WORDS, x, y, z, parity), self.call(name, _WORDS, x, y, z, majority)
+            return self.call(name, WORDS, x, y, z, parity), self.call(name, WORDS, x, y, z, majority)
         either = builder.xor(x, y)
         return builder.xor(either, z), builder.or_(builder.and_(x, y), builder.and_(either, z))
 
 
-class _Exponents:
+class Exponents:
     """Counts of exponents modulo 32."""
 
-    def __init__(self, vectors: _Vectors) -> None:
+    def __init__(self, vectors: Vectors) -> None:
         self.vectors = vectors
         self.planes = [vectors.variable(vectors.fill(0)) for _ in range(_PLANES_OF_CALL)]
         self.waiting: list[tuple[int, Any]] = []  # words of a group that wait for another of their plane
@@ -158,7 +172,7 @@ class _Exponents:
         vectors, builder = self.vectors, self.vectors.builder
         one = vectors.fill(1)
         place = builder.lshr(value, vectors.fill(23))  # the sign is above what a rotation looks at
-        self.waiting.append((0, vectors.call(f"llvm.fshl.v{LANES}i32", _WORDS, one, one, place)))
+        self.waiting.append((0, vectors.call(f"llvm.fshl.v{LANES}i32", WORDS, one, one, place)))
         while len(self.waiting) > 1 and self.waiting[-1][0] == self.waiting[-2][0]:
             (level, second), (_, first) = self.waiting.pop(), self.waiting.pop()
             total, carry = vectors.add_three(builder.load(self.planes[level]), first, second)
@@ -179,7 +193,7 @@ class _Exponents:
         """Adds the planes to those in memory."""
         builder, carry = self.vectors.builder, self.vectors.fill(0)
         for index in range(PLANES):
-            place = self.vectors.at(address, _WORDS, index)
+            place = self.vectors.at(address, WORDS, index)
             old = builder.load(place, align=4)
             if index < len(self.planes):
                 total, carry = self.vectors.add_three(old, builder.load(self.planes[index]), carry)
@@ -191,14 +205,14 @@ class _Exponents:
 class _Extremes:
     """Largest bits of either sign, the smallest nonzero magnitude, and the number of zeros."""
 
-    def __init__(self, vectors: _Vectors, top: Any) -> None:
+    def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder
         self.vectors = vectors
         self.held = [vectors.variable(vectors.fill(start)) for start in (0, 0, _MAGNITUDE, 0)]
         self.smallest = vectors.variable(vectors.fill(0))  # of a group
-        field = builder.shl(builder.trunc(top, _WORD), ir.Constant(_WORD, 23))
-        self.lowest = vectors.splat(builder.sub(field, ir.Constant(_WORD, 31 << 23)))
-        self.highest = vectors.splat(builder.or_(field, ir.Constant(_WORD, 0x7F_FFFF)))
+        field = builder.shl(builder.trunc(top, WORD), ir.Constant(WORD, 23))
+        self.lowest = vectors.splat(builder.sub(field, ir.Constant(WORD, 31 << 23)))
+        self.highest = vectors.splat(builder.or_(field, ir.Constant(WORD, 0x7F_FFFF)))
         self.group: list[Any] = []
 
     def begin_group(self) -> None:
@@ -234,7 +248,7 @@ class _Extremes:
         for _, value in vectors.group(start):
             magnitude = vectors.magnitude(value)
             before = vectors.lower(before, builder.sub(magnitude, vectors.fill(1)))  # at which zero wraps around
-            zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), _WORDS))
+            zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), WORDS))
         # A lane of zeros only has no smallest one: the largest of all stands for it.
         before = vectors.lower(before, vectors.fill(_MAGNITUDE - 1))
         return builder.add(before, vectors.fill(1)), zeros
@@ -250,19 +264,19 @@ class _Extremes:
         vectors, builder = self.vectors, self.vectors.builder
         operations = (vectors.larger, vectors.higher, vectors.lower, builder.add)
         for index, (variable, operation) in enumerate(zip(self.held, operations, strict=True)):
-            builder.store(vectors.reduce(builder.load(variable), operation), vectors.at(address, _WORD, index))
+            builder.store(vectors.reduce(builder.load(variable), operation), vectors.at(address, WORD, index))
 
 
-class _ExtremesAndZeros:
+class ExtremesAndZeros:
     """Largest bits of either sign, the smallest nonzero magnitude less one, and the number of zeros; in one look."""
 
-    def __init__(self, vectors: _Vectors, top: Any) -> None:
+    def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder
         self.vectors = vectors
         self.held = [vectors.variable(vectors.fill(start)) for start in (0, 0, _NOTHING, 0)]
-        field = builder.shl(builder.trunc(top, _WORD), ir.Constant(_WORD, 23))
-        self.before = vectors.splat(builder.sub(field, ir.Constant(_WORD, (31 << 23) + 1)))
-        self.highest = vectors.splat(builder.or_(field, ir.Constant(_WORD, 0x7F_FFFF)))
+        field = builder.shl(builder.trunc(top, WORD), ir.Constant(WORD, 23))
+        self.before = vectors.splat(builder.sub(field, ir.Constant(WORD, (31 << 23) + 1)))
+        self.highest = vectors.splat(builder.or_(field, ir.Constant(WORD, 0x7F_FFFF)))
         self.group: list[Any] = []
 
     def begin_group(self) -> None:
@@ -274,7 +288,7 @@ class _ExtremesAndZeros:
         positive, negative, before, zeros = self.group
         magnitude = vectors.magnitude(value)
         before = vectors.lower(before, builder.sub(magnitude, vectors.fill(1)))  # at which zero wraps around
-        zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), _WORDS))
+        zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), WORDS))
         self.group = [vectors.larger(positive, value), vectors.higher(negative, value), before, zeros]
 
     def test_group(self, leave: Callable[[], None]) -> None:
@@ -302,39 +316,35 @@ class _ExtremesAndZeros:
         vectors, builder = self.vectors, self.vectors.builder
         operations = (vectors.larger, vectors.higher, vectors.lower, builder.add)
         for index, (variable, operation) in enumerate(zip(self.held, operations, strict=True)):
-            place = vectors.at(address, _WORD, index)
+            place = vectors.at(address, WORD, index)
             found = vectors.reduce(builder.load(variable), operation)
             builder.store(operation(builder.load(place), found), place)
 
 
-class _Moments:
+class Moments:
     """Sum, sum of magnitudes and sum of squares in float64, each in two registers."""
 
-    def __init__(self, vectors: _Vectors) -> None:
+    def __init__(self, vectors: Vectors) -> None:
         self.vectors = vectors
-        zero = ir.Constant(_FEW_DOUBLES, [0.0] * _DOUBLES)
-        self.held = [[vectors.variable(zero) for _ in range(2)] for _ in range(3)]
+        self.held = [[vectors.no_doubles() for _ in range(2)] for _ in range(3)]
 
     def add(self, pointer: Any) -> None:
-        """Adds sixteen values, read again: a load and the conversion are one instruction."""
-        builder, name = self.vectors.builder, f"v{_DOUBLES}f64"
-        for part in range(LANES // _DOUBLES):
-            place = builder.gep(pointer, [ir.Constant(_LONG, part * _DOUBLES)])
-            few = builder.load(builder.bitcast(place, _FEW_SINGLES.as_pointer()), align=4)
+        """Adds sixteen values, read again."""
+        vectors, builder = self.vectors, self.vectors.builder
+        for part, value in enumerate(vectors.doubles(pointer)):
             total, absolute, squares = (pair[part % 2] for pair in self.held)
-            value = builder.fpext(few, _FEW_DOUBLES)
-            size = self.vectors.call(f"llvm.fabs.{name}", _FEW_DOUBLES, value)
+            size = vectors.call(f"llvm.fabs.v{_DOUBLES}f64", FEW_DOUBLES, value)
             before = builder.load(squares)
             builder.store(builder.fadd(builder.load(total), value), total)
             builder.store(builder.fadd(builder.load(absolute), size), absolute)
-            builder.store(self.vectors.call(f"llvm.fmuladd.{name}", _FEW_DOUBLES, value, value, before), squares)
+            builder.store(vectors.multiply_add(value, value, before), squares)
 
     def end(self, address: Any, onto: bool = False) -> None:
         """Writes them to memory, or adds them to what is there."""
         builder = self.vectors.builder
         for index, (first, second) in enumerate(self.held):
             both = builder.fadd(builder.load(first), builder.load(second))
-            found, place = self.vectors.reduce(both, builder.fadd), self.vectors.at(address, _DOUBLE, index)
+            found, place = self.vectors.reduce(both, builder.fadd), self.vectors.at(address, DOUBLE, index)
             builder.store(builder.fadd(builder.load(place), found) if onto else found, place)
 
 
@@ -351,12 +361,12 @@ def sweep_and_multiply(
 
     def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
         address, groups, top, planes, extremes, moments, factor = arguments
-        vectors = _Vectors(builder)
-        counting, ends, sums = _Exponents(vectors), _Extremes(vectors, top), _Moments(vectors)
-        first, factors = vectors.at(address, _WORD), vectors.splat(factor)
+        vectors = Vectors(builder)
+        counting, ends, sums = Exponents(vectors), _Extremes(vectors, top), Moments(vectors)
+        first, factors = vectors.at(address, WORD), vectors.splat(factor)
         done = vectors.variable(groups)
         with cgutils.for_range(builder, groups) as loop:
-            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(_LONG, GROUP))])
+            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(LONG, GROUP))])
             ends.begin_group()
             for _, value in vectors.group(start):
                 ends.add(value)
@@ -372,8 +382,8 @@ def sweep_and_multiply(
             for pointer, value in vectors.group(start):
                 vectors.fetch(pointer, 4 * GROUP)
                 sums.add(pointer)
-                product = builder.fmul(builder.bitcast(value, _SINGLES), factors)
-                builder.store(product, builder.bitcast(pointer, _SINGLES.as_pointer()), align=4)
+                product = builder.fmul(builder.bitcast(value, SINGLES), factors)
+                builder.store(product, builder.bitcast(pointer, SINGLES.as_pointer()), align=4)
         counting.end(planes)
         ends.end(extremes)
         sums.end(moments)
@@ -386,17 +396,17 @@ def sweep_and_multiply(
 def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: Any, moments: Any) -> Any:
     """As `sweep_and_multiply`, for values that are only read; it does not count the group that it stopped at.
 
-    What it finds it combines with what is in memory: planes, extremes (as `_ExtremesAndZeros` has them) and moments.
+    What it finds it combines with what is in memory: planes, extremes (as `ExtremesAndZeros` has them) and moments.
     Zeros cost no second look, so that half of the values may be zero.
     """
 
     def generate(context: Any, builder: Any, __: Any, arguments: Any) -> Any:
         address, groups, top, planes, extremes, moments = arguments
-        vectors = _Vectors(builder)
-        counting, ends, sums = _Exponents(vectors), _ExtremesAndZeros(vectors, top), _Moments(vectors)
-        first, done = vectors.at(address, _WORD), vectors.variable(groups)
+        vectors = Vectors(builder)
+        counting, ends, sums = Exponents(vectors), ExtremesAndZeros(vectors, top), Moments(vectors)
+        first, done = vectors.at(address, WORD), vectors.variable(groups)
         with cgutils.for_range(builder, groups) as loop:
-            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(_LONG, GROUP))])
+            start = builder.gep(first, [builder.mul(loop.index, ir.Constant(LONG, GROUP))])
             ends.begin_group()
             for _, value in vectors.group(start):
                 ends.add(value)
@@ -425,7 +435,7 @@ def half_to_single(_: Any, bits: Any) -> Any:
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         half = builder.bitcast(builder.trunc(arguments[0], ir.IntType(16)), ir.HalfType())
-        return builder.bitcast(builder.fpext(half, _SINGLE), _WORD)
+        return builder.bitcast(builder.fpext(half, SINGLE), WORD)
 
     return types.uint32(types.uint32), generate
 
@@ -435,7 +445,7 @@ def single_to_half(_: Any, bits: Any) -> Any:
     """Float16 bits of float32 bits, to nearest even; for a processor with the feature ``f16c`` only."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
-        half = builder.fptrunc(builder.bitcast(arguments[0], _SINGLE), ir.HalfType())
+        half = builder.fptrunc(builder.bitcast(arguments[0], SINGLE), ir.HalfType())
         return builder.bitcast(half, ir.IntType(16))
 
     return types.uint16(types.uint32), generate
@@ -446,11 +456,11 @@ def ones_of_bit(_: Any, plane: Any, bit: Any) -> Any:
     """How many of the sixteen words of the plane at this address have the bit set."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
-        vectors = _Vectors(builder)
-        words = builder.load(vectors.at(arguments[0], _WORDS), align=4)
-        mask = vectors.splat(builder.shl(ir.Constant(_WORD, 1), builder.trunc(arguments[1], _WORD)))
+        vectors = Vectors(builder)
+        words = builder.load(vectors.at(arguments[0], WORDS), align=4)
+        mask = vectors.splat(builder.shl(ir.Constant(WORD, 1), builder.trunc(arguments[1], WORD)))
         there = builder.icmp_unsigned("!=", builder.and_(words, mask), vectors.fill(0))
         bits = builder.bitcast(there, ir.IntType(LANES))
-        return builder.zext(vectors.call(f"llvm.ctpop.i{LANES}", ir.IntType(LANES), bits), _LONG)
+        return builder.zext(vectors.call(f"llvm.ctpop.i{LANES}", ir.IntType(LANES), bits), LONG)
 
     return types.int64(types.int64, types.int64), generate

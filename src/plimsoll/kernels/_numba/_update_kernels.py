@@ -1,21 +1,45 @@
 """Counting a weight update on the CPU: one pass over old values, new values and pushes.
 
-The work goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans
-it. (2) A byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted
-32 at a time. (3) The difference is measured as any tensor is, by the parts of `_measure_kernels`. All but the three
-inputs stays in the first-level cache.
+Long float32 tensors with float32 pushes go by sweeps (`_sweep_updates`), chosen as `_measure32_kernels` chooses. The
+rest goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans it.
+(2) A byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted 32
+at a time. (3) The difference is measured as any tensor is, by the parts of `_measure_kernels`. All but the three inputs
+stays in the first-level cache.
 
 With `torch.set_flush_denormal(True)` a difference below the smallest normal number is zero, here as in torch.
 
-Numba's cache does not notice a change of `_measure_kernels`: after one, remove the compiled code of this file.
+Numba's cache does not notice a change of what is imported here: after one, remove the compiled code of this file.
 """
 
 import numpy as np
 from numba import carray
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba._jit import as_uint32, count_four, inlined, kernel, pointer, summing_kernel, widen_half
-from plimsoll.kernels._numba._measure_kernels import add_block, add_block64, fold, fold64
+from plimsoll.kernels._numba._jit import (
+    as_uint32,
+    count_four,
+    inlined,
+    kernel,
+    pasted,
+    pointer,
+    summing_kernel,
+    widen_half,
+)
+from plimsoll.kernels._numba._measure32_kernels import (
+    EXTREMES,
+    HIGH,
+    LEAST_SWEPT,
+    LIKELY,
+    LOW,
+    TOP,
+    end_part,
+    move_window,
+    new_room,
+    note_swept,
+)
+from plimsoll.kernels._numba._measure_kernels import add_block, add_block64, fold64
+from plimsoll.kernels._numba._sweep import GROUP, MOST_GROUPS
+from plimsoll.kernels._numba._sweep_updates import sweep_updates
 
 _BLOCK = 1024  # three inputs and a difference of 4,096 values would not fit the first-level cache
 _COUNT, _WORDS = layout.COUNT, layout.NARROW
@@ -140,10 +164,9 @@ def _squares(values):
 @kernel
 def update_float32(table, parts, kind):
     """Counts the updates of parts of float32 (kind 0), bfloat16 (1) or float16 (2) values."""
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
+    room = new_room()
     flags, difference = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
     wide_old, wide_new = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
     words = carray(pointer(table), (parts, WORDS), np.int64)
     size = 2 if kind else 4
     for part in range(parts):
@@ -151,10 +174,14 @@ def update_float32(table, parts, kind):
         push_size, length = 1 if reading == 9 else reading, words[part, 4]
         row = carray(pointer(words[part, 5]), (_WORDS,), np.int64)
         moves = carray(pointer(words[part, 6]), (_MOVES,), np.int64)
-        sums, norm = row.view(np.float64), moves.view(np.float64)
         row[_COUNT] += length
-        low, high = 255, 0
-        for start in range(0, length, _BLOCK):
+        start = 0
+        while start < length:
+            groups = min((length - start) // GROUP, MOST_GROUPS)
+            if groups and room[0][LIKELY]:
+                shift = 4 * start
+                start += _sweep_groups(old + shift, new + shift, push + shift, groups, row, words[part, 6], room)
+                continue
             n = min(_BLOCK, length - start)
             if kind:
                 _widen(wide_old, old + start * size, kind, n)
@@ -163,15 +190,37 @@ def update_float32(table, parts, kind):
             else:
                 before = carray(pointer(old + start * size), (n,), np.uint32)
                 after = carray(pointer(new + start * size), (n,), np.uint32)
-            found = _subtract(before, after, difference, exponents, n)
-            norm[_OLD_SUMSQ] += _squares(before.view(np.float32))
-            if reading:
-                _find_pushes(flags, push + start * push_size, reading, n)
-                _mark_unmoved(flags, exponents, before, after, found, n)
-                _count_flags(flags, n, moves)
-            lowest, top = add_block(difference, n, found, exponents, clean, row, sums, counts)
-            low, high = min(low, lowest), max(high, top)
-        fold(counts, row, low, high)
+            address = push + start * push_size
+            likely = _add_one_block(before, after, address, reading, n, flags, difference, row, moves, room)
+            room[0][LIKELY] = likely and kind == 0 and reading == 4 and length >= LEAST_SWEPT
+            start += n
+        end_part(row, room)
+
+
+@pasted
+def _sweep_groups(old, new, push, groups, row, moves, room):
+    """Sweeps over groups up to one whose differences are not in the window; returns how many values these are."""
+    state, planes = room[0], room[1].ctypes.data
+    done = sweep_updates(
+        old, new, push, groups, state[TOP], planes, planes + 4 * EXTREMES, room[2].ctypes.data, moves
+    )  # fmt: skip
+    note_swept(done, groups, row, room)
+    return GROUP * done
+
+
+@pasted
+def _add_one_block(before, after, push, reading, n, flags, difference, row, moves, room):
+    """Counts values that are not swept; returns whether those that follow should be."""
+    state, exponents = room[0], room[4]
+    found = _subtract(before, after, difference, exponents, n)
+    moves.view(np.float64)[_OLD_SUMSQ] += _squares(before.view(np.float32))
+    if reading:
+        _find_pushes(flags, push, reading, n)
+        _mark_unmoved(flags, exponents, before, after, found, n)
+        _count_flags(flags, n, moves)
+    low, high = add_block(difference, n, found, exponents, room[5], row, row.view(np.float64), room[3])
+    state[LOW], state[HIGH] = min(state[LOW], low), max(state[HIGH], high)
+    return move_window(found, low, high, row, room)
 
 
 @kernel
