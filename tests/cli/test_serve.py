@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
@@ -54,6 +55,18 @@ def test_it_says_what_it_serves_and_where(folder: Path, ran: list[tuple[Any, int
     lines = result.stdout.splitlines()
     assert lines[:2] == [f"Runs in {folder}", f"Live page: http://127.0.0.1:{port}/"]
     assert f"ssh -L {port}:localhost:{port}" in result.stdout and "token" not in result.stdout
+
+
+def test_a_store_is_named_with_how_often_it_is_listed(folder: Path, ran: list[tuple[Any, int]]) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{folder}/", "/bucket/runs/", recursive=True)
+    result = serve("memory://bucket/runs", "--port", 0)
+    memory.rm("/bucket", recursive=True)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Runs in memory://bucket/runs"
+    assert lines[2] == "The store is listed every 10 s while a page is open."
+    assert ran[0][0].streams._poll_seconds == 10.0
 
 
 def test_another_address_asks_for_a_token_which_is_made(folder: Path, ran: list[tuple[Any, int]]) -> None:

@@ -42,12 +42,9 @@ def store(local: Path) -> Iterator[str]:
 READERS = [
     ["check", "{run}"],
     ["check", "{run}", "--format", "json"],
-    ["whatif", "{run}", "--format", "fp16"],
     ["whatif", "{run}", "--format", "e5m2", "--output", "json"],
     ["plan", "{run}", "--target", "bf16", "--include", "blocks.*"],
-    ["report", "{run}", "--format", "markdown"],
     ["report", "{run}", "--format", "json"],
-    ["diff", "{run}", "{run}"],
     ["diff", "{run}", "{run}", "--format", "json"],
 ]
 
@@ -71,7 +68,9 @@ def test_a_command_says_of_a_uri_what_it_says_of_the_folder(command: list[str], 
 
 
 def test_two_runs_of_which_one_is_elsewhere_are_compared(local: Path, store: str) -> None:
-    assert run("diff", local, store).exit_code == 0
+    result = run("diff", local, store)
+    assert result.exit_code == 0 and "They do not part" in result.stdout
+    assert result.stdout.splitlines()[:2] == [f"a  {local}", "b  memory://bucket/exp1"]
 
 
 def test_a_plan_from_elsewhere_is_written_here_and_held_against_it(local: Path, store: str, tmp_path: Path) -> None:
@@ -110,28 +109,40 @@ def odd_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)
 
 
-COMMANDS = [["check"], ["whatif", "--format", "fp16"], ["plan", "--target", "bf16"], ["report"], ["diff", "."]]
+NOTHING = "memory://nothing/here"
+NO_RUN = (
+    "a folder that a RunWriter wrote; got memory://nothing/here, where no run.json .*; plimsoll serve lists the runs"
+)
+REFUSED = [
+    (["check"], NOTHING, NO_RUN),
+    (["whatif", "--format", "fp16"], NOTHING, NO_RUN),
+    (["plan", "--target", "bf16"], NOTHING, NO_RUN),
+    (["report"], NOTHING, NO_RUN),
+    (["diff", "."], NOTHING, NO_RUN),
+    (
+        ["serve", "--port", "0"],
+        NOTHING,
+        f"serve: expected a folder that runs were copied to; got {NOTHING}, where noth",
+    ),
+    (
+        ["check"],
+        "foo://b/a",
+        "a URI that pyarrow knows .* or fsspec does; got foo://b/a: Protocol not known: foo. Corr",
+    ),
+    (["check"], "s3://b/a?colour=red", "a URI that pyarrow knows .*; got s3://b/a: Unexpected query parameter"),
+    (
+        ["check"],
+        "deaf://b/a",
+        "storage that answers; got TimeoutError for the folder in deaf://b/a: no route to b/a. Look",
+    ),
+    (["serve", "--port", "0"], "deaf://b/a", "storage that answers; got TimeoutError for the folder in deaf://b/a"),
+    (["check"], "mute://b/a", "storage that answers; got KeyError for mute://b/a: 'no key'. Look at the address"),
+    (["check"], "az://b/a", r"expected the package that opens az://; got none \(.*\). Install it: pip install adlfs\."),
+]
 
 
 @pytest.mark.usefixtures("odd_schemes")
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("foo://bucket/exp1", "a URI that pyarrow knows .* or fsspec does; got foo://bucket/exp1: Protocol not known"),
-        ("memory://nothing/here", "a folder that a RunWriter wrote; got memory://nothing/here, where no run.json"),
-        (
-            "s3://bucket/exp1?colour=red",
-            "a URI that pyarrow knows .*; got s3://bucket/exp1: Unexpected query parameter",
-        ),
-        ("deaf://bucket/exp1", "storage that answers; got TimeoutError for the folder in deaf://bucket/exp1: no route"),
-        ("mute://bucket/exp1", "storage that answers; got KeyError for mute://bucket/exp1: 'no key' Look at"),
-        (
-            "az://bucket/exp1",
-            r"expected the package that opens az://; got none \(.*\). Install it: pip install adlfs\.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "address", "message"), REFUSED)
 def test_what_cannot_be_read_exits_with_2_and_says_why(
     command: list[str], address: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,3 +204,5 @@ def test_no_message_has_what_is_secret_in_a_uri(uri: str, shown: str) -> None:
 def test_what_a_run_elsewhere_is_called_has_no_secret_in_it(store: str) -> None:
     data = json.loads(run("check", store, "--format", "json").stdout)
     assert data["run"] == store
+    for command in (["check"], ["serve", "--port", "0"]):
+        assert "got memory://me@box/runs, where no" in run(*command, "memory://me:word@box/runs").stderr

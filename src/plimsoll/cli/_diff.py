@@ -1,12 +1,13 @@
 """``plimsoll diff``: where two runs part, as text or JSON, and an exit code for scripts."""
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from plimsoll.cli._place import opened
+from plimsoll.cli._place import opened, said
 from plimsoll.cli._terminal import console
 
 if TYPE_CHECKING:
@@ -36,12 +37,20 @@ def diff(
     from plimsoll.diagnosis import diff as asked
 
     found = asked(opened(run_a), opened(run_b), tolerance=tolerance, formats=computed or (), until=until)
+    found = replace(found, a=_called(run_a, found.a), b=_called(run_b, found.b))
     if output == "json":
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         _print(found, console())
     if found.first is not None:
         raise typer.Exit(1)
+
+
+def _called(given: str, path: str) -> str:
+    """The run's folder, or the URI that it was given by."""
+    from plimsoll.runs._uri import is_uri
+
+    return said(given) if is_uri(given) else path
 
 
 def _print(found: "Divergence", target: "Console") -> None:

@@ -98,10 +98,12 @@ class RunsList:
             self.runs()
             return self._found.get(run_id)
         with self._lock:
+            if self._trouble:
+                return known
             try:
                 self._renew({known.id: known.path})
-            except RunError:  # the list says so
-                return known
+            except RunError as error:
+                self._trouble = str(error)
             return self._found.get(run_id)
 
     def _sorted(self) -> list[Listed]:

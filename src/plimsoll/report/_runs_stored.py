@@ -36,7 +36,7 @@ class StoredRuns:
 
     def __init__(self, place: Stored, clock: Callable[[], float]) -> None:
         self.folder, self.shown = place.path, str(place)
-        self._place, self._clock = place, clock
+        self._place, self._clock = place.within(""), clock  # what the page says of it begins there
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[float, Files]] = {}  # by path within the folder: when it was listed, its files
         self._modified: dict[str, float] = {}

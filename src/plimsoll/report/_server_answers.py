@@ -266,4 +266,4 @@ def _diff(first: View, second: View, root: Path) -> tuple[object, str]:
         found = diff(first, second)
     except (NotRecordedError, ArgumentError, RunError) as error:
         return None, within(str(error), root)
-    return found.to_dict(), found.sentence
+    return {**found.to_dict(), "a": within(found.a, root), "b": within(found.b, root)}, found.sentence

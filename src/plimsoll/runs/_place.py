@@ -14,7 +14,7 @@ from typing import Any
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs._arrow import ParquetFile, fs, pq
 from plimsoll.runs._listing import Entry, entries
-from plimsoll.runs._uri import filesystem_of, is_uri, without_secrets
+from plimsoll.runs._uri import filesystem_of, is_uri, sentence, without_secrets
 
 
 class Place(ABC):
@@ -143,7 +143,7 @@ class Stored(Place):
 
     def _unreached(self, what: str, error: Exception) -> RunError:
         return RunError(
-            f"Run: expected storage that answers; got {type(error).__name__} for {what} in {self}: {error} "
+            f"Run: expected storage that answers; got {type(error).__name__} for {what} in {self}: {sentence(str(error))} "
             "Look at the address, the credentials and the network, and try again; nothing of the run was left out."
         )
 

@@ -31,11 +31,11 @@ class Run:
     parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it, and a
     warning does unless ``warn=False``.
 
-    `path` may be a URI that pyarrow knows, ``s3://bucket/exp1``, or a path within `filesystem`: one of `pyarrow.fs`, or
-    of fsspec. Storage that does not answer is an error, and no damage.
+    `path` may be a URI that pyarrow or fsspec knows, ``s3://bucket/exp1``, or a path within `filesystem`: one of
+    `pyarrow.fs`, or of fsspec. Storage that does not answer is an error, and no damage.
 
     Raises `RunError` for a folder that holds no run, or one of a newer schema, or storage that does not answer;
-    `ArgumentError` for a URI of an unknown kind.
+    `ArgumentError` for a URI of an unknown kind; `MissingExtraError` where the package that opens it is missing.
 
     >>> import tempfile
     >>> from plimsoll.runs import RunWriter, Scalars

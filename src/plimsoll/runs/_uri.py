@@ -16,7 +16,7 @@ _OF_FSSPEC = "fsspec+"
 # Those of pyarrow: Arrow's C++ `FileSystemFromUri`.
 _OF_ARROW = frozenset({"file", "mock", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"})
 # As it comes, pyarrow tries for 15 minutes to reach Google's storage.
-_PATIENCE = {"gs": "retry_limit_seconds=30", "gcs": "retry_limit_seconds=30"}
+_PATIENCE = {"gs": "retry_limit_seconds=15", "gcs": "retry_limit_seconds=15"}
 
 
 def is_uri(path: str) -> bool:
@@ -35,6 +35,11 @@ def without_secrets(uri: str) -> str:
     given, at, host = whole.rpartition("@")
     user = "" if scheme == "s3" else given.partition(":")[0]  # that of S3 is the access key; Azure's is the container
     return f"{scheme}://{user}{at if user else ''}{host}{slash}{path}"
+
+
+def sentence(words: str) -> str:
+    """What a library says of a failure, on one line that ends."""
+    return f"{' '.join(words.split()).rstrip('.')}."
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
@@ -89,7 +94,7 @@ def _missing(uri: str, error: ImportError) -> PlimsollError:
 def _unknown(uri: str, error: Exception) -> PlimsollError:
     return ArgumentError(
         "Run: expected a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, file://) or fsspec does; got "
-        f"{without_secrets(uri)}: {_said(uri, error)}. Correct it, or pass filesystem=, which may be one of fsspec's."
+        f"{without_secrets(uri)}: {_said(uri, error)} Correct it, or pass filesystem=, which may be one of fsspec's."
     )
 
 
@@ -101,5 +106,5 @@ def _unreached(uri: str, error: Exception) -> PlimsollError:
 
 
 def _said(uri: str, error: Exception) -> str:
-    """An error's words on one line, without what the URI holds beside the address."""
-    return " ".join(f"{error}".replace(uri, without_secrets(uri)).split())
+    """An error's sentence, without what the URI holds beside the address."""
+    return sentence(f"{error}".replace(uri, without_secrets(uri)))
