@@ -7,13 +7,13 @@ recomputed forward does not: the compiler drops the second count, since nothing 
 gradients are in separate banks, or forward and backward graphs would each wait for the other's.
 
 A module's output is replaced by its clone (which the compiler removes again), from an autograd function that measures
-the gradient; a mark on the clone tells later taps of the same tensor that it has its site already. The gradient of an
-input that no module gave out cannot be read whole in compiled code, and is not recorded.
+the gradient. That the clone has its site already is remembered of the tensor that stands for it while the compiler
+traces, and of its version: one that is changed in place since is measured again. The gradient of an input that no
+module gave out cannot be read whole in compiled code, and is not recorded.
 
 Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
 """
 
-import importlib
 import itertools
 import sys
 import weakref
@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
@@ -93,7 +94,7 @@ class CompiledTaps:
     def __init__(self, core: Core, devices: set[torch.device], taps: int) -> None:
         self.core, self.block = core, core.settings.block
         self.number = next(_numbers)
-        self.mark = f"_plimsoll_site_{self.number}"
+        self.traced: Any = WeakTensorKeyDictionary()  # a traced tensor's site, and the version that was counted there
         # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
         self.sites = {str(device): _Sites(device, 8 * taps + 256, self.block) for device in devices}
         self.captured = False  # there are taps in a CUDA graph
@@ -112,11 +113,8 @@ class CompiledTaps:
         """Counts a module's inputs; traced by the compiler."""
         if torch.is_grad_enabled():
             for path, x in tensors_among(args, kwargs):
-                site = getattr(x, self.mark, -1)
-                if site >= 0:
-                    _also(self.number, site, f"{name}:input{path}", str(x.device))
-                else:
-                    self._count(f"{name}:input{path}", x, tapped=False)
+                if not self._also(f"{name}:input{path}", x, tapped=False):
+                    self._remember(x, self._count(f"{name}:input{path}", x, tapped=False))
 
     def outputs(self, name: str, output: Any) -> Any:
         """Counts a module's outputs; returns them with their gradients tapped, or None to leave them; traced."""
@@ -135,19 +133,25 @@ class CompiledTaps:
         return None
 
     def _tapped(self, name: str, x: Tensor) -> Tensor:
-        site = getattr(x, self.mark, -1)
-        if site >= 0:
-            _also(self.number, site, name, str(x.device))
-            return x
         tapped = self.core.due.activation_gradients and x.requires_grad
+        if self._also(name, x, tapped=tapped):
+            return x
         site = self._count(name, x, tapped=tapped)
         if site < 0:
             return x
         gradients = self.sites[str(x.device)].gradients
         y = cast("Tensor", _TapGradient.apply(x, gradients, site, self.block)) if tapped else x.clone()
-        if _may_mark():
-            setattr(y, self.mark, site)
+        self._remember(y, site)
         return y
+
+    def _remember(self, x: Tensor, site: int) -> None:
+        _look_at(x)
+        _remember(self.number, site)
+
+    def _also(self, name: str, x: Tensor, *, tapped: bool) -> bool:
+        """Whether the tensor has such a site already, which is its under this name too from now on."""
+        _look_at(x)
+        return _also(self.number, name, str(x.device), tapped)
 
     def _count(self, name: str, x: Tensor, *, tapped: bool) -> int:
         site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
@@ -198,25 +202,45 @@ def _new_site(taps: int, name: str, device: str, dtype: torch.dtype, tapped: boo
     return new_site(_known[taps], name, device, dtype, tapped)
 
 
+# What the compiler evaluates while it traces cannot be given a traced tensor. So one function, which is run with the
+# compiler's own view of its caller, notes the tensor that stands for it, and the next takes it from here.
+_looked_at: list[Tensor] = []
+
+
+def _look_at(x: Tensor) -> None:  # noqa: ARG001  (read by name)
+    """Notes the tensor that the compiler traces as `x`; nothing in code that is not traced."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note)
+
+
+def _note(caller: Any) -> None:
+    _looked_at[:] = [caller.get_local("x").as_fake()]
+
+
 @torch.compiler.assume_constant_result
-def _also(taps: int, site: int, name: str, device: str) -> int:
-    names = _known[taps].sites[device].names[site]
+def _also(taps: int, name: str, device: str, tapped: bool) -> bool:
+    known, (x, version) = _known[taps], _seen()
+    site, counted = (-1, -1) if x is None else known.traced.get(x, (-1, -1))
+    if site < 0 or counted != version or (tapped and not known.sites[device].tapped[site]):
+        return False
+    names = known.sites[device].names[site]
     if name not in names:
         names.append(name)
-    return 0
+    return True
 
 
 @torch.compiler.assume_constant_result
-def _may_mark() -> bool:
-    """Whether traced code may mark a tensor: not in a checkpoint's body, where the compiler allows no side effects.
+def _remember(taps: int, site: int) -> None:
+    x, version = _seen()
+    if x is not None:
+        _known[taps].traced[x] = site, version
 
-    Without a mark a tensor that two taps see is measured twice.
-    """
-    translator: Any = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
-    try:
-        return translator.current_tx().output.current_tracer.parent is None
-    except AttributeError:  # another version's insides
-        return False
+
+def _seen() -> tuple[Tensor | None, int]:
+    """The tensor that was looked at last, and how often it has been changed in place; None where nothing is traced."""
+    x = _looked_at.pop() if _looked_at else None
+    return x, 0 if x is None or x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
 
 
 class _TapGradient(torch.autograd.Function):
