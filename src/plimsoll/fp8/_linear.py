@@ -13,6 +13,7 @@ from plimsoll.fp8._cached import check_unchanged, version_of
 from plimsoll.fp8._cast import Held, hold
 from plimsoll.fp8._counting import Counting, check_counting
 from plimsoll.fp8._function import Constants, Fp8Product, Marks
+from plimsoll.fp8._product import is_autocasting
 from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
 from plimsoll.kernels._fp8 import keep, padded
@@ -263,6 +264,5 @@ def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
                 f"{tuple(tensor.shape)}. Use .float(): FP8 holds no more."
             )
     kind = x.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    dtype = torch.get_autocast_dtype(kind) if is_autocasting(kind) else x.dtype
     return dtype if dtype in _DTYPES else x.dtype

@@ -40,8 +40,7 @@ def reference(
 ) -> Tensor:
     """`product` as this module's first lines define it, on any device."""
     kind = a.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
+    with torch.autocast(kind, enabled=False) if is_autocasting(kind) else contextlib.nullcontext():
         sums = torch.mm(a.to(torch.float32), b.to(torch.float32).t())
     sums = sums * (scale_a * scale_b)
     if bias is not None:
@@ -82,6 +81,16 @@ def public_scaled_mm(
         a, b, scale_a, whole, scale_b, whole, bias=bias, output_dtype=dtype, use_fast_accum=fast
     )
     return cast("Tensor", found)
+
+
+def is_autocasting(kind: str) -> bool:
+    """Whether autocast is on for devices of that kind; not for a kind that has none."""
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+@torch.compiler.assume_constant_result  # torch 2.9 cannot trace the question
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 def has_units(device: torch.device) -> bool:

@@ -124,7 +124,9 @@ def _take(given: Iterator[Given], spec: pytree.TreeSpec) -> tuple[Given, ...]:
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    return list(spec.children())
+    """The structures within one; torch 2.9 has another name for them, which later ones have deprecated."""
+    either = cast("Any", spec)
+    return list(either.children() if hasattr(either, "children") else either.children_specs)
 
 
 @dataclass(slots=True)
@@ -216,7 +218,7 @@ def output_text(output: Structure, values: Sequence[str], objects: dict[str, Any
     spec = output.spec
     if spec.is_leaf():
         return values[0]
-    if spec.type in (tuple, list, dict) and all(child.is_leaf() for child in spec.children()):
+    if spec.type in (tuple, list, dict) and all(child.is_leaf() for child in _children(spec)):
         if spec.type is dict:
             return "{" + ", ".join(f"{key!r}: {value}" for key, value in zip(spec.context, values, strict=True)) + "}"
         return f"({''.join(value + ', ' for value in values)})" if spec.type is tuple else f"[{', '.join(values)}]"
