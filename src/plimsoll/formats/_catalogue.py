@@ -72,7 +72,7 @@ def get(name: object) -> Format | BlockFormat:
     >>> get("E4M3").max, get("e5m7").bits
     (448.0, 13)
     """
-    if isinstance(name, Format | BlockFormat):
+    if isinstance(name, (Format, BlockFormat)):
         return name
     text = str(name).lower()
     key = text.removeprefix("torch.")

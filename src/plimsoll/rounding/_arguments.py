@@ -88,7 +88,7 @@ def _scale(operation: str, x: Tensor, scale: float | Tensor | None) -> tuple[flo
             )
         return 1.0, scale.detach().reshape(()).to(device=x.device, dtype=torch.float64, non_blocking=True)
     number = cast("object", scale)  # whatever came, in spite of the annotation
-    if isinstance(number, bool) or not isinstance(number, int | float) or not (math.isfinite(number) and number > 0):
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
         raise ArgumentError(f"{operation}: expected scale to be a finite number above zero; got {scale!r}.")
     return float(number), None
 

@@ -85,6 +85,6 @@ def _plan(fmt: object | None, arguments: _Arguments) -> Plan | None:
 
 def _other_key(generator: Generator) -> Generator:
     """Another key of the same seed; a torch.Generator draws a new one by itself."""
-    if isinstance(generator, int | Tensor) and not isinstance(generator, bool):
+    if isinstance(generator, (int, Tensor)) and not isinstance(generator, bool):
         return generator ^ _BACKWARD_KEY
     return generator
