@@ -12,6 +12,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.lab import EXPERIMENTS, Bench, Measured
 from plimsoll.lab._characters import SYMBOLS
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab.audit._cost import _Arithmetic, added_share, operations
 from plimsoll.lab.audit._experiment import FIGURE, Setup, measure_with, setup_for
 from plimsoll.lab.audit._judge import claims
@@ -90,3 +91,8 @@ def test_operations_are_those_that_are_counted_by_hand() -> None:
     with _Arithmetic() as counted:
         linear(x).backward(torch.ones(4, 16))
     assert counted.values == 4 * 16 + 4 * 8 + 16 * 8  # a factor for what it gives, and one for each of two gradients
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(EXPERIMENTS["audit"].source))
+    assert all(claim.rows for claim in measured.claims)

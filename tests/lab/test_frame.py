@@ -56,6 +56,11 @@ def test_a_claim_takes_numbers_of_numpy() -> None:
     assert Claim(id="x", says="x", measured=np.float64("nan"), at_most=1.0).to_dict()["measured"] == "nan"
 
 
+def test_a_claim_is_told_whatever_kind_of_number_it_has() -> None:
+    claim = Claim(id="x", says="it falls", measured=np.float32(0.5), at_least=1, at_most=2_000_000, unit="binades")
+    assert str(claim) == "it falls: 0.5 binades, expected at least 1 and at most 2e+06"
+
+
 def test_a_claim_without_a_bound_is_refused() -> None:
     with pytest.raises(ArgumentError, match="Claim: expected a bound that can fail; got none for 'x'"):
         Claim(id="x", says="x", measured=1.0)

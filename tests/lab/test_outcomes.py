@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import RunError
-from plimsoll.lab import EXPERIMENTS, ROWS, Outcome, Standing, found_in, perform, recorded, standings
-from plimsoll.lab._outcomes import save
-from plimsoll.lab._standing import rows_of
+from plimsoll.lab import EXPERIMENTS, ROWS, Claim, Outcome, Standing, found_in, perform, recorded, standings
+from plimsoll.lab._claim import of_rows
+from plimsoll.lab._outcomes import rows_of, save
 from tests.lab.test_frame import TINY
 
 TESTS = Path(__file__).parents[1]
@@ -56,6 +56,28 @@ def test_an_outcome_is_that_of_its_result_and_comes_back_from_the_folder(tmp_pat
     broken = found_in(tmp_path)["tiny"]
     assert not broken.holds and broken.failed == ("the loss is low: nan of loss, expected at most 100",)
     assert broken.state == "1 of 1 claims do not hold"
+
+
+def test_what_does_not_hold_counts_against_its_own_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.replace(TINY, source="N1, N4, X3")
+    result = perform(made, tmp_path / "tiny")
+    good, bad = (Claim(id=name, says=name, measured=1.0, at_least=least) for name, least in (("good", 0), ("bad", 2)))
+    claims = (*of_rows([good], "N1", "N4"), *of_rows([bad], "N1"), good)
+    outcome = Outcome.of(dataclasses.replace(result, measured=dataclasses.replace(result.measured, claims=claims)))
+    assert outcome.rows == {"N1": (3, (str(bad),)), "N4": (2, ()), "X3": (1, ())}
+    assert outcome.state == "1 of 3 claims do not hold"
+    monkeypatch.setattr("plimsoll.lab._registry.EXPERIMENTS", {"tiny": made})
+    states = {row: standing(row, tiny=outcome) for row in ("N1", "N4", "X3")}
+    assert [each.state for each in states.values()] == ["holds in part", "holds", "holds"]
+    assert states["N1"].to_dict()["failed"] == [str(bad)] and states["N4"].to_dict()["failed"] == []
+    assert states["N4"].to_dict()["experiments"] == {"tiny": "2 claims hold"}
+    save([outcome], tmp_path / "outcomes.json")
+    (told,) = json.loads((tmp_path / "outcomes.json").read_text())
+    assert Outcome.from_dict(told) == outcome
+    none = dataclasses.replace(outcome, rows={"N1": (3, ())})  # of a row that no claim is of, nothing holds
+    assert standing("N4", tiny=none).state == "holds in part" and none.of_row("N4").state == "0 claims hold"
+    old = dataclasses.replace(outcome, rows={})  # a record of before claims had rows
+    assert standing("N4", tiny=old).state == "holds in part" and old.of_row("N4") is old
 
 
 def test_outcomes_are_saved_whole(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Silent
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab.tf32._experiment import TF32, claims, measure, trained
 from plimsoll.lab.tf32._loops import (
     amp_loop,
@@ -132,3 +133,9 @@ def test_products_of_other_formats_are_found_out(
     monkeypatch.setattr(products, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))
     told = by_id(claims(errors(1, 64, 1, "cpu"), losses, 2, None))
     assert not told["inputs-rounded"].holds and not told["digits-of-fp16"].holds
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(found: Errors, losses: dict[str, list[float]]) -> None:
+    told = claims(found, losses, 2, None)
+    assert {row for claim in told for row in claim.rows} == set(rows_of(TF32.source))
+    assert all(claim.rows for claim in told)

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.lab import Bench, Claim, Measured
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab.clip._data import make_batch
 from plimsoll.lab.detector._model import detection_loss
 from plimsoll.lab.underflow import _train as trains
@@ -307,3 +308,8 @@ def test_each_claim_can_fail(who: str, change: dict[str, float], breaks: str) ->
     assert all(claim.holds for claim in claims(two_seeds()))
     failed = [claim.id for claim in claims(two_seeds(who, change)) if not claim.holds]
     assert failed == [breaks]
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(UNDERFLOW.source))
+    assert all(claim.rows for claim in measured.claims)

@@ -1,7 +1,8 @@
 """`Claim`: a sentence, the number that was measured for it, and the bound that the number must keep."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from plimsoll.errors import ArgumentError
 
@@ -9,6 +10,8 @@ from plimsoll.errors import ArgumentError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """What an experiment says, and whether it is so.
+
+    `rows`: those of the evidence base that it is of; none: all of its experiment's.
 
     It holds where `measured` is at least `at_least` and at most `at_most`; one of them may be None. A number that could
     not be measured is NaN, and keeps no bound.
@@ -25,6 +28,7 @@ class Claim:
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
+    rows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.at_least is None and self.at_most is None:
@@ -60,8 +64,15 @@ class Claim:
             "at_most": self.at_most,
             "unit": self.unit,
             "holds": self.holds,
+            "rows": list(self.rows),
         }
 
 
+def of_rows(claims: Iterable[Claim], *rows: str) -> tuple[Claim, ...]:
+    """The same claims, as those of these rows."""
+    return tuple(replace(claim, rows=rows) for claim in claims)
+
+
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.4g}"
+    whole = float(value).is_integer() and abs(value) < 1e6  # an int has no `is_integer` before Python 3.12
+    return f"{value:.0f}" if whole else f"{value:.4g}"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ class Outcome:
 
     - `claims`: how many it has; `failed`: those that do not hold, as one line each.
     - `error`: why it was not carried out, empty where it was. `seconds`: how long it took.
+    - `rows`: by row of the evidence base how many claims are of it, and of these the lines of those that do not hold.
+      Empty in records of before claims had rows: then all are of every row of the experiment.
     - `date`, `device`, `versions`: when, on what and with what.
     """
 
@@ -33,6 +35,14 @@ class Outcome:
     date: str = ""
     device: str = "cpu"
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    rows: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict[str, "tuple[int, tuple[str, ...]]"])
+
+    def of_row(self, row: str) -> "Outcome":
+        """What of it is of that row."""
+        if not self.rows:
+            return self
+        claims, failed = self.rows.get(row, (0, ()))
+        return replace(self, claims=claims, failed=failed, rows={row: (claims, failed)})
 
     @property
     def holds(self) -> bool:
@@ -55,13 +65,15 @@ class Outcome:
         return cls(
             experiment=result.experiment, claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
             seconds=round(result.seconds, 1), date=result.date, device=result.device, versions=dict(result.versions),
+            rows=_by_row(result.source, claims),
         )  # fmt: skip
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Outcome":
         """What `asdict` gave, from JSON."""
         given = dict(told)
-        return cls(failed=tuple(given.pop("failed")), **given)
+        rows = {row: (claims, tuple(failed)) for row, (claims, failed) in given.pop("rows", {}).items()}
+        return cls(failed=tuple(given.pop("failed")), rows=rows, **given)
 
 
 def recorded() -> dict[str, Outcome]:
@@ -89,9 +101,11 @@ def save(outcomes: Iterable[Outcome], path: Path) -> None:
 def _read(path: Path) -> Outcome:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
+        claims = [_claim(each) for each in told["claims"]]
         return Outcome(
-            experiment=told["experiment"], claims=len(told["claims"]), failed=_failed(told["claims"]),
+            experiment=told["experiment"], claims=len(claims), failed=tuple(str(c) for c in claims if not c.holds),
             seconds=round(told["seconds"], 1), date=told["date"], device=told["device"], versions=told["versions"],
+            rows=_by_row(told["source"], claims),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
@@ -100,10 +114,21 @@ def _read(path: Path) -> Outcome:
         ) from error
 
 
-def _failed(claims: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _claim(told: Mapping[str, Any]) -> Claim:
     names = ("id", "says", "at_least", "at_most", "unit")
-    made = (Claim(measured=float(told["measured"]), **{name: told[name] for name in names}) for told in claims)
-    return tuple(str(claim) for claim in made if not claim.holds)
+    rows = tuple(told.get("rows", ()))  # of a result of before claims had any: all of the experiment's
+    return Claim(measured=float(told["measured"]), rows=rows, **{name: told[name] for name in names})
+
+
+def _by_row(source: str, claims: Sequence[Claim]) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Of each row of the experiment, how many claims are of it, and which of them do not hold."""
+    own = {row: [claim for claim in claims if not claim.rows or row in claim.rows] for row in rows_of(source)}
+    return {row: (len(these), tuple(str(c) for c in these if not c.holds)) for row, these in own.items()}
+
+
+def rows_of(source: str) -> tuple[str, ...]:
+    """The rows that an experiment names as its source: "T3, T4" are two."""
+    return tuple(part.strip() for part in source.split(","))
 
 
 def _by_name(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plimsoll.lab import _registry
-from plimsoll.lab._outcomes import Outcome
+from plimsoll.lab._outcomes import Outcome, rows_of
 from plimsoll.lab._rows import ROWS, Row
 
 State = Literal["holds", "holds in part", "not carried out", "tested"]
@@ -15,9 +15,9 @@ State = Literal["holds", "holds in part", "not carried out", "tested"]
 class Standing:
     """Where a row stands.
 
-    - `state`: "holds" where all claims of its experiments do, "holds in part" where some do not, "not carried out"
-      where an experiment of it has no outcome, "tested" where tests alone stand for it.
-    - `experiments`: their names, with the outcome of each that has one in `outcomes`.
+    - `state`: "holds" where all claims of the row do, in all of its experiments, "holds in part" where some do not,
+      "not carried out" where an experiment of it has no outcome, "tested" where tests alone stand for it.
+    - `experiments`: their names, with what of each one's outcome is of this row in `outcomes`, where there is one.
     - `unmeasured`: what of the row was not measured, since it needs a GPU.
     """
 
@@ -43,14 +43,9 @@ def standings(outcomes: Mapping[str, Outcome]) -> list[Standing]:
     return [_standing(row, outcomes) for row in ROWS.values()]
 
 
-def rows_of(source: str) -> tuple[str, ...]:
-    """The rows that an experiment names as its source: "T3, T4" are two."""
-    return tuple(part.strip() for part in source.split(","))
-
-
 def _standing(row: Row, outcomes: Mapping[str, Outcome]) -> Standing:
     names = tuple(name for name, each in _registry.EXPERIMENTS.items() if row.id in rows_of(each.source))
-    own = {name: outcomes[name] for name in names if name in outcomes}
+    own = {name: outcomes[name].of_row(row.id) for name in names if name in outcomes}
     on_gpu = any(outcome.device == "cuda" for outcome in own.values())
     return Standing(
         row=row, state=_state(row, names, own), experiments=names, outcomes=own, unmeasured="" if on_gpu else row.gpu

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plimsoll.lab._claim import of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
@@ -69,8 +70,8 @@ def measure_with(
         trainings=trainings,
         claims=(
             *of_memory(memory, batches, parameters),
-            *of_losses(ends, fell, times),
-            *(of_times(times) if bench.device == "cuda" else ()),
+            *of_rows(of_losses(ends, fell, times), "A4"),
+            *of_rows(of_times(times) if bench.device == "cuda" else (), "A4"),
         ),
         said=(*said_of_memory(memory, batches), *said_of_times(times, bench.device)),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.unit import Audit, Reading
@@ -68,6 +68,16 @@ def _over_the_run(run: Run) -> dict[str, float]:
 def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """What the experiment says, with its numbers."""
     return (
+        *of_rows(_of_the_beginning(found), "U1", "U2"),
+        *of_rows(_of_drift(found), "U5"),
+        *of_rows(_of_training(found), "U1"),
+        *of_rows(_of_cost(found), "U5"),
+    )
+
+
+def _of_the_beginning(found: Mapping[str, float]) -> tuple[Claim, ...]:
+    """Before the conversion, and after it."""
+    return (
         Claim(
             id="before-far", says="before: gradients lie more than 4 binades from unit scale",
             measured=found["gradients_far_before"], at_least=0.9, unit="of operations",
@@ -96,6 +106,12 @@ def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
             id="after-fp16", says="after: FP16 without a scale holds the gradients",
             measured=found["backward_fp16_lost_after"], at_most=0.001, unit="of values lost",
         ),
+    )  # fmt: skip
+
+
+def _of_drift(found: Mapping[str, float]) -> tuple[Claim, ...]:
+    """In training."""
+    return (
         Claim(
             id="drift-cuts-nothing", says="in training: no tensor drifts above what FP8 holds",
             measured=found["cut_off_in_training"], at_most=0.001, unit="of values, in the worst tensor",
@@ -104,10 +120,22 @@ def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
             id="drift-loses-little", says="in training: scales do not drift below what FP8 holds",
             measured=found["lost_in_training"], at_most=0.02, unit="of values, at the worst step",
         ),
+    )  # fmt: skip
+
+
+def _of_training(found: Mapping[str, float]) -> tuple[Claim, ...]:
+    """Without a loss scale."""
+    return (
         Claim(
             id="trains", says="it trains, without a loss scale",
             measured=found["loss_end"] / found["loss_begin"], at_most=0.75, unit="of the first loss",
         ),
+    )  # fmt: skip
+
+
+def _of_cost(found: Mapping[str, float]) -> tuple[Claim, ...]:
+    """Of the factors."""
+    return (
         Claim(
             id="costs-little", says="at BERT-large's sizes few operations are added (published: 0.2 %)",
             measured=found["operations_added"], at_most=_COST, unit="of the step's operations",

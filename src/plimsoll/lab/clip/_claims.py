@@ -6,7 +6,7 @@ loss is BF16's within 10 % and above it from 10 % on.
 
 from collections.abc import Mapping
 
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab.clip._demo import claims as claims_of_demo
 from plimsoll.lab.clip._kinds import DEMO_KINDS
 from plimsoll.lab.clip._train import Setup
@@ -19,12 +19,10 @@ _MOST, _NEARLY_NONE, _PARTED = 0.8, 0.05, 1.1
 def claims(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     """All of them, from the numbers of each training by its name."""
     return (
-        *claims_of_demo(setup, *(numbers[kind.name] for kind in DEMO_KINDS)),
-        *_of_burst(setup, numbers),
-        *_of_scales(setup, numbers),
-        *_of_never(numbers["fp16-never-hard"]),
-        *_of_spans(numbers),
-        *_of_always(numbers),
+        *of_rows(claims_of_demo(setup, *(numbers[kind.name] for kind in DEMO_KINDS)), "T3", "T4"),
+        *of_rows((*_of_burst(setup, numbers), *_of_scales(setup, numbers)), "T7"),
+        *of_rows(_of_never(numbers["fp16-never-hard"]), "T3"),
+        *of_rows((*_of_spans(numbers), *_of_always(numbers)), "T7"),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from plimsoll.emulate import OperationLists
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._measures import largest
 from plimsoll.lab._result import Measured
@@ -67,7 +67,11 @@ def runs_of(kind: Kind, bench: Bench, setup: Setup) -> list[Path]:
 
 def claims(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[Claim, ...]:
     """What the experiment says, of accuracies by kind, numbers of the watched trainings, and operations that ran."""
-    return (*_of_levels(found), *_of_formats(numbers, ran), *_of_scales(numbers))
+    return (
+        *of_rows(_of_levels(found), "X5", "X7"),
+        *of_rows(_of_formats(numbers, ran), "X5"),
+        *of_rows(_of_scales(numbers), "X7"),
+    )
 
 
 def _of_levels(found: Accuracies) -> tuple[Claim, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._measures import largest
 from plimsoll.lab._result import Measured
@@ -87,7 +87,11 @@ def claims(
 ) -> tuple[Claim, ...]:
     """What the experiment says; of the device's rates and errors only where there are any."""
     of_device = () if rate is None or found.device is None else (*_of_rates(rate), _of_device(found, found.device))
-    return (*_of_digits(found), *_of_range(found), *_of_text(), *_of_loops(losses, settings), *of_device)
+    return (
+        *of_rows((*_of_digits(found), *_of_range(found)), "T2"),
+        *of_rows((*_of_text(), *_of_loops(losses, settings), *of_device), "T10"),
+        *of_rows(_of_amp(), "A1"),
+    )
 
 
 def _of_digits(found: Errors) -> tuple[Claim, ...]:
@@ -155,6 +159,11 @@ def _of_text() -> tuple[Claim, ...]:
             unit="lines",
         ),
         Claim(id="tf32-nothing-else", says="and none is changed", measured=removed, at_most=0, unit="lines"),
+    )  # fmt: skip
+
+
+def _of_amp() -> tuple[Claim, ...]:
+    return (
         Claim(
             id="amp-five-lines", says="from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
             measured=changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
@@ -58,7 +58,10 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 def claims(found: Found) -> tuple[Claim, ...]:
     """What the experiment says; of several seeds, each claim speaks of the one that speaks most against it."""
     sound = [(kind.name, kind.title) for kind in KINDS if kind.name != "clip-fp16"]
-    return (*_of_clip(found["clip-fp16"]), *_of_others(found, sound), *_of_verdicts(found, [name for name, _ in sound]))
+    return (
+        *of_rows((*_of_clip(found["clip-fp16"]), *_of_others(found, sound)), "T5"),
+        *of_rows(_of_verdicts(found, [name for name, _ in sound]), "T6"),
+    )
 
 
 def _of_clip(seeds: Sequence[Mapping[str, float]]) -> tuple[Claim, ...]:

@@ -14,7 +14,7 @@ one of 1,024 micro-batches. Unit scaling's loss is not divided: its gradient is 
 import contextlib
 from collections.abc import Mapping
 
-from plimsoll.lab._claim import Claim
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._workers import one_thread, workers_for
@@ -61,7 +61,12 @@ def jobs_of(bench: Bench, setup: Setup) -> list[Job]:
 
 def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
     """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
-    return (*_of_fp16(found, numbers), *_of_quality(found), *_of_numbers(numbers))
+    return (
+        *of_rows(_of_fp16(found, numbers), "U6"),
+        *_of_quality(found),
+        *of_rows(_of_fp16_at_unit_scale(numbers), "U1"),
+        *of_rows(_of_headroom(numbers), "U5"),
+    )
 
 
 def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
@@ -99,23 +104,30 @@ def _of_quality(found: Scores) -> tuple[Claim, ...]:
         ("unit-fp16", "unit-scaled FP16: as good as plain FP32, or better"),
         ("unit-fp8", "unit-scaled FP8: as good as plain FP32, or better"),
     )
+    plain, fp16, *fp8 = (_within(f"{kind}-as-fp32", s, found.at_same(kind, other).high) for kind, other, s in same)
+    at_best = [_within(f"{kind}-best", says, found.at_best(kind, "fp32").high) for kind, says in best]
     return (
-        *(_within(f"{kind}-as-fp32", says, found.at_same(kind, other).high) for kind, other, says in same),
-        *(_within(f"{kind}-best", says, found.at_best(kind, "fp32").high) for kind, says in best),
-    )
+        *of_rows([plain], "U6"), *of_rows([fp16], "U1", "U6"), *of_rows(fp8, "U1", "U4", "U6"),
+        *of_rows(at_best, "U6"),
+    )  # fmt: skip
 
 
 def _within(name: str, says: str, high: float) -> Claim:
     return Claim(id=name, says=says, measured=high, at_most=_WITHIN, unit="of FP32's bits, at most")
 
 
-def _of_numbers(numbers: Numbers) -> tuple[Claim, ...]:
-    eight = numbers["unit-fp8"]
+def _of_fp16_at_unit_scale(numbers: Numbers) -> tuple[Claim, ...]:
     return (
         Claim(
             id="unit-nothing-lost", says="unit-scaled FP16: nearly no gradient is lost",
             measured=numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients",
         ),
+    )  # fmt: skip
+
+
+def _of_headroom(numbers: Numbers) -> tuple[Claim, ...]:
+    eight = numbers["unit-fp8"]
+    return (
         Claim(
             id="fp8-overflow", says="unit-scaled FP8: nearly no operand of a product overflows, at any time",
             measured=eight["operands_overflow"], at_most=1e-3, unit="of values, in the worst tensor",
