@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
-from plimsoll.errors import RunError
+from plimsoll.errors import ArgumentError, RunError
+from plimsoll.integrations._session import Session
 from plimsoll.runs import Run, RunWriter, Scalars, _uri
 from plimsoll.runs._place import Folder, Stored, place_of
+from plimsoll.watch import watch
 
 
 class Fickle(MemoryFileSystem):
@@ -102,6 +105,22 @@ def test_a_tree_has_all_files_with_sizes_and_times(tmp_path: Path, fickle: Fickl
 def test_a_uri_of_this_machine_is_a_folder_of_it(tmp_path: Path) -> None:
     assert isinstance(place_of(tmp_path.as_uri()), Folder) and place_of(tmp_path.as_uri()).path == tmp_path
     assert not isinstance(place_of("memory://bucket"), Folder)
+
+
+@pytest.mark.parametrize("address", ["s3://key:word@bucket/exp1", "file:///tmp/exp1"])
+def test_nothing_is_written_to_a_uri(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = address.replace("key:word@", "")
+    with pytest.raises(
+        ArgumentError, match=f"RunWriter: expected a folder of this machine .*; got the URI {shown}. Wr"
+    ):
+        RunWriter(address)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=f"expected a folder of this machine .*; got the URI {shown}. Wr"):
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run=address)
+    with pytest.raises(ArgumentError, match=f"Callback: expected a folder of this machine .*; got the URI {shown}. Wr"):
+        Session("Callback", address, {}, guard=None, verdict=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from plimsoll.diagnosis import Finding, Guard
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.report import summary
+from plimsoll.runs._place import folder_to_write
 from plimsoll.watch import Watch, watch
 
 _TAKEN = frozenset({"loss", "scale", "nonfinite"})  # what the watch itself records at every step
@@ -40,7 +40,7 @@ class Session:
                 f"{callback}: expected settings that plimsoll.watch takes beside {', '.join(sorted(_THEIRS))}; got "
                 f"{', '.join(theirs)}. Leave them out: the trainer has them."
             )
-        self.path = Path(run)
+        self.path = folder_to_write(callback, run)
         self._settings, self._guard_settings, self._verdict = dict(settings), guard, verdict
         self.watch: Watch | None = None
         self.guard: Guard | None = None

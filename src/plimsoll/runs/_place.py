@@ -142,8 +142,9 @@ class Stored(Place):
         return f"{self._inside}/{name}"
 
     def _unreached(self, what: str, error: Exception) -> RunError:
+        said = sentence(str(error))
         return RunError(
-            f"Run: expected storage that answers; got {type(error).__name__} for {what} in {self}: {sentence(str(error))} "
+            f"Run: expected storage that answers; got {type(error).__name__} for {what} in {self}: {said} "
             "Look at the address, the credentials and the network, and try again; nothing of the run was left out."
         )
 
@@ -166,6 +167,16 @@ def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> Place:
 def is_elsewhere(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URI, ``s3://bucket/exp1``, and none of this machine."""
     return isinstance(path, str) and is_uri(path)
+
+
+def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a folder that a run is written to; `ArgumentError` for a URI, which would become one of its name."""
+    if is_elsewhere(path):
+        raise ArgumentError(
+            f"{operation}: expected a folder of this machine to write to; got the URI {without_secrets(str(path))}. "
+            "Write to a folder here, and copy it there while it grows (docs/how-to/scale.md)."
+        )
+    return Path(path)
 
 
 def _of_uri(uri: str) -> Place:

@@ -12,7 +12,7 @@ from plimsoll.runs._feed import Feed
 from plimsoll.runs._keeper import Keeper
 from plimsoll.runs._log import Log
 from plimsoll.runs._losses import Losses
-from plimsoll.runs._place import Folder
+from plimsoll.runs._place import Folder, folder_to_write
 from plimsoll.runs._records import Record, Sink
 from plimsoll.runs._registry import Registry
 from plimsoll.runs._worker import Worker
@@ -35,8 +35,8 @@ class RunWriter:
       they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on what waits.
     - `sinks`: are given every step as well.
 
-    Raises `ArgumentError` where another writer holds this run and rank, `RunError` for a folder that holds something
-    else, a run of a newer schema, or cannot be written to. After a fork the child's copy does nothing.
+    Raises `ArgumentError` where another writer holds this run and rank, or for a URI; `RunError` for a folder that
+    holds something else, a run of a newer schema, or cannot be written to. After a fork the child's copy does nothing.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunWriter:
         _check(rank, world_size, flush_seconds, compact_above, queue_bytes)
         settings = dict(settings or {})
         log = Log(
-            Path(path).absolute(),
+            folder_to_write("RunWriter", path).absolute(),
             rank=rank,
             world_size=world_size,
             settings=settings,
