@@ -14,7 +14,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured
 from plimsoll.lab._characters import make_batch, standard_library
 from plimsoll.lab._experiment import Silent
-from plimsoll.lab.techniques._experiment import beside, claims, measure_with
+from plimsoll.lab._outcomes import rows_of
+from plimsoll.lab.techniques._experiment import TECHNIQUES, beside, claims, measure_with
 from plimsoll.lab.techniques._sums import _operands, error_of_sums
 from plimsoll.lab.techniques._train import KINDS, Language, Setup, forget_masters, loss_of, setup_for, task_of
 from plimsoll.runs import Run
@@ -109,7 +110,7 @@ def test_longer_sums_are_further_off() -> None:
 
 SOUND = {
     "fp32": {"gained": 0.01},
-    "all": {"of_fp32": 1.0, "gained": 0.0095},
+    "all": {"of_fp32": 1.0, "gained": 0.0095, "furthest": 0.002},
     "unscaled": {"of_fp32": 1.2, "ratio_first": 1.05, "ratio_last": 1.2, "lost_after": 0.9},
     "no-masters": {"gained": 0.001, "unmoved": 0.9, "swallowed_since": float(SMALL.low_at)},
     "narrow-sums": {"of_fp32": 1.1},
@@ -119,7 +120,7 @@ SUMS = {128: 0.001, 8192: 0.01}
 
 def test_claims_hold_where_all_is_as_published() -> None:
     found = claims(SMALL, SOUND, SUMS)
-    assert len({claim.id for claim in found}) == len(found) == 11
+    assert len({claim.id for claim in found}) == len(found) == 12
     assert [claim.id for claim in found if not claim.holds] == []
 
 
@@ -128,6 +129,8 @@ def test_claims_hold_where_all_is_as_published() -> None:
     [
         ("all", {"of_fp32": 1.02}, "all-on-the-curve"),
         ("all", {"of_fp32": 0.98}, "all-on-the-curve"),
+        ("all", {"furthest": 0.02}, "all-along-the-curve"),
+        ("all", {"furthest": math.nan}, "all-along-the-curve"),
         ("unscaled", {"of_fp32": 1.04}, "unscaled-leaves"),
         ("unscaled", {"ratio_last": 1.06}, "unscaled-further"),
         ("unscaled", {"lost_after": 0.4}, "unscaled-lost"),
@@ -152,7 +155,11 @@ def test_the_claims_of_sums_can_fail() -> None:
 def test_curves_are_compared_batch_by_batch() -> None:
     reference = np.linspace(4.0, 2.0, 16)
     factor = np.concatenate((np.full(2, 1.5), np.ones(12), np.full(2, 3.0)))
-    assert beside(reference * factor, reference) == pytest.approx({"ratio_first": 1.5, "ratio_last": 3.0})
+    expected = {"ratio_first": 1.5, "ratio_last": 3.0, "furthest": 2.0}
+    assert beside(reference * factor, reference) == pytest.approx(expected)
+    factor[5] = 0.0  # in the middle, and below
+    assert beside(reference * factor[::-1], reference)["furthest"] == pytest.approx(2.0)
+    assert beside(reference * np.where(factor == 0.0, 0.0, 1.0), reference)["furthest"] == pytest.approx(0.5)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -172,3 +179,8 @@ def test_a_task_is_json_and_whole(tmp_path: Path) -> None:
     told = json.loads(json.dumps(task_of(KINDS[1], setup, tmp_path, seed=3, device="cuda")))
     assert Setup(**told["setup"]) == setup
     assert (told["name"], told["run"], told["seed"], told["device"]) == ("no-masters", str(tmp_path), 3, "cuda")
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(TECHNIQUES.source))
+    assert all(claim.rows for claim in measured.claims)
