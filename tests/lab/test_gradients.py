@@ -1,5 +1,6 @@
 """Experiment `gradients`: its shares and figure from known values, and that its claims are of what its runs hold."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +13,28 @@ from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab._workers import one_thread
 from plimsoll.lab.detector import _train as trains
 from plimsoll.lab.detector._judge import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
-from plimsoll.lab.detector._train import Job, Kind, Setup, sized
-from plimsoll.lab.gradients._experiment import FIGURE, GRADIENTS, KINDS, claims, measure_with, said, setup_for
-from plimsoll.lab.gradients._histogram import between, histogram, scale_for, shares
+from plimsoll.lab.detector._train import Job, Kind, Setup, rate_at, sized
+from plimsoll.lab.gradients._experiment import (
+    FIGURE,
+    GRADIENTS,
+    KINDS,
+    claims,
+    measure_with,
+    said,
+    setup_for,
+    small_updates,
+)
+from plimsoll.lab.gradients._histogram import below, between, histogram, scale_for, shares
 from plimsoll.runs import Run
 from plimsoll.spectrum import measure
 
 TINY = Setup(steps=20, warmup=4, batch=2, width=4, seeds=2, every=10, held_out=4)
-TOO_SHORT_FOR = {"none-trails", "published-band", "zeros"}  # nothing is learnt; and what does not hold at all
+# Nothing is learnt, updates are those of other sizes; and what does not hold at all.
+TOO_SHORT_FOR = {"none-trails", "published-band", "small-updates", "zeros"}
 
 
 def bench(folder: Path) -> Bench:
@@ -60,6 +72,22 @@ def test_shares_are_what_fp16_does_to_the_values_themselves() -> None:
     assert set(found.to_dict()) == {"zero", "band", "wide", "lost_at_1", "lost_at_8", "lost_at_32768"}
 
 
+def test_updates_are_counted_at_each_step_s_own_rate(measured: Measured) -> None:
+    spread = measure(torch.linspace(1.0, 2.0, 1001)[:-1] * 2.0**-24)
+    assert below(spread, 2.0**-24) == 0 and below(spread, 1.75 * 2.0**-24) == pytest.approx(750)
+    assert below(spread, 2.0**-23) == 1000
+    assert [rate_at(step, TINY) * TINY.share / TINY.learning_rate for step in (0, 3, 10)] == pytest.approx(
+        [0.25, 0.85, 0.5]
+    )
+    job = Job(kind=KINDS[0], seed=0, run=measured.trainings[0].run)
+    found = [(step, spectrum) for step, _, _, spectrum in Run(job.run).spectra("gradients")]
+    assert {step for step, _ in found} == {0, 10}
+    expected = sum(below(spectrum, 2.0**-24 / rate_at(step, TINY)) for step, spectrum in found)
+    total = sum(spectrum.nonzero for _, spectrum in found)
+    assert small_updates([job], TINY) == pytest.approx(expected / total) and 0 < expected < total
+    assert small_updates([job], dataclasses.replace(TINY, learning_rate=1e-20)) == 1.0
+
+
 def test_the_scale_that_brings_a_share_into_the_published_band() -> None:
     spectrum = measure(torch.tensor([2.0**-25] * 50 + [0.0] * 50))
     assert between(spectrum, -25, -24) == 50 and between(spectrum, -24, 0) == 0
@@ -85,7 +113,7 @@ def test_the_figure_shows_every_value_once_by_what_keeps_it() -> None:
 def test_the_claims_hold_that_a_training_so_short_can_show(measured: Measured) -> None:
     failed = {claim.id: claim.measured for claim in measured.claims if not claim.holds}
     assert set(failed) <= TOO_SHORT_FOR, failed
-    assert len({claim.id for claim in measured.claims}) == len(measured.claims) == 10
+    assert len({claim.id for claim in measured.claims}) == len(measured.claims) == 11
     assert [training.name for training in measured.trainings] == [kind.name for kind in KINDS]
 
 
@@ -140,6 +168,8 @@ CHANGES = [
     ("fp16-32k", {"lost": 0.02}, "32k-nothing-lost"),
     ("fp16-8", {"foretold_off": 0.06}, "foretold"),
     ("fp32", {"wide": 0.4}, "published-band"),
+    ("fp32", {"updates_small": 0.02}, "small-updates"),
+    ("fp32", {"updates_small": 0.11}, "small-updates"),
     ("fp16", {"of_fp32_low": 1.04}, "none-trails"),
     ("fp16-8", {"of_fp32_high": 1.06}, "8-trains"),
     ("fp16-8", {"of_fp32_high": math.nan}, "8-trains"),
@@ -151,7 +181,7 @@ CHANGES = [
 @pytest.mark.parametrize(("who", "change", "breaks"), CHANGES)
 def test_each_claim_can_fail(measured: Measured, who: str, change: dict[str, float], breaks: str) -> None:
     numbers = {training.name: dict(training.numbers) for training in measured.trainings}
-    numbers["fp32"] |= {"zero": 0.6, "wide": 0.04}
+    numbers["fp32"] |= {"zero": 0.6, "wide": 0.04, "updates_small": 0.05}
     numbers["fp16"] |= {"of_fp32_low": 1.1}
     before = {claim.id: claim.holds for claim in claims(numbers)}
     assert all(before.values()), before
@@ -184,3 +214,8 @@ def test_a_result_says_how_it_was_made(folder: Path, measured: Measured) -> None
     told = GRADIENTS.settings(Bench(runs=folder, seed=0, device="cpu", steps=60, full=False, progress=Silent()))
     assert told["steps"] == 60 and told["fp16"] == "emulated" and told["share"] == 2.0**-8
     assert Kind(name="x", title="x") != KINDS[0] and Job(kind=KINDS[0], seed=0, run=folder).run == folder
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(GRADIENTS.source))
+    assert all(claim.rows for claim in measured.claims)

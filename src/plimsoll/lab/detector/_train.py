@@ -189,6 +189,11 @@ def _judged(loop: Loop, model: Detector, setup: Setup, seed: int, device: str) -
     return {"held_out_loss": loss, "held_out_map": mean_average_precision(found, seen, model.anchors)}
 
 
+def rate_at(step: int, setup: Setup) -> float:
+    """The learning rate of that step, for the share of the loss that is computed."""
+    return setup.learning_rate / setup.share * _part_of_rate(step, setup)
+
+
 def _part_of_rate(step: int, setup: Setup) -> float:
     """Up from nothing, then down in a line."""
     return min((step + 1) / max(setup.warmup, 1), max(1 - step / setup.steps, _LOWEST))

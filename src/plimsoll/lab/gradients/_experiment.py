@@ -1,23 +1,25 @@
-"""Experiment `gradients` (N3, X3): the activation gradients of an SSD-like detector, and what a loss scale of 8 does.
+"""Experiment `gradients` (N3, X3, A3): an SSD-like detector's activation gradients, and what a scale of 8 does.
 
 The detector is trained in FP32 and its activation gradients are recorded: how many are zero, where the others lie, and
-what FP16 would lose of them at the loss scales 1, 8 and 32K. Then it is trained in FP16 at these scales, from the same
-weights on the same scenes. Zeros that FP16 has made are told from those of FP32 by shadow steps.
+what FP16 would lose of them at the loss scales 1, 8 and 32K; of its weights' gradients, how many are updates that FP16
+does not hold. Then it is trained in FP16 at these scales, from the same weights on the same scenes. Zeros that FP16 has
+made are told from those of FP32 by shadow steps.
 
 Where the gradients lie is stated, not hidden. Activations are 2^10 times those of a normalised network, as a VGG under
 SSD takes pixels of 0 to 255 and amplifies them; and the loss is the share that 8 pictures have of a batch of 2,048.
 Together they bring the gradients 2^18 lower, to FP16's lower end. Neither changes what is learnt in FP32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from plimsoll.diagnosis import View
-from plimsoll.lab._claim import Claim
+from plimsoll.formats import FP16
+from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured
 from plimsoll.lab.detector._judge import judged, lost, over_seeds, whole_spectrum
-from plimsoll.lab.detector._train import Job, Kind, Setup, described, jobs_of, sized, train_all
-from plimsoll.lab.gradients._histogram import SHIFTS, histogram, scale_for, shares
+from plimsoll.lab.detector._train import Job, Kind, Setup, described, jobs_of, rate_at, sized, train_all
+from plimsoll.lab.gradients._histogram import SHIFTS, below, histogram, scale_for, shares
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 
@@ -25,6 +27,7 @@ FIGURE = "report-histogram.html"
 _TRAILS = 1.05  # of FP32's held-out loss: from here on FP16 trails, and below it trains as FP32 does
 _ZERO, _NEAR = (0.668, 0.68), 0.1  # published of two networks; and within ten points of it
 _WIDE = 0.04  # published of one
+_SMALL = 0.05  # likewise
 
 KINDS = (
     Kind(name="fp32", title="FP32", precision="fp32"),
@@ -53,6 +56,7 @@ def measure_with(bench: Bench, setup: Setup) -> Measured:
     numbers = {name: over_seeds(these, by_kind["fp32"]) for name, these in by_kind.items()}
     spectrum = sum((whole_spectrum(Run(job.run)) for job in by_kind["fp32"]), Spectrum.empty())
     numbers["fp32"] |= shares(spectrum).to_dict()
+    numbers["fp32"]["updates_small"] = small_updates(by_kind["fp32"], setup)
     numbers["fp16-8"] |= foretold(by_kind["fp32"][0], by_kind["fp16-8"][0])
     histogram(spectrum, "Activation gradients of the detector in FP32").write_html(bench.runs.parent / FIGURE)
     trains = {name: numbers[name]["of_fp32"] < _TRAILS for name in numbers}
@@ -70,18 +74,40 @@ def foretold(wide: Job, narrow: Job) -> dict[str, float]:
     return {"foretold": said, "foretold_off": abs(lost(View(Run(narrow.run), 0))["lost"] - said)}
 
 
+def small_updates(jobs: Sequence[Job], setup: Setup) -> float:
+    """Of all nonzero gradients of weights, the part below 2^-24 when multiplied by the learning rate."""
+    small, all_of_them = 0.0, 0
+    for job in jobs:
+        for step, _, _, spectrum in Run(job.run).spectra("gradients"):
+            small += below(spectrum, 2.0**FP16.quantum_exponent / rate_at(step, setup))
+            all_of_them += spectrum.nonzero
+    return small / max(all_of_them, 1)
+
+
 def claims(numbers: Numbers) -> tuple[Claim, ...]:
     """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
-    return (*_of_values(numbers), *_of_trainings(numbers))
+    return (
+        *of_rows(_of_zeros(numbers), "N3", "X3"),
+        *of_rows(_of_values(numbers), "N3"),
+        *of_rows(_of_updates(numbers), "A3"),
+        *of_rows(_of_band(numbers), "X3"),
+        *of_rows(_of_trainings(numbers), "N3"),
+    )
 
 
-def _of_values(numbers: Numbers) -> tuple[Claim, ...]:
-    fp32, none, eight = numbers["fp32"], numbers["fp16"], numbers["fp16-8"]
+def _of_zeros(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
     return (
         Claim(
             id="zeros", says="two thirds of the activation gradients are zero, in FP32 too (published: 66.8 %, 68 %)",
             measured=fp32["zero"], at_least=_ZERO[0] - _NEAR, at_most=_ZERO[1] + _NEAR, unit="of gradients",
         ),
+    )  # fmt: skip
+
+
+def _of_values(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32, none, eight = numbers["fp32"], numbers["fp16"], numbers["fp16-8"]
+    return (
         Claim(
             id="fp16-turns-most-to-zero", says="FP16 with no loss scale turns most of the others to zero",
             measured=none["lost"], at_least=0.5, unit="of the nonzero ones",
@@ -98,6 +124,22 @@ def _of_values(numbers: Numbers) -> tuple[Claim, ...]:
             id="foretold", says="the FP32 record says beforehand what FP16 at 8 loses",
             measured=eight["foretold_off"], at_most=0.05, unit="of the nonzero ones, off",
         ),
+    )  # fmt: skip
+
+
+def _of_updates(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
+    return (
+        Claim(
+            id="small-updates", says="5 % of weights' gradients, times the learning rate, lie below 2^-24 (published)",
+            measured=fp32["updates_small"], at_least=_SMALL / 2, at_most=_SMALL * 2, unit="of the nonzero ones",
+        ),
+    )  # fmt: skip
+
+
+def _of_band(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
+    return (
         Claim(
             id="published-band", says="4 % of all lie in 2^-32 to 2^-20, as in one published network",
             measured=fp32["wide"], at_least=_WIDE / 2, at_most=_WIDE * 2, unit="of gradients",
@@ -157,7 +199,7 @@ def _settings(bench: Bench) -> Mapping[str, object]:
 GRADIENTS = Experiment(
     name="gradients",
     claim="Most activation gradients of a detector are zero, FP16 flushes most others; a loss scale of 8 is enough.",
-    source="N3, X3",
+    source="N3, X3, A3",
     settings=_settings,
     measure=measure,
 )

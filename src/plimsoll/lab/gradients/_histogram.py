@@ -3,6 +3,7 @@
 FP16's smallest value is 2^-24; what is below 2^-25 rounds to zero. A loss scale of 2^k moves values up by k binades.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,13 @@ def shares(spectrum: Spectrum) -> Shares:
 def between(spectrum: Spectrum, low: int, high: int) -> int:
     """How many values have magnitudes in [2^low, 2^high)."""
     return int(spectrum.binades[low - layout.LOWEST_BINADE : high - layout.LOWEST_BINADE].sum())
+
+
+def below(spectrum: Spectrum, limit: float) -> float:
+    """How many values have magnitudes below a limit; of the binade that it lies in, as if values were spread evenly."""
+    mantissa, exponent = math.frexp(limit)
+    binade = exponent - 1 - layout.LOWEST_BINADE
+    return float(spectrum.binades[:binade].sum()) + float(spectrum.binades[binade]) * (2 * mantissa - 1)
 
 
 def scale_for(spectrum: Spectrum, share: float) -> int | None:
