@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.lab import Bench, Measured
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._measures import Ratio
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab.amp import _experiment as experiment
 from plimsoll.lab.amp._claims import of_losses, of_memory, of_times
 from plimsoll.lab.amp._data import make_rows, make_scenes, make_spans
@@ -282,3 +283,8 @@ def test_each_claim_of_losses_and_times_can_fail() -> None:
 
     assert all(on_a_gpu(feed_forward=1.0, unet=0.7, bert=0.45))
     assert not any(on_a_gpu(feed_forward=0.8, unet=1.0, bert=0.6))
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(AMP.source))
+    assert all(claim.rows for claim in measured.claims)

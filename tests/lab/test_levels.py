@@ -10,6 +10,7 @@ import torch
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Claim, Measured
 from plimsoll.lab._experiment import Silent
+from plimsoll.lab._outcomes import rows_of
 from plimsoll.lab.clip._data import SHAPES, VOCABULARY, make_batch
 from plimsoll.lab.levels._experiment import LEVELS, astray, claims, measure_with
 from plimsoll.lab.levels._judge import accuracies, behind
@@ -174,3 +175,8 @@ def test_sizes_for_other_lengths_and_a_task_that_holds_them(tmp_path: Path) -> N
         LEVELS.settings(bench(tmp_path, steps=19))
     assert LEVELS.settings(bench(tmp_path))["fp16"] == "emulated"
     assert Setup(**to_task(KINDS[0], 1, tmp_path, TINY, "cpu", watched=True)["setup"]) == TINY
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(LEVELS.source))
+    assert all(claim.rows for claim in measured.claims)

@@ -13,7 +13,8 @@ from plimsoll.lab import Bench, Claim, Measured
 from plimsoll.lab._characters import SYMBOLS, make_batch, standard_library
 from plimsoll.lab._experiment import Silent
 from plimsoll.lab._measures import Ratio, ratio
-from plimsoll.lab.unit._experiment import claims, jobs_of, measure_with
+from plimsoll.lab._outcomes import rows_of
+from plimsoll.lab.unit._experiment import UNIT, claims, jobs_of, measure_with
 from plimsoll.lab.unit._judge import Scores, scores
 from plimsoll.lab.unit._model import Plain, Unit
 from plimsoll.lab.unit._train import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
@@ -276,3 +277,8 @@ def test_results_are_found_by_kind_rate_and_seed(tmp_path: Path) -> None:
     assert found.rates == {"unit-fp32": (0.5, 1.0)} and found.bits["unit-fp32"].shape == (2, 2)
     one = Run(tmp_path / "unit-fp32-1-1").scalars("bits")[1][-1]
     assert found.bits["unit-fp32"][1, 1] == one
+
+
+def test_every_claim_is_of_a_row_and_every_row_has_one(measured: Measured) -> None:
+    assert {row for claim in measured.claims for row in claim.rows} == set(rows_of(UNIT.source))
+    assert all(claim.rows for claim in measured.claims)
