@@ -11,7 +11,17 @@ import torch
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.lab import EXPERIMENTS, Bench, Claim, Experiment, Measured, Training, experiment_named, perform
+from plimsoll.lab import (
+    EXPERIMENTS,
+    Bench,
+    Claim,
+    Experiment,
+    Measured,
+    Training,
+    experiment_named,
+    perform,
+    perform_all,
+)
 from plimsoll.lab._folder import MARK, clear
 
 
@@ -156,6 +166,40 @@ def test_arguments_are_checked_before_anything_is_written(
     with pytest.raises(ArgumentError, match=message):
         perform(TINY, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_no_experiment_can_have_is_refused_before_the_first(tmp_path: Path) -> None:
+    for arguments, message in (({"seed": -1}, "expected a seed of 0"), ({"device": "tpu"}, "to be cpu or cuda")):
+        with pytest.raises(ArgumentError, match=message):
+            perform_all(tmp_path / "out", [TINY], **arguments)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(RunError, match=r"lab: expected a folder that can be written; got .*file/below"):
+        perform_all(tmp_path / "file" / "below", [TINY])
+    with pytest.raises(RunError, match=r"lab: expected a folder that can be written; got .*file "):
+        perform_all(tmp_path / "file", [TINY])
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError, AssertionError])
+def test_an_experiment_that_fails_in_whatever_way_keeps_none_from_being_done(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    def fails(bench: Bench) -> Measured:
+        raise error("so")
+
+    broken = dataclasses.replace(TINY, name="broken", measure=fails)
+    first, second = perform_all(tmp_path, [broken, TINY])
+    assert first.error.startswith(f"{error.__name__}: ") and not first.holds and second.holds
+    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text())] == ["broken", "tiny"]
+
+
+def test_ctrl_c_ends_all_and_what_is_done_is_there(tmp_path: Path) -> None:
+    def interrupted(bench: Bench) -> Measured:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perform_all(tmp_path, [TINY, dataclasses.replace(TINY, name="long", measure=interrupted), TINY])
+    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text())] == ["tiny"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from plimsoll.errors import PlimsollError
 from plimsoll.lab import _registry
 from plimsoll.lab._experiment import Experiment, Progress
+from plimsoll.lab._folder import made_ready
 from plimsoll.lab._outcomes import Outcome, save
-from plimsoll.lab._perform import perform
+from plimsoll.lab._perform import check, perform
 
 OUTCOMES = "outcomes.json"
 
@@ -29,13 +29,17 @@ def perform_all(
     installed, its folder holds other things) has that as its outcome's `error`, and the next is begun.
 
     - `done`: is told of each outcome.
+
+    Raises, before anything is begun, `ArgumentError` for a seed or a device that none can have, and `RunError` for a
+    folder that cannot be written.
     """
+    check(seed, device, None)
     target = Path(folder)
+    made_ready(target)
     outcomes: list[Outcome] = []
     for experiment in _registry.EXPERIMENTS.values() if experiments is None else experiments:
         outcome = _outcome(experiment, target / experiment.name, seed=seed, device=device, full=full, progress=progress)
         outcomes.append(outcome)
-        target.mkdir(parents=True, exist_ok=True)
         save(outcomes, target / OUTCOMES)
         if done is not None:
             done(outcome)
@@ -47,5 +51,5 @@ def _outcome(
 ) -> Outcome:
     try:
         return Outcome.of(perform(experiment, folder, seed=seed, device=device, full=full, progress=progress))
-    except (PlimsollError, ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is told, and the other experiments can go on)
         return Outcome(experiment=experiment.name, error=f"{type(error).__name__}: {error}", device=device)

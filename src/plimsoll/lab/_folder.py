@@ -1,5 +1,6 @@
 """The folder of an experiment's results: what the lab made there before is replaced, and nothing else is touched."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -29,9 +30,17 @@ def clear(folder: Path, name: str) -> None:
     except OSError as error:
         if isinstance(error, RunError):
             raise
-        raise RunError(
-            f"lab: expected a folder that can be written; got {folder} ({error}). Give another with --out DIR."
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+def made_ready(folder: Path) -> None:
+    """Makes the folder that those of several experiments go to, if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(folder, "read-only")
 
 
 def _made_here(mark: Path, text: str) -> bool:
@@ -44,6 +53,10 @@ def _remove(old: Path) -> None:
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)
+
+
+def _unwritable(folder: Path, why: object) -> RunError:
+    return RunError(f"lab: expected a folder that can be written; got {folder} ({why}). Give another with --out DIR.")
 
 
 def _refused(folder: Path, what: str) -> ArgumentError:

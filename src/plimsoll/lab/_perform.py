@@ -44,7 +44,7 @@ def perform(
     Raises `ArgumentError` for a name, folder or argument that does not fit, before anything is changed.
     """
     chosen = experiment_named(experiment) if isinstance(experiment, str) else experiment
-    _check(seed, device, steps)
+    check(seed, device, steps)
     _check_engine(chosen, engine)
     target = Path(folder)
     bench = Bench(
@@ -87,7 +87,8 @@ def _versions(device: str) -> dict[str, str]:
     return found
 
 
-def _check(seed: int, device: str, steps: int | None) -> None:
+def check(seed: int, device: str, steps: int | None) -> None:
+    """Raises `ArgumentError` for what no experiment can have."""
     if not 0 <= seed < 2**31:
         raise ArgumentError(f"lab: expected a seed of 0 to 2^31 - 1; got {seed}. Use 0.")
     if device not in ("cpu", "cuda"):
