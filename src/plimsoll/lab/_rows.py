@@ -20,7 +20,7 @@ class Row:
 _ROWS = (
     Row(
         id="T1", says="A hook collects summaries of weights, gradients, losses, inputs, outputs and optimizer state.",
-        tests=("watch/test_taps.py", "runs/sinks/test_tensorboard.py"), gpu="its cost on a GPU",
+        tests=("watch/test_taps.py", "watch/test_parameters.py", "runs/sinks/test_tensorboard.py"),
     ),
     Row(
         id="T2", says="FP16 holds 5.96e-8 to 65,504; BF16 has FP32's range; TF32 is 19 bits.",
