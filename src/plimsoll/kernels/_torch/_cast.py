@@ -171,7 +171,10 @@ def _noise_for(x: Tensor, spec: CastSpec, seed: int, key: Tensor | None) -> Tens
 
 def to_codes(values: Tensor, spec: CastSpec, noise: Tensor | None) -> Tensor:
     """The format's code of each float64 value, as int64."""
-    fmt = spec.format
+    return _codes_of(values, spec.format, spec.rounding, spec.overflow, noise)
+
+
+def _codes_of(values: Tensor, fmt: Format, rounding: int, overflow: int, noise: Tensor | None) -> Tensor:
     bits = values.contiguous().view(torch.int64)
     negative, magnitude = bits < 0, bits & _MAGNITUDE
     exponent = (magnitude >> 52).clamp(min=1)
@@ -189,11 +192,11 @@ def to_codes(values: Tensor, spec: CastSpec, noise: Tensor | None) -> Tensor:
         code = code - 1
         remainder = torch.where(exponent < lowest, 0, remainder)
         code = torch.where(exponent < lowest, 0, code)
-    code = code + _rounds_away(spec.rounding, code, remainder, shift, negative, noise)
+    code = code + _rounds_away(rounding, code, remainder, shift, negative, noise)
 
     infinite = magnitude == _INF
-    toward_zero = ~infinite & _is_toward_zero(spec.rounding, negative)
-    beyond = torch.where(toward_zero, fmt.max_code, _overflow_code(fmt, spec.overflow))
+    toward_zero = ~infinite & _is_toward_zero(rounding, negative)
+    beyond = torch.where(toward_zero, fmt.max_code, _overflow_code(fmt, overflow))
     code = torch.where((code > fmt.max_code) | infinite, beyond, code)
     signed = code if not fmt.signed else code | (negative.to(torch.int64) << (fmt.bits - 1))
     if fmt.specials == "fnuz":  # the code of -0 is NaN's
@@ -281,6 +284,6 @@ def to_carrier(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float64:
         return values
     fmt = get_element(dtype, "cast")
-    spec = CastSpec.of(fmt, NEAREST_EVEN, saturate=not fmt.has_inf)
-    held = from_codes(to_codes(values, spec, None), fmt)
+    overflow = OVERFLOW_INF if fmt.has_inf else OVERFLOW_MAX
+    held = from_codes(_codes_of(values, fmt, NEAREST_EVEN, overflow, None), fmt)
     return torch.where(values.isnan(), math.nan, held).to(dtype)
