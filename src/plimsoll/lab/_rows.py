@@ -113,7 +113,7 @@ _ROWS = (
     Row(id="X3", says="In one network 68 % of activation gradients are zero, 4 % lie in 2^-32 to 2^-20."),
     Row(
         id="X4", says="The dynamic scale begins high, halves on overflow, grows every 2,000 clean steps, ends higher.",
-        tests=("scaling/test_rule.py", "scaling/test_gradscaler.py"),
+        tests=("scaling/test_rule.py", "scaling/test_gradscaler.py", "lab/test_rows.py"),
     ),
     Row(
         id="X5", says="Levels O0 to O3; the lists of operations are a user's to change.",
