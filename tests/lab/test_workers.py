@@ -9,8 +9,8 @@ from plimsoll.errors import PlimsollError
 from plimsoll.lab._workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
-DIVIDED, KILLED, PRINTED, THREADS = (
-    f"tests.lab.worker_tasks:{name}" for name in ("divided", "killed", "printed", "threads")
+DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS = (
+    f"tests.lab.worker_tasks:{name}" for name in ("divided", "interrupted", "killed", "printed", "threads")
 )
 
 
@@ -34,6 +34,10 @@ def test_answers_are_in_the_tasks_order_and_each_is_told_once(workers: int) -> N
     assert answers == [f'{{"a": [{number}]}}' for number in range(7)]
     assert came == dict(enumerate(answers))
     assert told.begun == [("dumps", 7)] and told.advanced == 7
+
+
+def test_ctrl_c_is_left_to_the_program_that_ends_its_workers() -> None:
+    assert carry_out(INTERRUPTED, [{}], workers=2) == [1]
 
 
 def test_no_tasks_need_no_worker() -> None:

@@ -1,6 +1,7 @@
 """What the workers of `test_workers` do."""
 
 import os
+import signal
 
 import torch
 
@@ -13,6 +14,11 @@ def divided(task: Task) -> float:
 
 def killed(task: Task) -> None:
     os._exit(1)
+
+
+def interrupted(task: Task) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return 1
 
 
 def printed(task: Task) -> int:

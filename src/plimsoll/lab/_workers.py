@@ -24,7 +24,8 @@ from plimsoll.errors import PlimsollError
 from plimsoll.lab._experiment import Progress, Silent
 
 Task = Mapping[str, Any]
-_BEGIN = "from plimsoll.lab._workers import work; work()"
+# Ctrl-C on a terminal reaches all processes of it: a worker leaves it to the program, which ends its workers then.
+_BEGIN = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from plimsoll.lab._workers import work; work()"
 _MOST_WORKERS = 8
 
 
