@@ -11,8 +11,8 @@ PAGE = Path(__file__).with_name("evidence.md")
 _HEAD = """# The evidence
 
 What earlier work has reported of low precision, row by row, and where Plimsoll stands with each: the
-[experiments](reference/lab.md) that reproduce it, and tests of what is no experiment. *Holds*: all claims of its
-experiments do, at the size that was run. *Holds in part*: some do not, and are named. *Tested*: an interface or a rule,
+[experiments](reference/lab.md) that reproduce it, and tests of what is no experiment. *Holds*: all claims of the
+row do, at the size that was run. *Holds in part*: some do not, and are named. *Tested*: an interface or a rule,
 for which tests stand.
 
 `plimsoll lab --list` prints the same; `plimsoll lab --all` carries all experiments out again, and `make lab` writes
