@@ -51,10 +51,12 @@ def folder_here(operation: str, option: str, given: str | None, example: str) ->
 
 
 def _here(operation: str, expected: str, given: str | None, example: str, kind: int) -> Path | None:
+    if given is None or "://" not in given:  # asked first: before a script runs, `run` loads nothing that it might miss
+        return None if given is None else Path(given)
     from plimsoll.runs._uri import is_uri, without_secrets
 
-    if given is None or not is_uri(given):
-        return None if given is None else Path(given)
+    if not is_uri(given):
+        return Path(given)
     shown = without_secrets(given)
     copy = _COPIES.get(given.partition("://")[0].lower())
     how = f"copy it: {copy[kind]} {example} {shown}" if copy else "copy it there"
