@@ -25,7 +25,8 @@ def check_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         raise ArgumentError(
             f"step: expected an optimizer that skips a step on the device, as sync_free=True asks; got "
             f"{type(optimizer).__name__}, which steps whenever it is called, so that the host has to wait for the "
-            "check. Make it with fused=True (Adam, AdamW, SGD, Adagrad), or leave sync_free out."
+            "check. Make it with fused=True (Adam, AdamW, SGD, and Adagrad of a newer torch than 2.9), or leave "
+            "sync_free out."
         )
 
 
