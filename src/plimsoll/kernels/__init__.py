@@ -1,11 +1,11 @@
 """The fast paths under `rounding`, `spectrum` and `watch`: registered operators and the backends behind them.
 
 Not public. `measure_into` fills a bank (`_layout` says what a row holds); `ops` are the operators of `_ops`. The other
-functions are what `watch` does in every step: `measure_one` for one tensor in a hook, `count_nonfinite_into`,
-`update_into`; what a loss scaler does, `unscale_into`; and `merge_rows` adds rows up.
+functions are what `watch` does in every step: `measure_one` for one tensor in a hook, `measure_each` for many,
+`count_nonfinite_into`, `update_into`; what a loss scaler does, `unscale_into`; and `merge_rows` adds rows up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -49,6 +49,19 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
         ops.measure_([x], bank, [row], False, 0)
     else:
         _backend.choose(bank).measure_one(x, bank, row)
+
+
+def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *, block: int = 0) -> None:
+    """As ``measure_into(tensors, bank, rows, accumulate=False)``; plain tensors and no dispatcher, as `measure_one`."""
+    if torch.compiler.is_compiling() or type(bank) is not Tensor:
+        ops.measure_(list(tensors), bank, list(rows), False, block)
+    else:
+        _backend.choose(bank).measure(tensors, bank, rows, False, block)
+
+
+def measurer(bank: Tensor) -> Callable[[Tensor, Tensor, int], None]:
+    """`measure_one` for banks like this, whose backend is chosen here and not at every call."""
+    return measure_one if type(bank) is not Tensor else _backend.choose(bank).measure_one
 
 
 def new_counts(length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -106,9 +119,13 @@ def update_into(
     The difference is a float32 (float64 of float64 values). A push is what asks a value to move: its gradient, in any
     dtype; an empty one says that it is not known. A row of moves holds the number of pushes that are not zero (a NaN is
     not), how many of those values are the same after as before (0 and -0 are, and NaN and NaN), and the float64 bits of
-    the sum of the old values' squares. No synchronisation, no graph break, and no memory of the tensors' size.
+    the sum of the old values' squares. No synchronisation, no graph break, and no memory of the tensors' size. Eager
+    calls go past torch's dispatcher: tensors are plain ones, as for `measure_one`.
     """
-    ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
+    if torch.compiler.is_compiling() or type(bank) is not Tensor:
+        ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
+    else:
+        _ops.update(old, new, pushes, bank, rows, moves)
 
 
 def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:

@@ -34,7 +34,7 @@ def _measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accum
     _backend.choose(bank).measure(tensors, bank, rows, accumulate, block)
 
 
-def _update(
+def update(
     old: Sequence[Tensor],
     new: Sequence[Tensor],
     pushes: Sequence[Tensor],
@@ -42,6 +42,7 @@ def _update(
     rows: Sequence[int],
     moves: Tensor,
 ) -> None:
+    """The implementation of ``update_``, for eager calls that go past torch's dispatcher."""
     for before, after, push in zip(old, new, pushes, strict=True):
         if before.shape != after.shape or before.dtype != after.dtype or (push.numel() and push.shape != after.shape):
             raise ArgumentError(
@@ -192,7 +193,7 @@ _OPERATORS = (
     ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
     ("count_nonfinite_", "(Tensor[] tensors, Tensor(a!) counts, int index) -> ()", _count_nonfinite, _fake_nothing),
     ("unscale_", f"({_UNSCALE}) -> ()", unscale, _fake_nothing),
-    ("update_", f"({_UPDATE}) -> ()", _update, _fake_nothing),
+    ("update_", f"({_UPDATE}) -> ()", update, _fake_nothing),
     ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
     ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),
     ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _cast_out, _fake_nothing),

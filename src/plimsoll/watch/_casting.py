@@ -68,9 +68,10 @@ class Casts:
 
     def _found(self, model: nn.Module) -> Iterable[tuple[str, nn.Module, Mapping[str, tuple[str, float | Tensor]]]]:
         for full, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-            name = clean(full) or self.core.name
-            if callable(getattr(type(module), "casts", None)) and self._takes(name):
-                yield name, module, cast("Casting", module).casts()
+            if callable(getattr(type(module), "casts", None)):  # asked first: at the end of each step, of all modules
+                name = clean(full) or self.core.name
+                if self._takes(name):
+                    yield name, module, cast("Casting", module).casts()
 
     def _series(self, name: str, model: nn.Module, weight: nn.Parameter | None) -> dict[Role, str]:
         """The series of each role's values; a weight that several modules share is recorded by its first name."""

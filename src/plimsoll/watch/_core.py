@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _FORWARD = ("activations", "activation_gradients")
 
 
@@ -52,7 +52,6 @@ class Core:
         self.due = Due()
         self.on_request = 0  # so many further steps are sampled whole
         self.open = True
-        self.at_close: list[Callable[[], None]] = []  # what others have to end with the watch
         self.pool = Pool(settings.block)
         self.sample: Sample | None = None
         self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone
@@ -116,13 +115,17 @@ class Core:
         self._series[key] = number
         return number
 
-    def readable(self, x: Tensor, what: str) -> Tensor | None:
-        """The plain tensor to be measured; None, said once, where there is none to read. Not detached."""
+    def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
+        """The plain tensor to be measured; None, said once, where there is none to read. Not detached.
+
+        What it is called is in two parts, which are put together when something is said.
+        """
         if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
             return x
         try:
             return plain(x, "")
         except PlimsollError as error:
+            what = f"{what} {name}".strip()
             self.say("not measured", f"{what}: {error}", once=what)
             return None
 
@@ -134,7 +137,7 @@ class Core:
         if self.settings.block:  # what is measured one by one is activations and gradients
             kernels.measure_into([x], bank, [row], accumulate=False, block=self.settings.block)
         else:
-            kernels.measure_one(x, bank, row)
+            rows.measure_one(x, bank, row)
         return rows, rows.used - 1
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:

@@ -17,7 +17,7 @@ from plimsoll.kernels import _layout as layout
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
-from plimsoll.watch._updates import Updates, by_device
+from plimsoll.watch._updates import Updates
 
 
 class Parameters:
@@ -150,37 +150,40 @@ class Parameters:
     def _measure(self, collection: str, named: Mapping[str, Tensor], *, scaled: bool = False) -> list[str]:
         """Measures what can be read, and returns its names."""
         core = self.core
-        ready: dict[str, Tensor] = {}
-        series: dict[str, int] = {}
+        narrowed = self.narrowed if collection == "gradients" else {}
+        ready: dict[torch.device, tuple[list[Tensor], list[int]]] = {}  # tensors, and the series they are of
+        names: list[str] = []
         for name, x in named.items():
             if not x.is_floating_point():
                 continue
-            plain = core.readable(x, f"{collection} {name}")
+            plain = core.readable(x, collection, name)
             if plain is not None:
-                ready[name] = plain.detach() if plain.requires_grad else plain
-                through = self.narrowed.get(name) if collection == "gradients" else None
-                series[name] = core.series_of(collection, name, x, through)
-        if not ready or not core.has_room(len(ready)):
+                names.append(name)
+                tensors, series = ready.get(plain.device) or ready.setdefault(plain.device, ([], []))
+                tensors.append(plain.detach() if plain.requires_grad else plain)
+                series.append(core.series_of(collection, name, x, narrowed.get(name)))
+        if not names or not core.has_room(len(names)):
             return []
         counts = collection == "gradients" and core.ranks.counts_plain
-        block = core.settings.block_of(collection)
-        self._launch(ready, series, scaled=scaled, counts=counts, block=block)
-        return list(ready)
+        for device, (tensors, series) in ready.items():
+            self._launch(
+                device, tensors, series, scaled=scaled, counts=counts, block=core.settings.block_of(collection)
+            )
+        return names
 
     def _launch(
-        self, ready: Mapping[str, Tensor], series: Mapping[str, int], *, scaled: bool, counts: bool, block: int
+        self, device: torch.device, tensors: list[Tensor], series: list[int], *, scaled: bool, counts: bool, block: int
     ) -> None:
         sample = self.core.sample
         assert sample is not None
-        for device, names in by_device(ready).items():
-            rows = sample.rows(device)
-            for first, number, bank, span in rows.spans(len(names)):
-                part = names[first : first + len(span)]
-                kernels.measure_into([ready[name] for name in part], bank, span, accumulate=False, block=block)
-                if counts:
-                    nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
-                    self._nonfinite_on(device).add_(nonfinite.sum())
-                rows.enter_all(number, [series[name] for name in part], scaled=scaled)
+        rows = sample.rows(device)
+        for first, number, bank, span in rows.spans(len(tensors)):
+            part = slice(first, first + len(span))
+            kernels.measure_each(tensors[part], bank, span, block=block)
+            if counts:
+                nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
+                self._nonfinite_on(device).add_(nonfinite.sum())
+            rows.enter_all(number, series[part], scaled=scaled)
 
     def _measure_sparse(self, name: str, g: Tensor, scaled: bool) -> None:
         """Counts what is stored, and as zeros what is not; blocks where the last axis is a dense one."""
@@ -322,7 +325,10 @@ def _state_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path, state
     elif isinstance(state, Mapping):
         for key, value in cast("Mapping[Any, Any]", state).items():
-            yield from _state_tensors(value, f"{path}.{key}" if path else str(key))
+            if isinstance(value, Tensor):  # what nearly all are, without another generator
+                yield (f"{path}.{key}" if path else str(key)), value
+            else:
+                yield from _state_tensors(value, f"{path}.{key}" if path else str(key))
     elif isinstance(state, (list, tuple)):
         for index, value in enumerate(cast("list[Any]", state)):
             yield from _state_tensors(value, f"{path}.{index}" if path else str(index))

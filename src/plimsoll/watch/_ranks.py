@@ -16,7 +16,6 @@ Nothing here communicates. Ranks write what they have; the run's reader adds sha
   pipeline's micro-batches, once it tells their number (`microbatches`).
 """
 
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -83,7 +82,11 @@ class Ranks:
     @property
     def divisor(self) -> int:
         """What activation gradients are divided by before they are measured: what readers could not undo."""
-        return math.prod(n for n in (self.data_parallel, self.microbatches) if not _is_power_of_two(n))
+        left = 1
+        for n in (self.data_parallel, self.microbatches):
+            if not _is_power_of_two(n):
+                left *= n
+        return left
 
     def take_microbatches(self, count: int) -> int:
         """Notes how many a pipeline's step had; returns the factor that its activation gradients still carry."""

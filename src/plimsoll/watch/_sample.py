@@ -50,6 +50,7 @@ class Rows:
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self.device, self._pool = device, pool
         self.banks: list[Tensor] = [pool.take(device)]
+        self.measure_one = kernels.measurer(self.banks[0])
         self.next = 0  # row of the last bank to be taken next
         self.index: list[int] = []
         self.series: list[int] = []
@@ -147,12 +148,18 @@ class Sample:
     @property
     def entries(self) -> int:
         """How many entries it has."""
-        return sum(len(rows.index) for rows in self._rows.values())
+        count = 0
+        for rows in self._rows.values():  # a loop: this is asked for every tensor
+            count += len(rows.index)
+        return count
 
     @property
     def size_bytes(self) -> int:
         """About how much memory it holds."""
-        return sum(rows.used for rows in self._rows.values()) * self._pool.row_bytes
+        count = 0
+        for rows in self._rows.values():
+            count += rows.used
+        return count * self._pool.row_bytes
 
     def rescale(self, factor: float) -> None:
         """Says that the scaled values so far carry one more factor."""

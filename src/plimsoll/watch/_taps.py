@@ -86,12 +86,12 @@ class Taps:
         self._leaf_handles.clear()
 
     @contained
-    def see(self, name: str, found: list[tuple[str, Tensor]], role: str) -> None:
+    def see(self, tap: "_Tap", found: list[tuple[str, Tensor]]) -> None:
         """Records the tensors that a module takes or gives."""
         core = self.core
         if Core.repeating:
             if core.shadow is not None:
-                core.shadow.meet(name, role, found)
+                core.shadow.meet(tap.name, tap.role, found)
             return
         recomputing = _backward_running() != -1
         if core.muted:
@@ -104,16 +104,14 @@ class Taps:
         if not core.due.forward:
             return
         for path, x in found:
-            self._see_one(f"{name}:{role}{path}", x, recomputing)
+            self._see_one(tap.prefix + path, x, recomputing)
 
     @contained
-    def narrow(self, name: str, module: nn.Module, found: list[tuple[str, Tensor]]) -> None:
+    def narrow(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
         """Notes that autocast ran the module in 16 bits: its parameters' gradients come through that dtype."""
-        dtype = found[0][1].dtype if found else None
-        if dtype in _HALF:
-            for key, p in module.named_parameters(recurse=False):
-                if p.dtype == torch.float32:
-                    self._narrowed[key if name == self.core.name else f"{name}.{key}"] = dtype
+        for key, p in module.named_parameters(recurse=False):
+            if p.dtype == torch.float32:
+                self._narrowed[key if name == self.core.name else f"{name}.{key}"] = dtype
 
     def _is_training_forward(self) -> bool:
         if self.core.live:
@@ -148,7 +146,7 @@ class Taps:
         if core.ranks.mesh is not None:
             x = _dtensors.behind(x)
         if sight.rows is None:
-            plain = core.readable(x, f"activations {name}")
+            plain = core.readable(x, "activations", name)
             if plain is None or not core.has_room():
                 return
             sight.rows, sight.row = core.measure(plain)
@@ -172,15 +170,15 @@ class Taps:
         core = self.core
         if core.sample is not sample or not core.due.activation_gradients:
             return  # a graph that was kept beyond its step
-        plain = core.readable(g, f"activation_gradients {names[0]}")
+        plain = core.readable(g, "activation_gradients", names[0])
         if plain is None or not core.has_room():
             return
         if core.ranks.divisor > 1:
             plain = plain / core.ranks.divisor
         rows, row = core.measure(plain)
+        factor *= core.ranks.factor
         for name in names:
-            series = core.series_of("activation_gradients", name, g)
-            rows.enter(row, series, scaled=True, factor=core.ranks.factor * factor)
+            rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=factor)
 
 
 class _OnGradient:
@@ -205,22 +203,30 @@ class ModuleHook:
         return contextlib.nullcontext().__exit__
 
 
-class _Before(ModuleHook):
+class _Tap(ModuleHook):
+    """One of a module's two taps."""
+
+    role = ""
+
     def __init__(self, taps: Taps, name: str) -> None:
         self.taps, self.due, self.name = taps, taps.core.due, name
+        self.prefix = f"{name}:{self.role}"
+
+
+class _Before(_Tap):
+    role = "input"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.due.forward:
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.inputs(self.name, args, kwargs)
-        self.taps.see(self.name, tensors_among(args, kwargs), "input")
+        self.taps.see(self, tensors_among(args, kwargs))
         return None
 
 
-class _After(ModuleHook):
-    def __init__(self, taps: Taps, name: str) -> None:
-        self.taps, self.due, self.name = taps, taps.core.due, name
+class _After(_Tap):
+    role = "output"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self.due.forward:
@@ -228,8 +234,9 @@ class _After(ModuleHook):
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
         found = tensors_in(output)
-        self.taps.see(self.name, found, "output")
-        self.taps.narrow(self.name, module, found)
+        self.taps.see(self, found)
+        if found and (dtype := found[0][1].dtype) in _HALF:
+            self.taps.narrow(self.name, module, dtype)
         return None
 
 

@@ -34,7 +34,7 @@ class Updates:
         if not wanted or not self.core.has_room(len(wanted), size):
             return
         for name, p in wanted.items():
-            live = self.core.readable(p, f"updates {name}")
+            live = self.core.readable(p, "updates", name)
             if live is not None:
                 self._before[name] = self._copied(name, live)
         self._buffers = dict(self._before) if self._samples_every_step() else {}
@@ -44,7 +44,7 @@ class Updates:
         core = self.core
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, p in params.items():
-            old, new = self._before.pop(name, None), core.readable(p, f"updates {name}")
+            old, new = self._before.pop(name, None), core.readable(p, "updates", name)
             if old is not None and new is not None:
                 pairs[name] = (old, new.detach())
         sample = core.sample

@@ -17,7 +17,8 @@ from tests.watch.distributed.models import Net, data, sgd, train
 def main(folder: Path, port: int, rank: int, who: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    _outbox.PATIENCE_SECONDS, _reduce._END_SECONDS, _link._SECONDS = 2.0, 2.0, 2.0
+    _outbox.PATIENCE_SECONDS = 2.0 if who == 0 else 60.0  # with which rank 1 waits for a sign of rank 0
+    _reduce._END_SECONDS, _link._SECONDS = 2.0, 2.0
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = Net()
@@ -30,9 +31,11 @@ def main(folder: Path, port: int, rank: int, who: int) -> None:
             assert each.flush() and reduced.flush()
             store.set(f"flushed {rank}", "1")
             store.wait([f"flushed {1 - rank}"])
+            if rank == 0:
+                assert reduced._core.writer.take_sent(60.0) and reduced.flush()
+                store.set("taken", "1")
+            store.wait(["taken"])
             if rank == who:
-                time.sleep(5 * _reduce._POLL_SECONDS)  # what was sent is taken
-                assert reduced.flush()
                 store.set("dead", "1")
                 os._exit(0)
             store.wait(["dead"])

@@ -1,8 +1,8 @@
 """Measuring float32 on the CPU: long tensors by sweeps (`_sweep`), the rest in blocks, as `_measure_kernels` does.
 
-A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A block goes first: where its values
-fit a window, and span so many binades that a sweep is faster, the sweep takes over from there, until a group of values
-does not fit. The block that has it decides anew.
+A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short block goes first: where its
+values fit a window, and span so many binades that a sweep is faster, the sweep takes over from there, until a group of
+values does not fit. The block that has it decides anew.
 
 Numba's cache does not notice a change of `_sweep` or `_measure_kernels`: after one, remove the compiled code of this
 file.
@@ -17,6 +17,7 @@ from plimsoll.kernels._numba._measure_kernels import add_block, fold, key_of, pa
 from plimsoll.kernels._numba._sweep import GROUP, LANES, MOST_GROUPS, MOST_VALUES, PLANES, ones_of_bit, sweep
 
 _BLOCK = 4096
+_FIRST = 1024  # values of the block that goes first where a sweep may follow: enough to tell the window
 LEAST_SWEPT = 16_384  # values of a tensor: below, moving what planes hold to the row takes longer than sweeping saves
 _LEAST_BINADES = 12  # below, comparing with one binade after another is as fast
 _ROOM_ABOVE = 4  # binades: the largest of many blocks exceeds that of one by less than the smallest falls below
@@ -66,7 +67,7 @@ def measure_float32(table, parts, address, length, row_address, fresh, _):
             if groups and room[0][LIKELY]:
                 start += _sweep_groups(address + 4 * start, groups, row, room)
             else:
-                n = min(_BLOCK, length - start)
+                n = min(_FIRST if start == 0 and length >= LEAST_SWEPT else _BLOCK, length - start)
                 likely = _add_one_block(bits[start : start + n], n, row, room)
                 room[0][LIKELY] = likely and length >= LEAST_SWEPT
                 start += n
