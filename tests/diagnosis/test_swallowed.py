@@ -134,3 +134,22 @@ def test_the_updates_of_masters_are_the_weights_own(precision: str, tmp_path: Pa
     spectrum = pl.Run(tmp_path / "run").spectrum("updates", "0.weight", 0)
     assert spectrum.absmax == moved.abs().max().item() > 0
     assert spectrum.zeros == int((moved == 0).sum())
+
+
+@pytest.mark.parametrize("broken", [0, STEPS])
+def test_weights_of_nan_are_no_updates_lost_to_rounding(broken: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for step in range(STEPS + 6):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            factor = float("nan") if step >= broken else 1.0
+            (factor * nn.functional.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    found = {finding.rule: finding for finding in diagnose(tmp_path / "run")}
+    assert "updates-swallowed" not in found
+    nonfinite = found["nonfinite"]
+    assert nonfinite.severity == "alarm" and nonfinite.evidence["weights_since"] in (broken, broken + 1)
+    assert nonfinite.advice.startswith("The weights hold NaN or Inf, and nothing trains any more")

@@ -172,3 +172,10 @@ def test_names_that_look_alike_keep_rows_of_their_own(tmp_path: Path) -> None:
         writer.write(Batch(step=0, rows=rows_of(np.array([5, 6]), -2), index=np.arange(2), series=series))
     figure = report.heatmap(tmp_path / "run", "norm", "weights")
     assert len(set(figure.data[0].y)) == 2 and figure.layout.meta["rows"] == [None, None]
+
+
+@pytest.mark.parametrize("loss", [NAN, 2.5])
+def test_a_loss_that_never_was_a_number_has_no_scale_of_numbers(loss: float, tmp_path: Path) -> None:
+    figure = report.loss_and_scale(told(loss=lambda step: loss, scale=lambda step: None).write(tmp_path / "run"))
+    assert figure.layout.yaxis.title.text == "loss"
+    assert (figure.layout.yaxis.showticklabels is False) == (loss != loss)

@@ -12,6 +12,11 @@ from plimsoll.diagnosis._view import View
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
 _ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
+_BEYOND_REPAIR = (
+    "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
+    "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let steps "
+    "with such gradients be skipped, by a loss scaler or prepare."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +61,16 @@ class Nonfinite(Rule):
             first, collection, names = places[0]
             evidence |= {"first_seen_in": f"{collection} {names[0]}", "first_seen_at": first}
             spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names]
+        advice = None
+        held = next((step for step, where, _ in places if where == "weights"), None)
+        if held is not None:
+            evidence["weights_since"] = held
+            advice = _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if not excused:
-            yield self.finding("alarm", spots, evidence, since_step=since, until_step=until, collection=collection)
+            yield self.finding(
+                "alarm", spots, evidence, since_step=since, until_step=until, collection=collection, advice=advice
+            )
             return
         yield self.finding(
             "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),

@@ -50,7 +50,7 @@ class UpdatesSwallowed(Rule):
             shares = cells.total_of("unmoved") / cells.total_of("pushed")
         narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
         is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
-        spared = _spared(view, cells)
+        spared = _spared(view, cells) | (cells.total_of("nans") > 0)  # a NaN plus anything is that NaN: no rounding
         for narrowed in (True, False):
             mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
             found = spells(shares > self.share, mine, self.samples)

@@ -195,10 +195,16 @@ def _arranged(
 
 
 def _loss_axis(traces: list[Trace]) -> Layout:
-    values = np.concatenate([np.asarray(t["y"], dtype=np.float64) for t in traces])
+    values = np.concatenate([np.empty(0), *(np.asarray(t["y"], dtype=np.float64) for t in traces if not _is_mark(t))])
     known = values[np.isfinite(values)]
+    if not len(known):  # marks alone, at a height that means nothing
+        return {"title": {"text": "loss"}, "showticklabels": False, "showgrid": False, "zeroline": False}
     logarithmic = len(known) > 0 and known.min() > 0 and known.max() > _LOG_FROM * known.min()
     return {"title": {"text": "loss"}, **({"type": "log", "exponentformat": "power"} if logarithmic else {})}
+
+
+def _is_mark(trace: Trace) -> bool:
+    return "symbol" in trace.get("marker", {})
 
 
 def _scale_axis(traces: list[Trace]) -> Layout:
