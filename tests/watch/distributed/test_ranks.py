@@ -9,6 +9,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.versions import is_older, only_from
 from tests.watch.distributed.launch import assert_same, torchrun
 from tests.watch.distributed.models import Experts, Net, data, sgd, train
 from tests.watch.support import only_run
@@ -41,6 +42,17 @@ FOUR = {
     "pipeline_and_fsdp": "net",
 }
 
+# torch 2.9's begins by sending an int64 where a float32 is expected, which ends the process.
+PIPELINES = only_from("2.13", "a pipeline that gloo takes")
+
+
+def scenarios(kinds: dict[str, str]) -> list[object]:
+    return [pytest.param(name, marks=PIPELINES) if name.startswith("pipeline") else name for name in kinds]
+
+
+def runnable(kinds: dict[str, str]) -> list[str]:
+    return [name for name in kinds if not (name.startswith("pipeline") and is_older("2.13"))]
+
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
@@ -59,25 +71,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    torchrun(
-        "worker.py", 2, folder, *TWO, "tensor_parallel_twins", "watching_changes_nothing", "one_rank_alone_watches"
-    )
+    others = ("tensor_parallel_twins", "watching_changes_nothing", "one_rank_alone_watches")
+    torchrun("worker.py", 2, folder, *runnable(TWO), *others)
     return folder
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four")
-    torchrun("worker.py", 4, folder, *FOUR)
+    torchrun("worker.py", 4, folder, *runnable(FOUR))
     return folder
 
 
-@pytest.mark.parametrize("scenario", TWO)
+@pytest.mark.parametrize("scenario", scenarios(TWO))
 def test_two_ranks_record_what_one_process_does(scenario: str, two: Path, references: dict[str, Run]) -> None:
     assert_same(only_run(two / scenario), references[TWO[scenario]], roots=not scenario.startswith("pipeline"))
 
 
-@pytest.mark.parametrize("scenario", FOUR)
+@pytest.mark.parametrize("scenario", scenarios(FOUR))
 def test_four_ranks_record_what_one_process_does(scenario: str, four: Path, references: dict[str, Run]) -> None:
     assert_same(only_run(four / scenario), references[FOUR[scenario]], roots=not scenario.startswith("pipeline"))
 
