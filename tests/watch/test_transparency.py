@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import plimsoll as pl
+from tests.versions import only_from
 from tests.watch.support import batches, mlp, only_run, train
 
 
@@ -56,6 +57,7 @@ def test_training_is_the_same_to_the_bit(dtype: torch.dtype, compiled: bool, tmp
     assert run.spectrum("activation_gradients", "layers.3:output", 2).count == 16 * 32
 
 
+@only_from("2.13", "an Inductor that keeps casts in vectorised code for CPUs")
 def test_training_compiled_in_bf16_is_the_same_when_casts_are_kept(tmp_path: Path) -> None:
     import torch._inductor.config as inductor
 

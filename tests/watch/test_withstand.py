@@ -186,6 +186,7 @@ def _train_in_child(model: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's own threads do not outlive a fork
     try:
         model = mlp()
@@ -199,4 +200,4 @@ def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> No
             train(model, optimizer, batches(1, 4, 8))
         assert list(only_run(tmp_path / "run").steps) == [0, 1, 2]
     finally:
-        torch.set_num_threads(2)
+        torch.set_num_threads(threads)
