@@ -5,6 +5,7 @@ import pytest
 from plimsoll.diagnosis import locate
 from tests.diagnosis.breakages import FAULTS
 from tests.diagnosis.harmless import HEALTHY
+from tests.versions import only_from
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -22,6 +23,10 @@ def test_fault_is_named(name: str):
     assert max(len(line) for line in str(fault).splitlines()) <= 80
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# torch 2.9's gradient of atan2 at the origin is NaN: a fault that is rightly found.
+ATAN2 = pytest.param("atan2", marks=only_from("2.13", "a gradient of atan2 at the origin"))
+
+
+@pytest.mark.parametrize("name", [ATAN2 if name == "atan2" else name for name in HEALTHY])
 def test_what_reaches_nothing_is_no_fault(name: str):
     assert locate(HEALTHY[name]()) is None
