@@ -35,7 +35,10 @@ def plan(
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="The fraction of a tensor's values that may be lost; 0.01.")
     ] = None,
-    margin: Annotated[int, typer.Option("--margin", help="How many binades stay free below overflow.")] = 1,
+    margin: Annotated[
+        int | None,
+        typer.Option("--margin", help="How many binades stay free below overflow; 1, more for FP8 of sparse samples."),
+    ] = None,
     fallback: Annotated[
         str, typer.Option("--fallback", help="Where the target is not safe: bf16, tf32, fp32.")
     ] = "bf16",
@@ -82,10 +85,10 @@ def plan(
 
 
 def _refuse_beside_check(
-    out: object, margin: int, fallback: str, one_scale: bool, include: object, exclude: object
+    out: object, margin: int | None, fallback: str, one_scale: bool, include: object, exclude: object
 ) -> None:
     given = {
-        "--out": out, "--margin": margin != 1, "--fallback": fallback != "bf16", "--one-scale": one_scale,
+        "--out": out, "--margin": margin is not None, "--fallback": fallback != "bf16", "--one-scale": one_scale,
         "--include": include, "--exclude": exclude,
     }  # fmt: skip
     strange = [name for name, value in given.items() if value]

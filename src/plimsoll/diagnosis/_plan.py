@@ -34,7 +34,7 @@ def plan(
     target: str = "fp16",
     *,
     tolerance: float = 0.01,
-    margin_binades: int = 1,
+    margin_binades: int | None = None,
     fallback: str = "bf16",
     layer_scales: bool = True,
     include: Sequence[str] = (),
@@ -43,16 +43,20 @@ def plan(
 ) -> Plan:
     """Which module can compute in which format, and at which scales, by the spectra of a whole run.
 
-    A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with
-    `margin_binades` to spare, and surely less than `tolerance` of it is lost. Otherwise it gets `fallback`, with the
-    reason in `Plan.notes`. What the run does not know (a collection that was not recorded, what an FP16 run has flushed
-    already) counts as unsafe, and is said in `Plan.remarks`. Modules that multiply no matrices are not in the plan.
+    A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with a binade
+    (or `margin_binades`) to spare, and surely less than `tolerance` of it is lost. Otherwise it gets `fallback`, with
+    the reason in `Plan.notes`. What the run does not know (a collection that was not recorded, what an FP16 run has
+    flushed already) counts as unsafe, and is said in `Plan.remarks`. Modules that multiply no matrices are not in the
+    plan.
 
     - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
       each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
       for weights and activations, E5M2 for gradients, with a power of two for each of the three in each module.
       "mxfp8", "mxfp6", "mxfp4", "nvfp4": blocks, by the run's block records (`plimsoll.watch` with `block`), or without
       by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16) with the fewest bits.
+    - `margin_binades`: how many binades scales leave between the largest recorded value and overflow. None: 1, and
+      scales of FP8 casts leave more where steps were not recorded, by how many these are and how far largest values
+      moved from sample to sample, as long as the tolerance holds. A number: just so many.
     - `fallback`: "bf16", "tf32" or "fp32".
     - `include`, `exclude`: names of modules, or globs: those that are judged although they do not look as if they
       multiplied, or multiply inside what is not recorded; those that are left as they are.
@@ -71,7 +75,7 @@ def plan(
     chosen = [_choice(judge, module, target.lower(), fallback.lower()) for module in modules]
     scales = solve(
         {c.module.name: c.verdict.gradients for c in chosen if c.forward == "fp16"},
-        margin=margin_binades,
+        margin=judge.margin,
         layer_scales=layer_scales,
     )
     chosen = [_with_scales(judge, choice, scales, fallback.lower()) for choice in chosen]
@@ -156,7 +160,7 @@ def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
     if not isinstance(target, str) or target.lower() not in TARGETS:
         raise ArgumentError(f"plan: expected a target among {', '.join(TARGETS)}; got {target!r}. Choose one.")
     check_tolerance("plan", tolerance)
-    if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
         raise ArgumentError(
             f"plan: expected margin_binades to be an integer of 0 or more; got {margin!r}. It is how many binades stay "
             "free between the largest value and overflow."

@@ -31,20 +31,22 @@ Parts = list[tuple[Collection, tuple[str, ...]]]
 class Verdict:
     """Of one module in one pair of formats: why not (None: it can), the scales, and the windows of gradients.
 
-    `unknown`: the reason is that the run cannot tell.
+    `unknown`: the reason is that the run cannot tell. `spare`: the binades that each scale leaves below overflow.
     """
 
     why: str | None = None
     unknown: bool = False
     shifts: dict[Role, int] = field(default_factory=dict["Role", int])
+    spare: dict[Role, int] = field(default_factory=dict["Role", int])
     gradients: Window = field(default=Window())
 
 
 class Judge:
-    """A run, asked about its modules."""
+    """A run, asked about its modules. `margin`: the binades that scales leave; None: 1, and more for sparse samples."""
 
-    def __init__(self, view: View, *, tolerance: float, margin: int) -> None:
-        self.tolerance, self.margin = tolerance, margin
+    def __init__(self, view: View, *, tolerance: float, margin: int | None) -> None:
+        self.tolerance, self.margin, self.follows = tolerance, 1 if margin is None else margin, margin is None
+        self.trained = len(view.scalar("loss")[0])
         names = ("weights", "activations", "activation_gradients", "gradients")
         self.collections = {name: Collection.of(view, name, tolerance) for name in names}
 
@@ -56,6 +58,7 @@ class Judge:
         if missing is not None:
             return Verdict(why=f"its {_WORDS[missing]} were not recorded", unknown=True)
         shifts: dict[Role, int] = {}
+        left: dict[Role, int] = {}
         gradients = Window()
         for role in ROLES:
             fmt = get(backward if role == "gradients" else forward)
@@ -72,10 +75,11 @@ class Judge:
                     why = self.why_none(window, fmt, role, 0, 0)
                 else:
                     why = self.why_none(window, fmt, role, LOWEST, HIGHEST)
-                    shifts[role] = self.best(window, LOWEST, HIGHEST)
+                    shifts[role] = self.best(window, self._wanted(parts))
+                    left[role] = window.high - shifts[role]
             if why is not None:
                 return Verdict(why=why, unknown=unknown)
-        return Verdict(shifts=shifts, gradients=gradients)
+        return Verdict(shifts=shifts, spare=left, gradients=gradients)
 
     def why_not_at(self, module: Module, role: Role, formats: tuple[str, str], shift: int) -> str | None:
         """Why a role does not serve in its format at just this shift; None where it does."""
@@ -95,9 +99,11 @@ class Judge:
         needs = f"step {window.low_step:,} needs 2^{window.low}"
         return f"{percent(self.tolerance)} or more of its {_WORDS[role]} may be lost in {name} at 2^{shift} ({needs})"
 
-    def best(self, window: Window, lowest: int, highest: int) -> int:
-        """The highest shift with the margin, within bounds; 0 where there was nothing to hold."""
-        return min(max(window.high - self.margin, lowest), highest) if window.bounded else min(max(0, lowest), highest)
+    def best(self, window: Window, spare: int) -> int:
+        """The highest shift that spares so many binades, or as many as keep the loss small; 0 for nothing to hold."""
+        if not window.bounded:
+            return 0
+        return min(max(window.high - spare, min(window.low, window.high - self.margin), LOWEST), HIGHEST)
 
     def why_none(self, window: Window, fmt: Format, role: Role, lowest: int, highest: int) -> str | None:
         """Why no shift from `lowest` to `highest` serves a window; None where one does."""
@@ -155,6 +161,11 @@ class Judge:
         for collection, names in parts:
             result = result & collection.window(names, fmt)
         return result
+
+    def _wanted(self, parts: Parts) -> int:
+        """The binades to leave: the margin, and where it follows the samples what the steps between them need."""
+        needed = max(collection.spare(names, self.trained) for collection, names in parts) if self.follows else 0.0
+        return max(self.margin, math.ceil(needed))
 
     def _why_not_in_blocks(self, parts: Parts, fmt: BlockFormat, role: Role) -> str | None:
         worst, step, recorded = max(collection.worst_of_blocks(names, fmt) for collection, names in parts)

@@ -17,6 +17,7 @@ from plimsoll.diagnosis._block_cells import BlockCells
 from plimsoll.diagnosis._block_tallies import BlockTallies
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis._plan_spare import spare
 from plimsoll.diagnosis._tallies import Populations, Tallies, ordinals
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import BlockFormat, Format
@@ -124,6 +125,11 @@ class Collection:
         return Window(
             low=int(low[worst]), low_step=int(steps[worst]), high=int(high[least]), high_step=int(steps[least])
         )
+
+    def spare(self, names: Sequence[str], trained: int) -> float:
+        """The binades to leave above what was recorded of the series, for the steps between."""
+        tops = self.cells.true_absmax
+        return max((spare(self.cells.steps, tops[self._place[n]], trained) for n in names if self.has(n)), default=0.0)
 
     def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int, bool]:
         """The largest fraction that a series can lose at a step in a block format, the step, and if it is recorded."""

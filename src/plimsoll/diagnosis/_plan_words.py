@@ -11,6 +11,7 @@ from plimsoll.diagnosis._plan_scales import Scales
 from plimsoll.diagnosis._plan_series import Collection
 from plimsoll.formats import BF16, Role, get
 
+_ENOUGH = 100  # binades: of tensors that were zero throughout
 Losses = Mapping[str, tuple[float, float, float]]
 
 
@@ -36,7 +37,15 @@ def note(judge: Judge, choice: Choice, predicted: Losses) -> str:
         return f"{choice.why_not}. {choice.forward.upper()} {loses}" if predicted else choice.why_not
     window = choice.verdict.gradients
     needs = f"; needs S in [2^{window.low}, 2^{window.high - judge.margin}]" if window.bounded else ""
-    return f"{loses}{needs}"
+    return f"{loses}{needs}{_left(judge, choice)}"
+
+
+def _left(judge: Judge, choice: Choice) -> str:
+    """What the scales leave for the steps between samples, where that is more than the margin."""
+    if not judge.follows:
+        return ""
+    told = [f"{role} 2^{k}" for role, k in choice.verdict.spare.items() if judge.margin < k < _ENOUGH]
+    return f"; room above for steps not recorded: {', '.join(told)}" if told else ""
 
 
 def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None) -> list[str]:

@@ -14,8 +14,8 @@ from plimsoll.diagnosis._view import View
 _ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
 _BEYOND_REPAIR = (
     "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
-    "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let steps "
-    "with such gradients be skipped, by a loss scaler or prepare."
+    "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
+    "steps with such gradients be skipped, by a loss scaler or prepare."
 )
 
 
