@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnosis._finding import plain, shown
+from plimsoll.diagnosis._shown import Shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ class Parting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
+class Divergence(Shown):
     """What `diff` found.
 
     - `first`: the first tensor, in the order of computation, that parts; None if nothing does. `partings`: all of that

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plimsoll.diagnosis._finding import plain
+from plimsoll.diagnosis._shown import Shown
 from plimsoll.spectrum import Spectrum
 
 Kind = Literal["nan", "inf", "flush"]
@@ -46,7 +47,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Fault(Shown):
     """The first operation whose finite inputs gave a NaN or an Inf that mattered, or that flushed values to zero.
 
     - `kind`: "nan", "inf" or "flush". `sentence`: what happened, in one sentence.

@@ -9,6 +9,7 @@ from plimsoll.diagnosis._finding import shown
 from plimsoll.diagnosis._plan import check_tolerance, view_of
 from plimsoll.diagnosis._plan_judge import Judge, percent
 from plimsoll.diagnosis._plan_modules import Module, modules_of
+from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
@@ -58,7 +59,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCheck:
+class PlanCheck(Shown):
     """A plan against a run: `rows`, those that fail first; `unknown` names of the plan that the run does not have."""
 
     path: str
@@ -84,6 +85,10 @@ class PlanCheck:
         first = next(row for row in self.rows if not row.ok)
         told = f"The plan fails in {len(failing)} of {len(modules)} modules: {shown(first.module)}, {first.why}."
         return told if not self.unknown else f"{told} And {missing}{more}."
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self.sentence
 
     def to_dict(self) -> dict[str, object]:
         """All of it as JSON-able data."""

@@ -9,9 +9,9 @@ themselves have tails of a power law then, heavier than those of most gradients)
   binades with probability (n - 1) / (n - 1 + exp(x / b)): the difference of two Gumbel variables is logistic. For a
   risk r that is x = b ln((n - 1) (1 - r) / r).
 
-Of a tensor that moves evenly up or down, b is what it moves between samples: it gets several times that. The mean of k
-differences is raised by two of its standard errors, 2 / sqrt(k) of it. Of a single sample no movement is known: a binade
-is taken.
+Of a tensor that moves evenly up or down, b is what it moves between samples: it gets several times that. The mean of
+k differences is raised by two of its standard errors, 2 / sqrt(k) of it. Of a single sample no movement is known: a
+binade is taken.
 """
 
 import math

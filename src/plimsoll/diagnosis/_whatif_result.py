@@ -11,6 +11,7 @@ import numpy as np
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
 from plimsoll.diagnosis._prediction import Prediction, Tally, summed
+from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.spectrum import Fit, Interval
@@ -54,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WhatIf:
+class WhatIf(Shown):
     """What a format would make of a run, at a shift.
 
     - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which
@@ -208,6 +209,9 @@ class WhatIf:
             table.caption = f"and {len(self.rows) - len(kept)} layers that lose less"
             table.caption_justify = "left"
         return table
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {self.format} of {', '.join(self.collections)} in {self.path}: {self.sentence}>"
 
     def __str__(self) -> str:
         """The sentence, and what is lost at the shift."""

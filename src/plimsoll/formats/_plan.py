@@ -114,6 +114,16 @@ class Plan:
             return None if self.default is None else ModulePlan.of(self.default)
         return ModulePlan.of(self.formats[rule], self.backward.get(rule), **self.scales.get(rule, {}))
 
+    def __str__(self) -> str:
+        """The remarks, and a line for each module: its formats and the reason."""
+        pairs = {name: "/".join(dict.fromkeys((f, self.backward.get(name, f)))) for name, f in self.formats.items()}
+        told = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
+        return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *told])
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""
         from plimsoll.formats import _plan_file
