@@ -105,7 +105,7 @@ def examine() -> Machine:
     packages = ("torch", "numpy", "numba", "triton", "pyarrow", "scipy")
     return Machine(
         plimsoll=__version__,
-        versions={"python": platform.python_version(), **{name: version(name) for name in packages}},
+        versions={"python": platform.python_version(), **{name: version(name) for name in packages}, "torch": _torch()},
         system=f"{platform.system()} {platform.machine()}",
         devices=(_cpu(), *_gpus()),
         backends=tuple(Backend(name=s.name, available=s.available, detail=s.detail) for s in kernels.report()),
@@ -114,6 +114,13 @@ def examine() -> Machine:
         kernel_cache=_kernel_cache(),
         extras=tuple(_extra(name, packages) for name, packages in EXTRAS.items()),
     )
+
+
+def _torch() -> str:
+    """The version of torch with its build, which packages of some versions leave out: the CUDA that it is made for."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def version(package: str) -> str | None:
