@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plimsoll.diagnosis import plan
 from plimsoll.diagnosis._plan_spare import spare
-from plimsoll.formats import get
+from plimsoll.formats import E5M2
 from tests.diagnosis.planned import layers, written
 
 STEPS, EVERY = 240, 20
@@ -69,7 +69,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 def test_a_plan_of_a_sparse_run_holds_the_steps_between(sparse: tuple[Path, float]) -> None:
     path, largest = sparse
     bare, made = plan(path, "fp8", margin_binades=1), plan(path, "fp8")
-    limit = get("e5m2").overflow_threshold
+    limit = E5M2.overflow_threshold
     assert largest * bare.scales["a"]["gradients"] >= limit > largest * made.scales["a"]["gradients"]
     assert "room above for steps not recorded" in made.notes["a"] and "room above" not in bare.notes["a"]
     assert all(high < 0.01 for _, _, high in made.predicted["a"].values())
