@@ -1,6 +1,7 @@
 """What must work where Plimsoll is installed with its core dependencies alone, or with one extra: smoke.py [EXTRA]."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,25 +87,77 @@ def tensorboard(folder: Path) -> None:
 def wandb(folder: Path) -> None:
     from plimsoll.runs import WandB
 
-    trained(folder / "run", sinks=[WandB("smoke", mode="offline", dir=folder)])
+    run = trained(folder / "run", sinks=[WandB("smoke", mode="offline", dir=folder)])
+    (stored,) = folder.rglob("run-*.wandb")
+    assert stored.stat().st_size > 10_000 and not switched_off(run)
 
 
 def mlflow(folder: Path) -> None:
+    """With the store that MLflow chooses itself, a database; the sink's numbers are read back."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.chdir(folder)
+    from mlflow.tracking import MlflowClient
+
     from plimsoll.runs import MLflow
 
-    trained(folder / "run", sinks=[MLflow("smoke", tracking_uri=f"sqlite:///{folder}/mlflow.db")])
+    sink = MLflow("smoke")
+    run = trained(folder / "run", sinks=[sink])
+    history = MlflowClient().get_metric_history(sink.run_id, "weights/0.weight/norm")
+    assert [metric.step for metric in history] == [0, 1, 2, 3, 4] and not switched_off(run)
+
+
+def switched_off(run: Path) -> list[str]:
+    """What a sink said that failed: training goes on without it."""
+    import plimsoll as pl
+
+    return [event.message for event in pl.Run(run).events() if "switched off" in event.message]
 
 
 def lightning(folder: Path) -> None:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+
+    import plimsoll as pl
     from plimsoll.integrations.lightning import WatchCallback
 
-    WatchCallback(folder / "run")
+    class Task(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    data = torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[WatchCallback(folder / "run", every=1)],
+    )  # fmt: skip
+    trainer.fit(Task(), data)
+    assert list(pl.Run(folder / "run").steps) == [0, 1, 2]
 
 
 def transformers(folder: Path) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    import plimsoll as pl
     from plimsoll.integrations.transformers import WatchCallback
 
-    WatchCallback(folder / "run")
+    tokens = torch.arange(8)
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trained"), max_steps=3, report_to="none", save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    data = [{"input_ids": tokens, "labels": tokens}] * 8
+    Trainer(
+        model=model, args=arguments, train_dataset=data, callbacks=[WatchCallback(folder / "run", every=1)]
+    ).train()  # fmt: skip
+    assert list(pl.Run(folder / "run").steps) == [0, 1, 2]
 
 
 def sql(folder: Path) -> None:

@@ -18,7 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
-    "mlflow": ("mlflow-skinny",),
+    "mlflow": ("mlflow-skinny", "alembic", "sqlalchemy"),
     "lightning": ("lightning",),
     "transformers": ("transformers",),
     "sql": ("duckdb",),
