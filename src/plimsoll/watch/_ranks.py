@@ -16,6 +16,7 @@ Nothing here communicates. Ranks write what they have; the run's reader adds sha
   pipeline's micro-batches, once it tells their number (`microbatches`).
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -75,6 +76,11 @@ class Ranks:
         return not any(cast("Iterable[int]", self.mesh["coordinate"] or ()))
 
     @property
+    def alone(self) -> bool:
+        """Whether activation gradients are those of the whole batch as they are."""
+        return self.data_parallel == self.microbatches == 1
+
+    @property
     def factor(self) -> float:
         """The factor that activation gradients are recorded with: a power of two, which readers can undo."""
         return float(self.data_parallel) if _is_power_of_two(self.data_parallel) else 1.0
@@ -82,11 +88,7 @@ class Ranks:
     @property
     def divisor(self) -> int:
         """What activation gradients are divided by before they are measured: what readers could not undo."""
-        left = 1
-        for n in (self.data_parallel, self.microbatches):
-            if not _is_power_of_two(n):
-                left *= n
-        return left
+        return math.prod(n for n in (self.data_parallel, self.microbatches) if not _is_power_of_two(n))
 
     def take_microbatches(self, count: int) -> int:
         """Notes how many a pipeline's step had; returns the factor that its activation gradients still carry."""

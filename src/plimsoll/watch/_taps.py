@@ -13,6 +13,7 @@ the standard library in a hook's place.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -159,7 +160,8 @@ class Taps:
         sight.gradients = [name]
         sample = self.core.sample
         assert sample is not None
-        take = _OnGradient(self, sample, sight.gradients, _seams.factor_of(x) if _seams.factors else 1.0)
+        factor = _seams.factor_of(x) if _seams.factors else 1.0
+        take = functools.partial(self.gradient, sample, sight.gradients, factor)
         handle: Any = cast("Any", x).register_hook(take if self.core.ranks.mesh is None else _dtensors.reading(x, take))
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._leaf_handles.append(handle)
@@ -173,24 +175,13 @@ class Taps:
         plain = core.readable(g, "activation_gradients", names[0])
         if plain is None or not core.has_room():
             return
-        if core.ranks.divisor > 1:
-            plain = plain / core.ranks.divisor
+        if not core.ranks.alone:
+            factor *= core.ranks.factor
+            if core.ranks.divisor > 1:
+                plain = plain / core.ranks.divisor
         rows, row = core.measure(plain)
-        factor *= core.ranks.factor
         for name in names:
             rows.enter(row, core.series_of("activation_gradients", name, g), scaled=True, factor=factor)
-
-
-class _OnGradient:
-    """The hook on one tensor's gradient."""
-
-    __slots__ = ("_factor", "_names", "_sample", "_taps")
-
-    def __init__(self, taps: Taps, sample: Sample, names: list[str], factor: float) -> None:
-        self._taps, self._sample, self._names, self._factor = taps, sample, names, factor
-
-    def __call__(self, g: Tensor) -> None:
-        self._taps.gradient(self._sample, self._names, self._factor, g)
 
 
 class ModuleHook:
