@@ -28,6 +28,7 @@ from plimsoll.unit._capture import Captured
 from plimsoll.unit._changes import Factor, NodeChange, Scale
 from plimsoll.unit._converted import named_modules
 from plimsoll.unit._coverage import source_of
+from plimsoll.unit._fold_rules import NORMS
 
 # What says whether the model trains: the position of the argument in the operation's schema, by its name there.
 _TRAINING_ARGUMENTS = ("train", "training", "use_input_stats")
@@ -125,6 +126,7 @@ class _Reader:
         args = self._values(node.args)
         kwargs = self._values(dict(node.kwargs))
         args, kwargs = _following(node, args, kwargs)
+        args = _with_epsilon(node, target, args, kwargs)
         target = self._not_in_place(node, target)
         return Step(
             name=node.name, target=target, args=args, kwargs=kwargs, stack=_stack(node), regions=regions,
@@ -180,6 +182,17 @@ class _Reader:
         if not isinstance(leaf, fx.Node):
             return leaf
         return self._renamed.get(leaf.name, Ref(leaf.name))
+
+
+def _with_epsilon(node: fx.Node, target: str, args: Any, kwargs: Any) -> Any:
+    """A norm's arguments up to its epsilon: torch 2.9 exports none that is the operation's own default."""
+    norm = NORMS.get(target.split(".")[1] if "." in target else target)
+    if norm is None:
+        return args
+    left_out: Any = cast("Any", node.target)._schema.arguments[len(args) : norm[2] + 1]  # noqa: SLF001
+    if any(argument.name in kwargs for argument in left_out):
+        return args
+    return (*args, *(argument.default_value for argument in left_out))
 
 
 def _following(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
