@@ -122,7 +122,7 @@ REFUSED = [
     (
         ["serve", "--port", "0"],
         NOTHING,
-        f"serve: expected a folder that runs were copied to; got {NOTHING}, where noth",
+        f"serve: expected a folder that runs were copied to; got {NOTHING}, where nothing is",
     ),
     (
         ["check"],
