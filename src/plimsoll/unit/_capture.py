@@ -80,7 +80,7 @@ def capture(model: nn.Module, example: object, *, training: bool = True, operati
         )
     args, kwargs = _apart(_arguments(example, operation))
     batch = _batch(args, kwargs, operation)
-    with _mode(model, training), _quiet():
+    with _mode(model, training), _quiet(), _no_hook_left():
         program, strict = _export(model, args, kwargs, operation)
     _check_batch(program, batch, model, operation)
     return Captured(
@@ -158,6 +158,18 @@ def _quiet() -> Generator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _no_hook_left() -> Generator[None]:
+    """Where an export fails, torch 2.9 leaves a hook behind that hears of every module's buffers."""
+    hooks: dict[int, Any] = vars(torch.nn.modules.module)["_global_buffer_registration_hooks"]
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in hooks.keys() - before:
+            del hooks[key]
 
 
 def _export(
