@@ -163,8 +163,10 @@ def test_a_recomputed_forward_is_not_counted_twice(reentrant: bool, tmp_path: Pa
 
 def test_a_tensor_that_two_taps_see_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    original = pl.kernels.measure_one
-    monkeypatch.setattr("plimsoll.kernels.measure_one", lambda x, *a: (measured.append(x.numel()), original(x, *a)))
+    measurer = pl.kernels.measurer
+    monkeypatch.setattr(
+        "plimsoll.kernels.measurer", lambda bank: lambda x, *a: (measured.append(x.numel()), measurer(bank)(x, *a))
+    )
     watched_step(mlp(), tmp_path / "run", torch.randn(4, 8), collect=("activations",))
     assert measured == [32, 64, 64, 8]
 

@@ -32,8 +32,8 @@ def test_a_failure_in_a_tap_is_contained_and_told(
 
     with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
         train(model, optimizer, batches(1, 4, 8))
-        monkeypatch.setattr("plimsoll.kernels.measure_one", fail)
-        monkeypatch.setattr("plimsoll.kernels.measure_into", fail)
+        monkeypatch.setattr("plimsoll.kernels.measurer", lambda _: fail)
+        monkeypatch.setattr("plimsoll.kernels.measure_each", fail)
         train(model, optimizer, batches(3, 4, 8))
         monkeypatch.undo()
         train(model, optimizer, batches(1, 4, 8))

@@ -4,6 +4,7 @@ Safe from several threads at a time (tasks never wait for tasks) and after fork 
 parent's do not exist there).
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ _SPLIT = 1 << 12  # pieces of one tensor begin at a multiple of this many values
 # pieces of the tensor are worked on at a time.
 Piece = tuple[int, int, int, int | None]
 
+_smallest = math.ulp(0.0)
 _executor: ThreadPoolExecutor | None = None
 _size = 0
 
@@ -63,7 +65,8 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
             task()
         return
     waiting = deque(tasks)
-    helpers = [_threads(threads - 1).submit(_drain, waiting) for _ in range(threads - 1)]
+    flushing = _is_flushing()
+    helpers = [_threads(threads - 1).submit(_help, waiting, flushing) for _ in range(threads - 1)]
     try:
         _drain(waiting)
     finally:
@@ -71,6 +74,18 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
     for error in errors:
         if error is not None:
             raise error
+
+
+def _is_flushing() -> bool:
+    """Whether this thread takes subnormal numbers for zero (`torch.set_flush_denormal`)."""
+    return _smallest == 0.0
+
+
+def _help(waiting: deque[Callable[[], None]], flushing: bool) -> None:
+    """Works through the tasks as the thread that has them would: each thread has its own mode."""
+    if _is_flushing() != flushing:
+        torch.set_flush_denormal(flushing)
+    _drain(waiting)
 
 
 def _drain(waiting: deque[Callable[[], None]]) -> None:
