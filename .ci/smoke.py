@@ -61,7 +61,7 @@ def core(folder: Path) -> None:
 def report(folder: Path) -> None:
     import plimsoll as pl
 
-    assert "Plotly" in Path(pl.report.html(trained(folder / "run"), folder / "page.html")).read_text()
+    assert "Plotly" in Path(pl.report.html(trained(folder / "run"), folder / "page.html")).read_text(encoding="utf-8")
 
 
 def serve(folder: Path) -> None:

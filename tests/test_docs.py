@@ -12,7 +12,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def blocks(page: Path) -> list[tuple[int, str]]:
     """The line number and text of each Python block."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     return [(text.count("\n", 0, match.start(1)), match[1]) for match in _BLOCK.finditer(text)]
 
 
@@ -25,7 +25,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_readme_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text("utf-8")
     shown = re.search(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert shown is not None
     exec(_BLOCK.findall(text)[0], {})
@@ -38,5 +38,5 @@ def test_there_are_blocks_to_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -21,6 +21,6 @@ def test_it_runs(example: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_one_idea(example: Path) -> None:
-    lines = example.read_text().splitlines()
+    lines = example.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80
     assert any(line.lstrip().startswith("assert ") for line in lines)

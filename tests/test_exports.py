@@ -9,7 +9,7 @@ import pytest
 
 import plimsoll
 
-TREE = ast.parse(Path(plimsoll.__file__).read_text())
+TREE = ast.parse(Path(plimsoll.__file__).read_text(encoding="utf-8"))
 
 
 def names_for_type_checkers() -> dict[str, str]:

@@ -67,17 +67,17 @@ def test_the_sources_are_enough_to_build_and_test_again(built: Path) -> None:
 
 
 def test_all_is_every_extra_and_the_version_stands_in_one_place() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     assert extras["all"] == [f"plimsoll[{','.join(name for name in extras if name not in ('all', 'bench', 'dev'))}]"]
     assert set(extras) - {"all", "bench", "dev"} == EXTRAS
-    assert f"version: {plimsoll.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## [{plimsoll.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {plimsoll.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## [{plimsoll.__version__}] - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_every_package_of_the_development_environment_is_pinned() -> None:
-    pinned = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
     names = {re.sub(r"[-_.]+", "-", name).lower() for name in pinned}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     wanted = [
         *project["dependencies"],
         *(need for needs in project["optional-dependencies"].values() for need in needs),

@@ -91,7 +91,7 @@ def test_what_cannot_be_done_exits_with_2(
 def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
     path = making.written(tmp_path / "run", [0])
     manifest = path / "run.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 99}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text("utf-8")), "schema": 99}))
     result = run("check", path)
     assert result.exit_code == 2 and "schema" in result.stderr
 

@@ -13,7 +13,7 @@ GROUP = typer.main.get_command(app)
 
 @pytest.mark.parametrize("name", sorted(GROUP.commands))
 def test_every_command_has_its_section_with_every_option(name: str) -> None:
-    sections = PAGE.read_text().split("\n## ")
+    sections = PAGE.read_text("utf-8").split("\n## ")
     section = next((text for text in sections if text.startswith(f"`plimsoll {name}")), None)
     assert section is not None, f"docs/reference/command-line.md has no section for {name}"
     for parameter in GROUP.commands[name].params:
@@ -26,4 +26,4 @@ def test_every_command_has_its_section_with_every_option(name: str) -> None:
 def test_the_options_of_the_command_itself_are_documented() -> None:
     options = [option for parameter in GROUP.params for option in parameter.opts]
     assert "--version" in options
-    assert all(f"\n`{option}`\n:" in PAGE.read_text() for option in options if option != "--help")
+    assert all(f"\n`{option}`\n:" in PAGE.read_text("utf-8") for option in options if option != "--help")

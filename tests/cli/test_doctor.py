@@ -102,7 +102,7 @@ def test_formats_of_a_processor_follow_its_flags(cpuinfo: str, expected: tuple[s
 
 
 def test_extras_are_those_of_pyproject() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     packages = {
         name: tuple(re.split(r"[<>=\[;]", entry)[0] for entry in entries if not entry.startswith("plimsoll["))
         for name, entries in declared.items()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "five-minutes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "five-minutes.md").read_text("utf-8")
 
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -88,7 +88,7 @@ def test_a_claim_that_does_not_hold_is_exit_code_1_and_said(toys: dict[str, Expe
 def test_json_is_the_result_alone(toys: dict[str, Experiment], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["lab", "toy", "--out", str(tmp_path / "out"), "--format", "json", "--seed", "4"])
     told = json.loads(result.stdout)
-    assert told == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert told == json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     assert told["holds"] is True and told["seed"] == 4 and told["settings"] == {"device": "cpu"}
     assert told["trainings"][0]["series"] == [3.5, 1.0, "nan", 0.5]
 
@@ -180,4 +180,4 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             progress.advance()
             assert isinstance(progress, _lab_progress.Bars)
             assert progress._progress.tasks[0].completed == 1
-    assert "FP16, stock scaler" in (tmp_path / "screen").read_text()
+    assert "FP16, stock scaler" in (tmp_path / "screen").read_text("utf-8")

@@ -51,11 +51,11 @@ def test_markdown_and_json_go_to_standard_output(path: Path) -> None:
 
 def test_the_files_name_says_the_form(path: Path, tmp_path: Path) -> None:
     assert run(path, "-o", tmp_path / "a.md").stdout == f"{tmp_path / 'a.md'}\n"
-    assert (tmp_path / "a.md").read_text() == markdown(path)
+    assert (tmp_path / "a.md").read_text("utf-8") == markdown(path)
     assert run(path, "--output", tmp_path / "a.json").exit_code == 0
-    assert json.loads((tmp_path / "a.json").read_text())["name"] == "exp1"
+    assert json.loads((tmp_path / "a.json").read_text("utf-8"))["name"] == "exp1"
     assert run(path, "-o", tmp_path / "b.md", "--format", "json").exit_code == 0
-    assert json.loads((tmp_path / "b.md").read_text())["name"] == "exp1"
+    assert json.loads((tmp_path / "b.md").read_text("utf-8"))["name"] == "exp1"
 
 
 @pytest.mark.parametrize(

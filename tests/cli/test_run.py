@@ -54,7 +54,7 @@ def same(cwd: Path, *arguments: object, **environment: str) -> subprocess.Comple
 def test_a_script_finds_all_as_it_is_without(form: str, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     for name in ("plain.py", "__main__.py"):
-        (tmp_path / "below" / name).write_text((SCRIPTS / "plain.py").read_text())
+        (tmp_path / "below" / name).write_text((SCRIPTS / "plain.py").read_text("utf-8"))
     (tmp_path / "link.py").symlink_to("below/plain.py")
     target = {
         "absolute": [tmp_path / "below/plain.py"],

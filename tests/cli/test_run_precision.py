@@ -318,7 +318,7 @@ def test_autocast_that_begins_inside_a_forward_is_refused_at_that_moment(start: 
 
 
 def test_a_script_at_amp_fp16_is_recorded_with_its_scale_and_skips(tmp_path: Path) -> None:
-    source = (SCRIPTS / "mnist.py").read_text().replace("model(data), target)", "model(data), target) * scale()")
+    source = (SCRIPTS / "mnist.py").read_text("utf-8").replace("model(data), target)", "model(data), target) * scale()")
     source = source.replace("import argparse", "import argparse, itertools")
     head, main = source.rsplit("\n\nif __name__", 1)
     head += "\n\nsteps = itertools.count()\ndef scale():\n    return 1e9 if next(steps) == 2 else 1.0\n"
@@ -358,7 +358,9 @@ def test_a_module_that_makes_a_scaler_of_its_own_is_refused_late(tmp_path: Path)
 
 def test_ranks_under_torchrun_train_and_skip_together(tmp_path: Path) -> None:
     source = (
-        (SCRIPTS / "ddp.py").read_text().replace("    loss = ", "    loss = (1e9 if _ == dist.get_rank() else 1) * ")
+        (SCRIPTS / "ddp.py")
+        .read_text("utf-8")
+        .replace("    loss = ", "    loss = (1e9 if _ == dist.get_rank() else 1) * ")
     )
     source = source.replace(
         "dist.destroy", "torch.save(model.module.state_dict(), f'rank{dist.get_rank()}.pt')\ndist.destroy"

@@ -87,7 +87,7 @@ def main(store: str, rank: int, world: int, results: Path) -> None:
         "reduce": train(folder, "reduce", by_look=True),
         "stopped": stopped(folder),
     }
-    results.write_text(json.dumps(seen))
+    results.write_text(json.dumps(seen), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -416,7 +416,7 @@ def test_a_report_may_be_a_path(tmp_path: Path) -> None:
         guard.look()
         with pytest.raises(GuardStop, match="The report is at"):
             by_hand(model, optimizer, None, range(8, 10))
-    assert "nonfinite" in (tmp_path / "report.html").read_text()
+    assert "nonfinite" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_master_weights_are_not_saved_in_part(tmp_path: Path) -> None:

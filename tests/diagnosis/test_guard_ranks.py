@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * WORLD, "\n".join(printed)
-    return [json.loads(result.read_text()) for result in results]
+    return [json.loads(result.read_text("utf-8")) for result in results]
 
 
 @pytest.mark.parametrize("scenario", ["each", "background", "reduce"])

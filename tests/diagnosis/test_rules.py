@@ -254,7 +254,7 @@ def test_an_estimate_of_underflow_is_near_the_truth(tmp_path: Path) -> None:
 
 
 def test_every_rule_and_threshold_is_explained() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "rules.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "rules.md").read_text("utf-8")
     sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
     assert list(sections) == [rule.id for rule in RULES]
     for rule in RULES:

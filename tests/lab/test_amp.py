@@ -209,7 +209,7 @@ def test_the_trainings_are_read_from_their_runs(measured: Measured) -> None:
         assert training.numbers["of_fp32"] == pytest.approx(np.exp(np.mean(logs)))
         assert Run(training.run).tensors
     folder = measured.trainings[0].run.parent
-    plan = (folder / "unet-fp32-fp8.toml").read_text()
+    plan = (folder / "unet-fp32-fp8.toml").read_text("utf-8")
     assert "e4m3" in plan and not (folder / "feed-forward-fp32-fp8.toml").exists()
 
 

@@ -49,10 +49,10 @@ def test_a_small_one_keeps_the_claims_that_it_can(measured: Measured) -> None:
 
 
 def test_it_leaves_a_figure_tables_and_rows(measured: Measured, folder: Path) -> None:
-    assert "Plotly.newPlot" in (folder / FIGURE).read_text()
-    tables = (folder / "runs" / "audit" / "tables.txt").read_text()
+    assert "Plotly.newPlot" in (folder / FIGURE).read_text("utf-8")
+    tables = (folder / "runs" / "audit" / "tables.txt").read_text("utf-8")
     assert "blocks.0.qkv linear" in tables and max(len(line) for line in tables.splitlines()) <= 120
-    data = json.loads((folder / "runs" / "audit" / "audits.json").read_text())
+    data = json.loads((folder / "runs" / "audit" / "audits.json").read_text("utf-8"))
     assert set(data) == {"before", "after", "trained", "compared"}
     assert data["compared"]["only_before"] == data["compared"]["only_after"] == []
     assert (folder / "runs" / "unit-scaled" / "run.json").exists() and FIGURE in measured.said[1]

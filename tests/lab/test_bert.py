@@ -244,7 +244,7 @@ def test_fp16_loses_its_gradients_and_unit_scaled_fp8_does_not(trained: dict[str
 
 def test_scores_are_of_answers_and_runs(trained: dict[str, Job]) -> None:
     job, asked = trained["fp32"], questions(held_out=True)
-    given = json.loads((job.folder / "answers.json").read_text())
+    given = json.loads((job.folder / "answers.json").read_text("utf-8"))
     (score,) = scores([job])["fp32"]
     assert (score.exact, score.f1) == scored(asked, given)
     assert score.nats == pytest.approx(Run(job.folder / "masked").scalars("nats")[1][-1])

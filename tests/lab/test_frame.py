@@ -88,12 +88,12 @@ def test_a_result_lies_in_its_folder_whole(tmp_path: Path) -> None:
     result = perform(TINY, tmp_path / "out", seed=3)
     assert torch.get_rng_state().equal(state)
     assert result.holds and result.settings == {"seed": 3}
-    saved = json.loads((tmp_path / "out" / "result.json").read_text())
+    saved = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     assert saved == json.loads(json.dumps(result.to_dict()))
     assert saved["holds"] is True and saved["claims"][0]["measured"] == result.measured.claims[0].measured
     assert saved["trainings"][0]["numbers"]["none"] == "nan" and saved["seconds"] > 0
     assert saved["versions"]["torch"] == torch.__version__
-    assert "a &lt;tiny&gt; one" in (tmp_path / "out" / "report.html").read_text()
+    assert "a &lt;tiny&gt; one" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 def test_a_result_without_claims_does_not_hold(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_second_time_replaces_its_own_results_only(tmp_path: Path) -> None:
     (folder / "report-old.html").write_text("an older report")
     (folder / "runs" / "older").mkdir()
     perform(TINY, folder)
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "notes.txt").read_text("utf-8") == "mine"
     assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", MARK, "report.html", "result.json", "runs"]
     assert [p.name for p in (folder / "runs").iterdir()] == ["tiny"]
 
@@ -124,7 +124,7 @@ def test_a_foreign_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "precious").write_text("years of work")
     with pytest.raises(ArgumentError, match="lab: expected a new or empty folder, .* one with other things in it"):
         perform(TINY, tmp_path)
-    assert (tmp_path / "runs" / "precious").read_text() == "years of work"
+    assert (tmp_path / "runs" / "precious").read_text("utf-8") == "years of work"
 
 
 def test_the_folder_of_another_experiment_is_refused(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "out" / "runs").rmdir()
     (tmp_path / "out" / "runs").symlink_to(precious)
     clear(tmp_path / "out", "tiny")
-    assert (precious / "work").read_text() == "mine" and not (tmp_path / "out" / "runs").is_symlink()
+    assert (precious / "work").read_text("utf-8") == "mine" and not (tmp_path / "out" / "runs").is_symlink()
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
@@ -190,7 +190,10 @@ def test_an_experiment_that_fails_in_whatever_way_keeps_none_from_being_done(
     broken = dataclasses.replace(TINY, name="broken", measure=fails)
     first, second = perform_all(tmp_path, [broken, TINY])
     assert first.error.startswith(f"{error.__name__}: ") and not first.holds and second.holds
-    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text())] == ["broken", "tiny"]
+    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text("utf-8"))] == [
+        "broken",
+        "tiny",
+    ]
 
 
 def test_ctrl_c_ends_all_and_what_is_done_is_there(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_ctrl_c_ends_all_and_what_is_done_is_there(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         perform_all(tmp_path, [TINY, dataclasses.replace(TINY, name="long", measure=interrupted), TINY])
-    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text())] == ["tiny"]
+    assert [each["experiment"] for each in json.loads((tmp_path / "outcomes.json").read_text("utf-8"))] == ["tiny"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

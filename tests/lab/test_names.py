@@ -11,7 +11,9 @@ from plimsoll import lab
 
 
 def test_every_list_of_names_is_the_same() -> None:
-    block = next(node for node in ast.parse(Path(lab.__file__).read_text()).body if isinstance(node, ast.If))
+    block = next(
+        node for node in ast.parse(Path(lab.__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
+    )
     checked = {a.asname: node.module.removeprefix("plimsoll.lab.") for node in block.body for a in node.names}
     assert checked == lab._HOMES
     for name in checked:

@@ -258,8 +258,8 @@ def test_it_goes_on_where_it_was_ended(measured: Measured, folder: Path, monkeyp
 
 
 def test_figure_and_table_lie_beside_the_report(measured: Measured, folder: Path) -> None:
-    assert "plotly" in (folder / sweep.FIGURE).read_text()
-    text = " ".join((folder / sweep.TABLE).read_text().split())
+    assert "plotly" in (folder / sweep.FIGURE).read_text("utf-8")
+    text = " ".join((folder / sweep.TABLE).read_text("utf-8").split())
     assert f"attention pre running-mean adamw 2 {measured.trainings[3].numbers['loss_end']:.3f}" in text
     assert measured.said[0].startswith("5 configurations of 1 designs.")
 

@@ -32,7 +32,7 @@ def test_results_come_back_whole(path: Path) -> None:
     assert repr(results(path, SETUP, NAMES)) == repr(FOUND)
     with Ledger(path, SETUP, NAMES) as ledger:
         assert repr(ledger.found) == repr(FOUND)
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         json.loads(line, parse_constant=pytest.fail)  # plain JSON, for any reader
 
 
@@ -75,8 +75,8 @@ def test_a_flipped_digit_is_found_wherever_it_is(path: Path) -> None:
     ],
 )
 def test_damaged_lines_are_refused_by_their_number(path: Path, line: str, what: str) -> None:
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n", encoding="utf-8")
     before = path.read_bytes()
     with pytest.raises(RunError, match=f"expected whole results of this sweep in .*sweep.jsonl; got {what}"):
         Ledger(path, SETUP, NAMES)
@@ -89,10 +89,10 @@ def test_a_foreign_line_is_refused_by_its_name(path: Path) -> None:
 
 
 def test_two_results_of_one_configuration_must_agree(path: Path) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines, lines[2]]))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[2]]), encoding="utf-8")
     assert repr(results(path, SETUP, NAMES)) == repr(FOUND)
-    path.write_text("".join(lines))
+    path.write_text("".join(lines), encoding="utf-8")
     with Ledger(path, SETUP, NAMES) as ledger:
         ledger.add("first", {**FOUND["first"], "bits": 3.5})
     with pytest.raises(RunError, match="in line 5 another result of 'first' than before"):

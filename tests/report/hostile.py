@@ -51,7 +51,7 @@ def write(path: Path, steps: int = 40) -> Path:
 def with_surrogates(path: Path) -> Path:
     """Half a character, which JSON can hold and no text file can, in settings and versions."""
     manifest = path / "run.json"
-    content = json.loads(manifest.read_text())
+    content = json.loads(manifest.read_text("utf-8"))
     content["settings"]["half \udc80"] = "and \ud800"
     content["versions"]["<b>\udc80"] = "</dd>\udfff"
     manifest.write_text(json.dumps(content))

@@ -173,7 +173,7 @@ def test_it_shows_in_a_browser(theme: str, layers: int, page: Any, tmp_path: Pat
     figure = report.themed(many(layers, -4.0).compare(many(layers)).figure(), theme)  # pyright: ignore[reportArgumentType]
     path = tmp_path / "figure.html"
     figure.write_html(path, include_plotlyjs=False)
-    text = path.read_text().replace("</head>", f"<script>{plotly.offline.get_plotlyjs()}</script></head>", 1)
+    text = path.read_text("utf-8").replace("</head>", f"<script>{plotly.offline.get_plotlyjs()}</script></head>", 1)
     path.write_text(text)
     page.goto(address(path))
     assert page.locator(".scatterlayer .trace").count() >= 8

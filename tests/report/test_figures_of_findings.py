@@ -81,7 +81,7 @@ def test_every_figure_that_a_rule_names_exists() -> None:
 
 def test_every_rule_has_its_picture_in_the_documentation() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs/concepts/rules.md").read_text()
+    page = (root / "docs/concepts/rules.md").read_text("utf-8")
     for rule in RULES:
         picture = root / f"docs/images/rules/{rule.id}.png"
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 60_000

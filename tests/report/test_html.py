@@ -189,7 +189,7 @@ def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("plimsoll.runs._files.rename", full)
     with pytest.raises(RunError, match="report: expected a file that can be written; got .*No space left"):
         html(tmp_path / "run", target)
-    assert target.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
+    assert target.read_text("utf-8") == "the one before" and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("package", ["plotly", "jinja2"])
@@ -202,7 +202,7 @@ def test_a_missing_extra_is_named(package: str, run: Path, tmp_path: Path, monke
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = SOUND.write(tmp_path / "run", until=5)
-    manifest = json.loads((path / "run.json").read_text())
+    manifest = json.loads((path / "run.json").read_text("utf-8"))
     (path / "run.json").write_text(json.dumps(manifest | {"schema": 99}))
     with pytest.raises(RunError, match="99"):
         html(path, tmp_path / "page.html")

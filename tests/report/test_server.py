@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _edit(path: Path, **entries: object) -> None:
     manifest = path / "run.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | entries))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text("utf-8")) | entries))
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_a_change_within_the_tick_of_a_look_is_not_missed(tmp_path: Path) -> Non
     clock = Clock(max(entry[0] for entry in _runs_list.stamp_of(path)) / 1e9)
     found = RunsList(tmp_path, clock)
     before = found.run("a")
-    text = (path / "run.json").read_text()
+    text = (path / "run.json").read_text("utf-8")
     stat = (path / "run.json").stat()
     (path / "run.json").write_text(text.replace('"closed": "2', '"closed": "1'))
     os.utime(path / "run.json", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if in the same tick

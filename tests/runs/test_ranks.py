@@ -102,7 +102,7 @@ def test_rank_0s_manifest_says_which_were_counted_once(tmp_path: Path) -> None:
                 writer.write(making.batch(writer, step, {("weights", "same"): A}, shared=False, last=False))
                 writer.write(making.batch(writer, step, {("weights", "other"): [A, B][rank]}, shared=False, last=False))
                 writer.write(making.batch(writer, step, {("weights", "shard"): A}))
-    manifest = json.loads((tmp_path / "run.json").read_text())
+    manifest = json.loads((tmp_path / "run.json").read_text("utf-8"))
     assert manifest["ranks_merged"] == {"counted_once": {"weights": ["same"]}, "summed": {"weights": ["other"]}}
 
 

@@ -141,7 +141,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_of_a_newer_schema_is_neither_read_nor_continued(tmp_path: Path) -> None:
     path = making.written(tmp_path, [1])
-    manifest = json.loads((path / "run.json").read_text())
+    manifest = json.loads((path / "run.json").read_text("utf-8"))
     (path / "run.json").write_text(json.dumps(manifest | {"schema": 2}))
     for opener in (Run, RunWriter):
         with pytest.raises(RunError, match=r"Run: expected a run of schema 1 or older; got schema=2 in .*run\.json"):
@@ -228,7 +228,7 @@ def test_without_flock_a_dead_process_is_no_obstacle(tmp_path: Path, no_flock: N
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     held = tmp_path / ".lock-r00000.held"
-    held.write_text(held.read_text().replace(str(os.getpid()), str(dead.pid)))
+    held.write_text(held.read_text("utf-8").replace(str(os.getpid()), str(dead.pid)))
     _lock.Lock(tmp_path, 0).release()
     first.abandon()
 
@@ -236,7 +236,9 @@ def test_without_flock_a_dead_process_is_no_obstacle(tmp_path: Path, no_flock: N
 def test_without_flock_a_heartbeat_that_stopped_is_no_obstacle(tmp_path: Path, no_flock: None) -> None:
     first = _lock.Lock(tmp_path, 0)
     held = tmp_path / ".lock-r00000.held"
-    held.write_text(held.read_text().replace('"host": "', '"host": "other-'))  # whose processes cannot be asked after
+    held.write_text(
+        held.read_text("utf-8").replace('"host": "', '"host": "other-')
+    )  # whose processes cannot be asked after
     with pytest.raises(ArgumentError, match=r"on other-"):
         _lock.Lock(tmp_path, 0)
     os.utime(held, (0, 0))

@@ -11,7 +11,9 @@ from plimsoll import unit
 
 
 def test_every_list_of_names_is_the_same() -> None:
-    block = next(node for node in ast.parse(Path(unit.__file__).read_text()).body if isinstance(node, ast.If))
+    block = next(
+        node for node in ast.parse(Path(unit.__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
+    )
     checked = {
         alias.asname: node.module.removeprefix("plimsoll.unit").lstrip(".")
         for node in block.body

@@ -83,7 +83,7 @@ def main(store: str, rank: int, world: int, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         seen = {scenario.__name__: copy.deepcopy(scenario(rank)) for scenario in (exact, steps, refused)}
-        Path(results).write_text(json.dumps(seen))
+        Path(results).write_text(json.dumps(seen), encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()

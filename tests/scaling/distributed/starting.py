@@ -27,4 +27,4 @@ def seen_by_ranks(worker: str, world: int, folder: Path) -> list[dict[str, Any]]
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * world, "\n".join(printed)
-    return [json.loads(result.read_text()) for result in results]
+    return [json.loads(result.read_text("utf-8")) for result in results]

@@ -71,7 +71,7 @@ def main(store: str, rank: int, world: int, results: Path) -> None:
     found["spectral"] = spectral.of_group(whole)
     if rank < 2:
         found["spectral"]["sharded"] = spectral.sharded(halves["inner"])
-    results.write_text(json.dumps(found))
+    results.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -101,7 +101,8 @@ def test_equal_shards_are_not_taken_for_replicas(two: Path) -> None:
 
 def test_the_manifest_tells_each_ranks_place(four: Path) -> None:
     found = [
-        json.loads(path.read_text())["ranks"] for path in sorted((four / "fsdp_and_tensor_parallel").glob("*.json"))
+        json.loads(path.read_text("utf-8"))["ranks"]
+        for path in sorted((four / "fsdp_and_tensor_parallel").glob("*.json"))
     ]
     assert sorted(place["mesh"]["coordinate"] for place in found) == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert all(place["mesh"]["names"] == ["dp", "tp"] and place["wrapper"] == "fully_shard" for place in found)
