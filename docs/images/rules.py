@@ -52,6 +52,7 @@ SHOWN = {
     "dead-layer": "dead ReLU layer",
     "structural-zeros": "unused embedding rows",
     "distribution-drift": "weights drift",
+    "run-ended": "an exception ends it",
     "records-lost": "",
 }
 

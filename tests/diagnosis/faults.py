@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plimsoll.runs import Event
 from tests.diagnosis.stories import LAYERS, SOUND, Story, constant, of_layer, since, told
 
 A, B = LAYERS[4], LAYERS[9]  # blocks.2.attn, blocks.4.mlp
@@ -70,6 +71,11 @@ QUIET, ONE = constant(2.0**-8), constant(1.0)
 
 def fault(name: str, story: Story, rule: str, severity: str, layer: str | None = None, **when: int) -> Fault:
     return Fault(name=name, story=story, rule=rule, severity=severity, layer=layer, **when)
+
+
+def ended(reason: str, message: str, step: int = 199) -> Event:
+    """What the flight recorder writes when the process ends."""
+    return Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": []})
 
 
 # fmt: off
@@ -207,6 +213,9 @@ FAULTS = [
           "warning", B, first=90, last=199),
     fault("activations shrink", told(activation_fmt="bf16", activation_std=of_layer(A, growing(-0.04), constant(1.0))),
           "distribution-drift", "warning", f"{A}:output", first=60, last=199),
+    # -- the end
+    fault("an exception ends it", told(events=(ended("exception", "KeyError: 'lost'"),)), "run-ended", "warning",
+          first=199, last=199),
 ]
 # fmt: on
 
@@ -237,6 +246,7 @@ INNOCENT = {
     "small gradients in FP32": told(gradient_fmt="fp32", gradient_std=constant(2.0**-30), scale=lambda step: None),
     "gradients that fall with the loss": told(gradient_std=lambda name, s: 2.0**-8 / (1 + s / 20)),
     "one value of noise": told(change_gradient=lambda g, name, s: torch.cat([g[:1] * 2.0**-30, g[1:]])),
+    "continued after an exception": told(events=(ended("exception", "KeyError: 'lost'", 100),)),
     "a zero-initialised branch": told(
         change_activation=lambda x, name, s: x * (s > 5 or name != A),
         change_gradient=lambda g, name, s: g * (s > 5 or name != A),

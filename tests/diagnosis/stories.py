@@ -62,10 +62,14 @@ class Story:
     unmoved: Size = lambda layer, step: 0.01
     update_ratio: Size = lambda layer, step: 2.0**-10
     casts: Mapping[str, tuple[str, float | Callable[[int], float]]] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
 
     def write(self, path: Path, until: int | None = None) -> Path:
         """The run, up to and with step `until`; each step's numbers are its own, however long the run."""
         with RunWriter(path, flush_seconds=600) as writer:
+            for event in self.events:
+                if until is None or event.step <= until:
+                    writer.write(event)
             for step in range(self.samples * self.every):
                 if until is not None and step > until:
                     break

@@ -40,6 +40,7 @@ WORDS: Mapping[str, str] = {
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|gradients) of .* have been zero",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",
+    "run-ended": r"an exception ended the training at step \d+, KeyError",
 }
 BEGINS = {"alarm": "Stop: ", "warning": "Watch it: ", "info": "Healthy up to step 199, but note: "}
 

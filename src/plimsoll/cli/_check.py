@@ -16,7 +16,8 @@ from plimsoll.cli._terminal import console, number
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from plimsoll.diagnosis import Finding
+    from plimsoll.diagnosis import Finding, View
+    from plimsoll.diagnosis._view import Ending
 
 _COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -51,10 +52,10 @@ def check(
     found = diagnose(view, rules=select, thresholds=thresholds)
     if output == "json":
         verdict = "alarm" if any(f.severity == "alarm" for f in found) else "healthy"
-        facts = {"run": said(run), "verdict": verdict, "last_step": view.last_step}
+        facts = {"run": said(run), "verdict": verdict, "last_step": view.last_step, "ended": _ended(view)}
         typer.echo(json.dumps({**facts, "findings": [f.to_dict() for f in found]}, indent=2, allow_nan=False))
     else:
-        _print(found, said(run), view.last_step, console())
+        _print(found, said(run), view, console())
     if any(f.severity == "alarm" for f in found):
         raise typer.Exit(1)
 
@@ -74,12 +75,27 @@ def _assignment(text: str) -> tuple[str, float]:
     return name.strip(), found
 
 
-def _print(found: "list[Finding]", run: str, last_step: int, target: Console) -> None:
-    target.print(Text.assemble((run, "bold"), f": {_verdict(found)}, {_reach(last_step)}"), soft_wrap=True)
+def _print(found: "list[Finding]", run: str, view: "View", target: Console) -> None:
+    from plimsoll.diagnosis import shown
+
+    ended = "" if (ending := _early_end(view)) is None else f"; {shown(str(ending))}"
+    head = f": {_verdict(found)}, {_reach(view.last_step)}{ended}"
+    target.print(Text.assemble((run, "bold"), head), soft_wrap=True)
     for finding in found:
         target.print()
         for line in _lines(finding):
             target.print(line)
+
+
+def _early_end(view: "View") -> "Ending | None":
+    """How the run ended early; None where it ended in order, or goes on."""
+    ending = view.ending
+    return None if ending is None or view.last_step > ending.step else ending
+
+
+def _ended(view: "View") -> dict[str, object] | None:
+    ending = _early_end(view)
+    return None if ending is None else {"by": ending.how, "step": ending.step, "message": ending.message}
 
 
 def _verdict(found: "list[Finding]") -> str:

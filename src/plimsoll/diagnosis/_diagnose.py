@@ -17,6 +17,7 @@ from plimsoll.diagnosis._rules_record import RecordsLost
 from plimsoll.diagnosis._rules_scale import NoSingleScale, ScaleCollapse, ScaleLow, ScaleOscillation
 from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.ending_rules import RunEnded
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs._names import matching
@@ -25,7 +26,7 @@ RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),
     OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
     Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
-    DeadLayer(), StructuralZeros(), Drift(), RecordsLost(),
+    DeadLayer(), StructuralZeros(), Drift(), RunEnded(), RecordsLost(),
 )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ beginning is what would have been found when the run had come so far.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,27 @@ from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast, Event, Run
 
 _NARROWER_THAN_FP32 = 24  # bits; FP32 has 32, TF32 19 with FP32's range
+_SUCCESS = ("SystemExit: 0", "SystemExit: None", "SystemExit: ", "GeneratorExit: ")  # leave a block, and are no failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The early end of a run: its step and, of an exception or a signal, the name and text."""
+
+    how: Literal["exception", "interrupt", "signal", "killed"]
+    step: int
+    message: str
+
+    def __str__(self) -> str:
+        """As it goes on from a run's name.
+
+        >>> print(Ending(how="exception", step=40, message="KeyError: 'lost'"))
+        ended by an exception at step 40: KeyError: 'lost'
+        """
+        if self.how == "killed":
+            return f"stopped without closing after step {self.step:,}"
+        cause = {"exception": "an exception", "interrupt": "an interrupt", "signal": "a signal"}[self.how]
+        return f"ended by {cause} at step {self.step:,}: {self.message}"
 
 
 class View:
@@ -77,6 +100,20 @@ class View:
         ends = [int(self.scalar(name)[0][-1]) for name in self.run.scalar_names if len(self.scalar(name)[0])]
         ends += [s for s in self.run.steps if self.until is None or s <= self.until][-1:]
         return max(ends, default=-1)
+
+    @cached_property
+    def ending(self) -> Ending | None:
+        """The last early end that the run records; None for a run that ended in order, or goes on."""
+        told = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
+        told = [e for e in told if e.message not in _SUCCESS]
+        if told:
+            last = max(told, key=lambda event: event.step)
+            interrupted = last.message.startswith("KeyboardInterrupt")
+            how = "signal" if last.details.get("reason") == "signal" else "interrupt" if interrupted else "exception"
+            return Ending(how=how, step=last.step, message=last.message.rstrip(": "))
+        if self.until is None and self.run.was_abandoned:
+            return Ending(how="killed", step=max(self.last_step, 0), message="the process is gone")
+        return None
 
     @cached_property
     def scaled(self) -> bool:

@@ -18,9 +18,12 @@ State = Literal["healthy", "warning", "alarm", "empty"]
 LONGEST = 200  # characters of a verdict, about two lines of a terminal
 
 _BEGINS = {"alarm": "Stop", "warning": "Watch it"}
-_TOLD_WHEN_HEALTHY = ("updates-swallowed",)  # findings of severity "info" that a verdict of health should not hide
+_TOLD_WHEN_HEALTHY = (
+    "updates-swallowed",
+    "run-ended",
+)  # findings of severity "info" that a verdict of health should not hide
 # Warnings that say what another one says too, or that say less: they lead only where nothing else does.
-_SECONDARY = ("records-lost", "distribution-drift", "epsilon-dominates", "structural-zeros")
+_SECONDARY = ("run-ended", "records-lost", "distribution-drift", "epsilon-dominates", "structural-zeros")
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:

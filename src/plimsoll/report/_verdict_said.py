@@ -366,6 +366,20 @@ def _records_lost(case: Case) -> Said:
     )
 
 
+def _run_ended(case: Case) -> Said:
+    by = str(case.finding.evidence.get("ended_by", ""))
+    ways = {
+        "exception": "an exception ended the training",
+        "interrupt": "the training was interrupted",
+        "signal": "a signal ended the training",
+    }
+    return Said(
+        what=f"{ways.get(by, 'the process was gone without closing the run')} {case.at}",
+        effect=shown(str(case.finding.evidence.get("message", ""))) if by in ways else "",
+        remedy="go on from the last checkpoint" if by != "interrupt" else "",
+    )
+
+
 def _first(case: Case) -> str:
     """The worst layer, and how many others."""
     rest = len(case.finding.where) - 1
@@ -395,5 +409,6 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "dead-layer": _dead_layer,
     "structural-zeros": _structural_zeros,
     "distribution-drift": _distribution_drift,
+    "run-ended": _run_ended,
     "records-lost": _records_lost,
 }

@@ -129,12 +129,13 @@ def _is_stale(path: Path) -> bool:
     except OSError:
         return False
     here = holder.get("host") == socket.gethostname()
-    if here and isinstance(pid := holder.get("pid"), int) and not _is_alive(pid):
+    if here and isinstance(pid := holder.get("pid"), int) and not is_alive(pid):
         return True
     return time.time() - beat > _STALE_SECONDS
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether this machine runs such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -21,6 +21,7 @@ from plimsoll.runs._content import Content
 from plimsoll.runs._place import is_elsewhere, place_of
 from plimsoll.runs._records import Event
 from plimsoll.runs._select import Steps, select
+from plimsoll.runs.ending import gone_writers
 from plimsoll.spectrum import Spectrum
 
 
@@ -119,6 +120,14 @@ class Run:
         """Whether every rank's writer ended in order, rather than being alive or killed."""
         manifests = self._catalog.manifests
         return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
+
+    @property
+    def was_abandoned(self) -> bool:
+        """Whether a writer of it ended without closing it: its process was killed, or its machine went down.
+
+        A writer on another machine cannot be asked and counts as alive.
+        """
+        return bool(gone_writers(self._catalog.manifests.values()))
 
     @property
     def dropped(self) -> Mapping[str, int]:
