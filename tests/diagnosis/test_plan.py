@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import View, plan
-from plimsoll.diagnosis._plan_judge import outward, percent
+from plimsoll.diagnosis._plan_judge import outward
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import BlockFormat, Plan, get
 from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.text import percent
 from tests.diagnosis.planned import MULTIPLY, layers, train, written
 
 STEPS = 50
@@ -183,7 +184,7 @@ def test_nan_and_inf_are_said_and_poison_whole_blocks(tmp_path: Path) -> None:
     steps[0]["activation_gradients", "a:output"][0, 0] = math.inf
     made = plan(written(tmp_path / "run", steps), "mxfp8")
     assert "NaN or Inf among activation gradients at 1 step: these values are not judged." in made.remarks
-    assert made.formats["a"] == "bf16" and "activation gradients: up to 3% may be lost" in made.notes["a"]
+    assert made.formats["a"] == "bf16" and "activation gradients: up to 3 % may be lost" in made.notes["a"]
     assert plan(tmp_path / "run", "fp8").formats["a"] == "e4m3"
 
 
@@ -316,4 +317,4 @@ def test_a_plan_of_hostile_names_survives_its_file(tmp_path: Path) -> None:
 def test_numbers_are_told_short_and_never_too_small() -> None:
     assert outward(0.123456, 0.2, 0.654321) == (0.123, 0.2, 0.655)
     assert outward(0.0, 0.0, 0.0) == (0.0, 0.0, 0.0) and outward(0.9999, 1.0, 1.0) == (0.999, 1.0, 1.0)
-    assert [percent(x) for x in (0.0, 1e-6, 0.0012, 0.034, 0.5)] == ["0%", "<0.01%", "0.12%", "3.4%", "50%"]
+    assert [percent(x) for x in (0.0, 1e-6, 0.0012, 0.034, 0.5)] == ["0 %", "under 0.01 %", "0.12 %", "3.4 %", "50 %"]

@@ -60,7 +60,7 @@ def test_too_much_lost_is_named_too(path: Path) -> None:
     found = check_plan(replace(made, scales=low), path)
     failing = [row for row in found.rows if not row.ok]
     assert [(r.module, r.role) for r in failing] == [("a", "gradients")]
-    assert failing[0].why.startswith("1% or more of its activation gradients may be lost in E5M2 at 2^-16 (step ")
+    assert failing[0].why.startswith("1 % or more of its activation gradients may be lost in E5M2 at 2^-16 (step ")
     real = sum(
         int(((pl.cast(g, "e5m2", scale=2.0**-16) == 0) & (g != 0)).sum()) / g.numel() / 3
         for g in (layers(SIZES, step=s)["activation_gradients", "a:output"] for s in range(3))

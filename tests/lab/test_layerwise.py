@@ -154,8 +154,8 @@ def test_what_is_said_is_measured(measured: Measured) -> None:
     lines = said(numbers)
     assert len(lines) == 1 + len(KINDS) + 2 and max(len(line) for line in lines[:11]) <= 79
     assert any("published rule" in line and "1.234" in line for line in lines[1:11])
-    assert "Not shown to be: LayerScaler, published rule." in lines[-2] and "(2^0) ends 25% behind" in lines[-2]
-    assert "Of FP32 itself it is shown to within 1.2%." in lines[-2]
+    assert "Not shown to be: LayerScaler, published rule." in lines[-2] and "(2^0) ends 25 % behind" in lines[-2]
+    assert "Of FP32 itself it is shown to within 1.2 %." in lines[-2]
     numbers["fp32"].pop("window_low")
     assert said(numbers)[-1].startswith("No single scale serves all 18 tensors")
 

@@ -10,6 +10,7 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 
 from plimsoll.diagnosis import diff, whatif
 from plimsoll.spectrum import Interval
+from plimsoll.text import percent
 from tests.browser import needs_browser
 from tests.report.served import LAYER, Served, at, drawn, expect, hash_of
 
@@ -18,10 +19,8 @@ pytestmark = needs_browser
 
 def told(interval: Interval) -> str:
     """An interval's estimate, as the page and the terminal write it."""
-    value = 100 * interval.estimate
-    if value == 0:
-        return "0" if interval.high == 0 else "~0"
-    return f"{value:.0f}%" if value >= 10 else f"{float(f'{value:.2g}'):g}%"
+    about = "about " if interval.estimate == 0 < interval.high else ""
+    return about + percent(interval.estimate).replace(" %", "\u00a0%")
 
 
 def overall(page: Any, kind: str) -> Any:

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli._place import opened, said
-from plimsoll.cli._terminal import console, number
+from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
+from plimsoll.text import number
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Finding, View

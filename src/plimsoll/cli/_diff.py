@@ -56,15 +56,15 @@ def _called(given: str, path: str) -> str:
 def _print(found: "Divergence", target: "Console") -> None:
     from plimsoll.diagnosis import grouped, shown
 
-    target.print(Text(f"a  {shown(found.a)}\nb  {shown(found.b)}", style="dim"))
+    target.print(Text(f"A  {shown(found.a)}\nB  {shown(found.b)}", style="dim"))
     target.print(Text(found.sentence, style="bold red" if found.first else "bold green"))
     if found.first is not None:
         target.print()
         target.print(found.table(width=min(target.width, 100)))
     for name, a, b in found.changed[:_TOLD]:
-        target.print(Text(f"{name}: {shown(a)} in a, {shown(b)} in b"))
+        target.print(Text(f"{name}: {shown(a)} in A, {shown(b)} in B"))
     if len(found.changed) > _TOLD:
         target.print(Text(f"and {len(found.changed) - _TOLD} more settings"))
-    for which, names in (("a", found.only_a), ("b", found.only_b)):
+    for which, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
             target.print(Text(f"only in {which}: {grouped(names, _TOLD)}"))

@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli._drawing import Reach, bit_cells, block_cells, ranges
-from plimsoll.cli._terminal import Glyphs, glyphs, number
+from plimsoll.cli._terminal import Glyphs, glyphs
 from plimsoll.formats import BF16, FP16, FP32, BlockFormat, Format
+from plimsoll.text import number
 
 _SPECIALS = {
     "ieee": "the highest exponent is spent on Inf and NaN, as in IEEE 754",

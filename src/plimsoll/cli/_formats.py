@@ -13,8 +13,9 @@ from rich.text import Text
 
 from plimsoll.cli._drawing import Axis, Reach, fields
 from plimsoll.cli._format_page import print_page
-from plimsoll.cli._terminal import Glyphs, console, glyphs, number
+from plimsoll.cli._terminal import Glyphs, console, glyphs
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
+from plimsoll.text import number
 
 _NUMBERS = (
     "bits", "exponent_bits", "mantissa_bits", "bias", "specials", "signed", "max", "smallest_normal",

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._terminal import number
+from plimsoll.text import number, percent
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Finding
@@ -53,7 +53,7 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
         colour = "green" if training.good else "bold red"
         table.add_row(
             Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
-            "" if math.isnan(lost) else f"{lost:.0%}", "" if math.isnan(loss) else number(loss),
+            "" if math.isnan(lost) else f"{percent(lost)}", "" if math.isnan(loss) else number(loss),
             Text(shown(training.verdict), style=colour),
         )  # fmt: skip
     return table

@@ -17,6 +17,7 @@ from plimsoll.cli._place import RunPlace, file_here, opened, said
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plimsoll.formats import Plan
@@ -163,8 +164,6 @@ def _table(plan: "Plan", groups: dict[tuple[str, str], list[str]], width: int) -
 
 def _of_role(plan: "Plan", names: list[str], role: Role) -> str:
     """At which scales the values are cast, and the largest fraction that is lost."""
-    from plimsoll.diagnosis._plan_judge import percent
-
     losses = [plan.predicted[name][role][2] for name in names if role in plan.predicted.get(name, {})]
     scales = [plan.scales[name][role] for name in names if role in plan.scales.get(name, {})]
     lost = f"{percent(max(losses))} lost" if losses else "unknown"

@@ -1,6 +1,5 @@
 """What the terminal can show: its console, and characters to draw with."""
 
-import math
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -46,19 +45,3 @@ def console() -> Console:
 def glyphs(target: Console) -> Glyphs:
     """Line-drawing characters where the terminal's encoding has them, ASCII elsewhere."""
     return ASCII if target.options.ascii_only else UNICODE
-
-
-def number(value: float) -> str:
-    """A value in at most nine characters: exact where it is a short integer, else with three digits.
-
-    >>> number(65504.0), number(0.015625), number(2.0**-24), number(3.4e38)
-    ('65504', '0.0156', '5.96e-8', '3.40e38')
-    """
-    if value.is_integer() and abs(value) < 1e6:
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e6:
-        return f"{value:.3g}"
-    # Rounded to three digits, float64's largest value would read back as infinity.
-    rounded = f"{value:.2e}" if float(f"{value:.2e}") < math.inf else "1.79e308"
-    digits, exponent = rounded.split("e")
-    return f"{digits}e{int(exponent)}"

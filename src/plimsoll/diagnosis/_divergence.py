@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnosis._finding import plain, shown
 from plimsoll.diagnosis._shown import Shown
+from plimsoll.text import number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +80,7 @@ class Divergence(Shown):
         told = f"They do not part beyond what rounding explains, in {series:,} series at {steps:,} steps"
         if self.until_step is not None and self.drift[-1][0] > self.until_step:
             return f"{told}; since step {self.until_step:,} they are too far apart for values to be compared."
-        return f"{told}; at the end they are {last:.2g} apart."
+        return f"{told}; at the end they are {number(last)} apart."
 
     def to_dict(self) -> dict[str, object]:
         """All of it as JSON-able data."""
@@ -109,10 +110,10 @@ class Divergence(Shown):
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
                       pad_edge=False, width=width)  # fmt: skip
         table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
-        for head in ("what", "a", "b", "apart", "allowed"):
+        for head in ("what", "A", "B", "apart", "allowed"):
             table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
         for each in self.partings[:most]:
-            numbers = (f"{value:.3g}" for value in (each.a, each.b, each.distance, each.allowed))
+            numbers = (number(value) for value in (each.a, each.b, each.distance, each.allowed))
             table.add_row(shown(f"{each.collection} {each.name}".rstrip()), each.kind, *numbers)
         if len(self.partings) > most:
             table.caption = f"and {len(self.partings) - most} more"

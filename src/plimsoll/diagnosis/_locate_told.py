@@ -10,6 +10,7 @@ from plimsoll.diagnosis._locate_names import Names
 from plimsoll.diagnosis._locate_trail import Origin, Reached
 from plimsoll.errors import FormatError
 from plimsoll.formats import Format, get
+from plimsoll.text import percent
 
 _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbers
 _CAST = ("_to_copy", "copy", "to", "type_as", "_copy_from")
@@ -121,7 +122,7 @@ def _flush(origin: Origin) -> str:
     least = "" if fmt is None else f": below {fmt.name}'s smallest, {number(fmt.smallest_subnormal)}"
     example = "" if origin.expected is None else f" ({number(origin.expected)} became 0)"
     what = f"the cast to {fmt.name}" if fmt is not None and origin.facts.base in _CAST else _base(origin)
-    return f"{what} flushed {share:.0%} of its values to zero{least}{example}"
+    return f"{what} flushed {percent(share)} of its values to zero{least}{example}"
 
 
 def _made(origin: Origin) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from plimsoll.diagnosis._finding import shown
 from plimsoll.diagnosis._plan import check_tolerance, view_of
-from plimsoll.diagnosis._plan_judge import Judge, percent
+from plimsoll.diagnosis._plan_judge import Judge
 from plimsoll.diagnosis._plan_modules import Module, modules_of
 from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._view import View
@@ -15,6 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,6 +17,7 @@ from plimsoll.diagnosis._plan_modules import Module
 from plimsoll.diagnosis._plan_series import Bad, Collection, Window
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
+from plimsoll.text import percent
 
 NATIVE = ("fp16", "bf16", "tf32", "fp32")  # rounded as whole operations, without scales of casts
 _WIDE = ("bf16", "tf32", "fp32")  # with FP32's range, which what is not recorded will not leave either
@@ -175,14 +176,6 @@ class Judge:
         if recorded:
             return why
         return f"{why}; what blocks hold is not recorded, and this is what the tensors' own range allows"
-
-
-def percent(fraction: float) -> str:
-    """A fraction in per cent, in few digits."""
-    value = 100 * fraction
-    if value == 0:
-        return "0%"
-    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%" if value >= 0.01 else "<0.01%"
 
 
 def outward(low: float, estimate: float, high: float) -> tuple[float, float, float]:

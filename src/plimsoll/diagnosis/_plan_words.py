@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plimsoll.diagnosis._plan_judge import Judge, Verdict, percent
+from plimsoll.diagnosis._plan_judge import Judge, Verdict
 from plimsoll.diagnosis._plan_modules import Module
 from plimsoll.diagnosis._plan_scales import Scales
 from plimsoll.diagnosis._plan_series import Collection
 from plimsoll.formats import BF16, Role, get
+from plimsoll.text import percent
 
 _ENOUGH = 100  # binades: of tensors that were zero throughout
 Losses = Mapping[str, tuple[float, float, float]]

@@ -110,13 +110,3 @@ def worst(
 def last_of(cells: Cells, found: list[tuple[int, int, int]]) -> int:
     """The last step of all that was found."""
     return int(cells.steps[max(b for _, _, b in found)])
-
-
-def percent(share: float) -> str:
-    """A share as a percentage in few characters.
-
-    >>> percent(0.0521), percent(0.9), percent(0.0001)
-    ('5.2 %', '90 %', '0.01 %')
-    """
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"

@@ -25,6 +25,7 @@ from plimsoll.diagnosis._divergence import Kind, Parting
 from plimsoll.diagnosis._pairs import Pair, few
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import get_element
+from plimsoll.text import number, percent, power
 
 BEFORE_LOSS = ("weights", "activations")
 AFTER_LOSS = ("activation_gradients", "gradients")
@@ -180,12 +181,12 @@ class Search:
 
         bad_a, bad_b = a.nonfinite[layer, at], b.nonfinite[layer, at]
         if (bad_a > 0) != (bad_b > 0):
-            which, many = ("b", bad_b) if bad_b > 0 else ("a", bad_a)
+            which, many = ("B", bad_b) if bad_b > 0 else ("A", bad_a)
             reason = f"{many:,.0f} values are NaN or infinite in {which} only"
             return made("nonfinite", bad_a, bad_b, abs(bad_a - bad_b), 0.0, reason)
         if a.count[layer, at] != b.count[layer, at]:
             of_a, of_b = a.count[layer, at], b.count[layer, at]
-            return made("size", of_a, of_b, abs(of_a - of_b), 0.0, f"it has {of_a:,.0f} values in a, {of_b:,.0f} in b")
+            return made("size", of_a, of_b, abs(of_a - of_b), 0.0, f"it has {of_a:,.0f} values in A, {of_b:,.0f} in B")
         zeros_a, zeros_b = a.zeros[layer, at], b.zeros[layer, at]
         if abs(zeros_a - zeros_b) > max(self.tolerance, min(allowed, 1.0)):
             kind, reason = self._why_zero(pair.collection, name, step, zeros_a, zeros_b)
@@ -195,15 +196,16 @@ class Search:
         if parts:
             of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
             reason = (
-                f"root mean square {of_a:.4g} in a, {of_b:.4g} in b; {apart:.2g} apart where {allowed:.2g} is explained"
+                f"root mean square {number(of_a)} in A, {number(of_b)} in B; {number(apart)} apart where "
+                f"{number(allowed)} is explained"
             )
             return made("values", of_a, of_b, apart, allowed, reason)
         return None
 
     def _why_zero(self, collection: str, name: str, step: int, a: float, b: float) -> tuple[Kind, str]:
         """Whether the range of the format of the one with more zeros explains them by what the other one holds."""
-        more, which, fewer = (1, "b", 0) if b > a else (0, "a", 1)
-        told = f"{max(a, b):.0%} of its values are zero in {which}, {min(a, b):.0%} in {'ab'[fewer]}"
+        more, which, fewer = (1, "B", 0) if b > a else (0, "A", 1)
+        told = f"{percent(max(a, b))} of its values are zero in {which}, {percent(min(a, b))} in {'AB'[fewer]}"
         narrow = self.views[more].narrow(collection)
         assert narrow is not None
         cells = narrow.cells
@@ -223,14 +225,14 @@ class Search:
         a, b = float(self.losses[1][place]), float(self.losses[2][place])
         made = partial(Parting, step=step, collection="loss", name="", a=a, b=b)
         if np.isfinite(a) != np.isfinite(b):
-            which, value = ("b", b) if np.isfinite(a) else ("a", a)
+            which, value = ("B", b) if np.isfinite(a) else ("A", a)
             yield made(kind="nonfinite", distance=np.inf, allowed=0.0, reason=f"it is {value} in {which} only")
         if not np.isfinite(a) or not np.isfinite(b):
             return
         apart = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), _FAR * self.loss_size)
         allowed = max(_UNITS * self.rounding * np.sqrt(1.0 + depth), _AMPLIFIED * self.inherited)
         if apart > allowed and self.inherited <= _FAR:
-            reason = f"{a:.6g} in a, {b:.6g} in b; {apart:.2g} apart where {allowed:.2g} is explained"
+            reason = f"{a:.6g} in A, {b:.6g} in B; {number(apart)} apart where {number(float(allowed))} is explained"
             yield made(kind="values", distance=apart, allowed=float(allowed), reason=reason)
         else:
             self.inherited = max(self.inherited, apart)
@@ -238,10 +240,11 @@ class Search:
     def _skipped(self, step: int) -> Parting:
         a, b = (float(step in skips) for skips in self.skips)
         scale = float(self.views[int(b)].scale_at(np.array([step]))[0])
-        which = "b" if b else "a"
+        which = "B" if b else "A"
         return Parting(
             kind="skipped", step=step, collection="steps", name="", a=a, b=b, distance=1.0, allowed=0.0,
-            reason=f"{which} skipped the step, its gradients having overflowed at scale {scale:g}; it is a step behind",
+            reason=f"{which} skipped the step, its gradients having overflowed at scale {power(scale)}; it is a step "
+            "behind",
         )  # fmt: skip
 
 

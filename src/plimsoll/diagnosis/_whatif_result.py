@@ -15,6 +15,7 @@ from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
 from plimsoll.errors import NotRecordedError
 from plimsoll.spectrum import Fit, Interval
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,7 +107,7 @@ class WhatIf(Shown):
         if not self.censored:
             return said
         hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
-        return f"Judged by what the run's own format has kept ({hidden / (hidden + held):.1%} are zeros): {said}"
+        return f"Judged by what the run's own format has kept ({percent(hidden / (hidden + held))} are zeros): {said}"
 
     def at(self, name: str, step: int) -> Fit:
         """What becomes of one layer at one step."""
@@ -274,10 +275,7 @@ def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
 
 def _fraction(interval: Interval) -> str:
     """An interval as its estimate in per cent."""
-    value = 100 * interval.estimate
-    if value == 0:
-        return "0" if interval.high == 0 else "~0"
-    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
+    return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
 
 
 def _reduced(choose: "np.ufunc", values: Floats, axis: int) -> Floats:

@@ -73,7 +73,7 @@ def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
 
     >>> bad = Stretch(from_step=0, to_step=90, window=None)
     >>> block_sentence("mxfp4", [bad, Stretch(from_step=100, to_step=900, window=(0, 0))])
-    'MXFP4 may lose 1% or more of some layer until step 90, serves afterwards.'
+    'MXFP4 may lose 1 % or more of some layer until step 90, serves afterwards.'
     """
     name = fmt.upper()
     if not stretches:
@@ -82,13 +82,13 @@ def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
         return f"{name} {_serves(stretches[0])} at all steps."
     if len(stretches) > 4:
         lost = sum(1 for stretch in stretches if stretch.window is None)
-        return f"{name} may lose 1% or more of some layer in {lost} of {len(stretches)} stretches of steps."
+        return f"{name} may lose 1 % or more of some layer in {lost} of {len(stretches)} stretches of steps."
     told = [f"{_serves(stretch)} until step {stretch.to_step:,}" for stretch in stretches[:-1]]
     return f"{name} {', '.join(told)}, {_serves(stretches[-1])} afterwards."
 
 
 def _serves(stretch: Stretch) -> str:
-    return "may lose 1% or more of some layer" if stretch.window is None else "serves"
+    return "may lose 1 % or more of some layer" if stretch.window is None else "serves"
 
 
 def _need(stretch: Stretch, scaled: bool) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis import grouped
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
-from plimsoll.report._figure_words import counted
+from plimsoll.text import counted
 
 How = Literal["max", "min", "sum", "mean"]
 MOST_CELLS = 18_000  # two numbers of four bytes each, in base 64: under 300 KB of JSON

@@ -15,8 +15,9 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get_element
 from plimsoll.report._figure_audit_rows import Line, Place, lines_of, middle, ticks_of
 from plimsoll.report._figure_parts import Layout, Trace, made, nothing
-from plimsoll.report._figure_words import counted, joined, power, powers, safe
+from plimsoll.report._figure_words import joined, power, powers, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE, RED
+from plimsoll.text import counted
 from plimsoll.unit import Audit, Reading
 from plimsoll.unit._audit_drawing import register
 from plimsoll.unit._audit_rows import DIRECTIONS, FORMATS, Direction

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from plimsoll.kernels import _layout
-from plimsoll.report._figure_words import MINUS, labels, percent, power, safe
+from plimsoll.report._figure_words import MINUS, labels, power, safe
+from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading, Row
 from plimsoll.unit._audit_rows import DIRECTIONS, FORMATS, Direction
 

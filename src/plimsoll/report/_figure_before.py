@@ -11,8 +11,9 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.report._figure_parts import Layout, Source, Trace, made, nothing, series_checked, view_of
 from plimsoll.report._figure_statistics import STATISTICS, Statistic
-from plimsoll.report._figure_words import capital, counted, joined, labels, of, percent, powers, safe
+from plimsoll.report._figure_words import capital, joined, labels, of, powers, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE
+from plimsoll.text import counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

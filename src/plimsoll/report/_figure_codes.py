@@ -24,8 +24,9 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_scale import element
-from plimsoll.report._figure_words import capital, counted, joined, of, percent, power, safe
+from plimsoll.report._figure_words import capital, joined, of, power, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE, RED
+from plimsoll.text import counted, percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

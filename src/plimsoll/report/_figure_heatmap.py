@@ -21,7 +21,8 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_statistics import STATISTICS, Matrix, Scale, Statistic
-from plimsoll.report._figure_words import capital, joined, labels, of, percent, power, powers
+from plimsoll.report._figure_words import capital, joined, labels, of, power, powers
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

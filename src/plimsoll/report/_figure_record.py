@@ -9,9 +9,10 @@ from plimsoll.diagnosis import View
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_lanes import Lane, lanes
 from plimsoll.report._figure_parts import STEP_AXIS, Layout, Source, made, nothing, view_of
-from plimsoll.report._figure_words import counted, joined, safe, wrapped
+from plimsoll.report._figure_words import joined, safe, wrapped
 from plimsoll.report._theme import GREEN, GREY, ORANGE, RED
 from plimsoll.runs import Event
+from plimsoll.text import counted
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

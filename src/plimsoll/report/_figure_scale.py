@@ -14,8 +14,9 @@ from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report._aggregate import histogram
 from plimsoll.report._figure_parts import Layout, Source, line, made, nothing, series_checked, view_of
-from plimsoll.report._figure_words import capital, joined, of, percent, power, powers
+from plimsoll.report._figure_words import capital, joined, of, power, powers
 from plimsoll.report._theme import BLUE, GREEN, PURPLE, RED
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -22,8 +22,9 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_statistics import Matrix, underflow
-from plimsoll.report._figure_words import capital, joined, of, percent, safe
+from plimsoll.report._figure_words import capital, joined, of, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE, PURPLE, RED
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -23,8 +23,9 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_scale import element
-from plimsoll.report._figure_words import counted, joined, power, powers, safe
+from plimsoll.report._figure_words import joined, power, powers, safe
 from plimsoll.report._theme import BLUE, GREEN, ORANGE, PURPLE, RED
+from plimsoll.text import counted
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

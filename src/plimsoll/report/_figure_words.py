@@ -76,25 +76,6 @@ def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[st
     return places, [power(e) for e in places]
 
 
-def percent(share: float) -> str:
-    """A share in per cent.
-
-    >>> percent(0.123), percent(0.00021), percent(0.0)
-    ('12 %', '0.021 %', '0 %')
-    """
-    value = 100 * share
-    return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.2g} %"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> counted(1, "step"), counted(2000, "step")
-    ('1 step', '2,000 steps')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def joined(parts: Sequence[str]) -> str:
     """Half-sentences as a subtitle."""
     return " · ".join(part for part in parts if part)

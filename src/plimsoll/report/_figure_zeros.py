@@ -21,7 +21,8 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_statistics import Matrix
-from plimsoll.report._figure_words import capital, counted, joined, of
+from plimsoll.report._figure_words import capital, joined, of
+from plimsoll.text import counted
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

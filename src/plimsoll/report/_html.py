@@ -19,8 +19,8 @@ from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._html_assets import assets, marked, powers
 from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
 from plimsoll.report._summary import summary
-from plimsoll.report._verdict_said import percent
 from plimsoll.runs._files import replacing
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from jinja2 import Template

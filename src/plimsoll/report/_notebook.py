@@ -17,6 +17,7 @@ from plimsoll.report._figure_loss import loss_and_scale
 from plimsoll.report._summary import Summary, summary
 from plimsoll.report._theme import GREEN, SEVERITY
 from plimsoll.runs import Run, _notebook
+from plimsoll.text import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
 _MOST = 12  # findings
@@ -53,7 +54,7 @@ def _page(told: Summary) -> str:
     if told.last_step >= 0:
         facts += f", steps {told.first_step:,} to {told.last_step:,}"
     if told.loss is not None:
-        facts += f", last loss {told.loss:.4g}"
+        facts += f", last loss {number(told.loss)}"
     parts = [
         f'<div style="border-left:4px solid {colour};padding:2px 12px">',
         f"<p><strong>{_text(told.verdict)}</strong><br>{_text(words.STATES[told.state])}: {facts}</p>",

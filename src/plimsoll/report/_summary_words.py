@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 from plimsoll.diagnosis import RULES, Finding, grouped, shown
 from plimsoll.report._summary import Summary, jsonable
-from plimsoll.report._verdict_said import percent, power
 from plimsoll.runs import Event
+from plimsoll.text import number, percent, power
 
 STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
 _SAYS = {rule.id: rule.says for rule in RULES}
@@ -68,7 +68,7 @@ def spot_value(finding: Finding, value: float) -> str:
         return ""
     if finding.rule == "no-single-scale":
         return power(2.0**value) if abs(value) < 1000 else ""
-    return percent(value) if spot_heading(finding) in _JUDGED_BY_SHARE and 0 <= value <= 1 else _number(value)
+    return percent(value) if spot_heading(finding) in _JUDGED_BY_SHARE and 0 <= value <= 1 else number(value)
 
 
 def _evident(rule: str, name: str, value: float | int | str) -> str:
@@ -78,15 +78,7 @@ def _evident(rule: str, name: str, value: float | int | str) -> str:
         return percent(value) if value >= 0 else "0 %"
     if name in _SCALES or name in _SCALES_OF.get(rule, ()):
         return power(value)
-    return _number(value)
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return number(value)
 
 
 def counted(summary: Summary) -> str:
@@ -110,7 +102,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.scale is not None:
         yield "Loss scale at the end", power(summary.scale)
     if summary.loss is not None:
-        yield "Loss at the end", f"{summary.loss:.4g}"
+        yield "Loss at the end", number(summary.loss)
     if summary.seconds is not None and summary.seconds >= 1:
         yield "Duration", duration(summary.seconds)
     yield "Recording", "closed" if summary.closed else "not closed: it goes on, or was killed"
@@ -120,11 +112,11 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def record(summary: Summary) -> Iterator[tuple[str, str]]:
     """What was recorded, and by what."""
-    for collection, number in summary.tensors.items():
+    for collection, series in summary.tensors.items():
         formats = ", ".join(f.upper() for f in summary.formats.get(collection, ()))
         yield (
             sentence_case(cut(collection).replace("_", " ")),
-            f"{number:,} series{f' in {formats}' if formats else ''}",
+            f"{series:,} series{f' in {formats}' if formats else ''}",
         )
     if summary.scalars:
         yield "Scalars", cut(", ".join(shown(name) for name in summary.scalars))
@@ -132,8 +124,8 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Begun", moment(summary.created)
     for package, version in summary.versions.items():
         yield cut(package), cut(version)
-    for reason, number in summary.dropped.items():
-        yield f"Dropped: {cut(reason)}", f"{number:,} records"
+    for reason, lost in summary.dropped.items():
+        yield f"Dropped: {cut(reason)}", f"{lost:,} records"
 
 
 def settings(summary: Summary) -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.report._verdict_said import Said, percent, said
+from plimsoll.report._verdict_said import Said, said
+from plimsoll.text import percent
 
 State = Literal["healthy", "warning", "alarm", "empty"]
 LONGEST = 200  # characters of a verdict, about two lines of a terminal

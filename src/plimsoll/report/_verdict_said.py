@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.text import number, percent, power
 
 _LONGEST_NAME = 48  # characters of a layer's name in a sentence
 
@@ -91,32 +92,6 @@ def short(name: str) -> str:
     clean = shown(name)
     half = _LONGEST_NAME // 2 - 2
     return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
-
-
-def percent(fraction: float) -> str:
-    """A fraction in per cent, with as many digits as matter.
-
-    >>> [percent(x) for x in (0.0034, 0.83, 0.9996, 1.0, 0.00001)]
-    ['0.34 %', '83 %', 'over 99 %', '100 %', 'under 0.01 %']
-    """
-    if fraction >= 1:
-        return "100 %"
-    if fraction > 0.99:
-        return "over 99 %"
-    if fraction < 1e-4:
-        return "under 0.01 %" if fraction > 0 else "0 %"
-    return f"{100 * fraction:.2g} %"
-
-
-def power(value: float) -> str:
-    """A number as a power of two, if it is one.
-
-    >>> power(1024.0), power(0.5), power(3000.0)
-    ('2^10', '2^-1', '3,000')
-    """
-    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
-        return f"2^{math.frexp(value)[1] - 1}"
-    return f"{value:,.4g}" if abs(value) < 1 else f"{value:,.0f}"
 
 
 def lost_since(view: View, step: int) -> float:
@@ -307,7 +282,7 @@ def _epsilon_dominates(case: Case) -> Said:
 def _loss_spike(case: Case) -> Said:
     loss, usual = case.number("loss"), case.number("usual")
     if case.finding.severity == "alarm":
-        rose, until = f"the loss rose from {usual:.3g} to {loss:.3g} {case.at}", case.finding.until_step
+        rose, until = f"the loss rose from {number(usual)} to {number(loss)} {case.at}", case.finding.until_step
         if until < int(case.view.scalar("loss")[0][-1]):
             return Said(what=f"{rose} and came back only after step {until:,}", remedy="look at the batches there")
         return Said(
@@ -315,7 +290,7 @@ def _loss_spike(case: Case) -> Said:
         )
     spikes = int(case.number("spikes"))
     return Said(
-        what=f"the loss spiked to {loss:.3g} (usually {usual:.3g}) {case.at}",
+        what=f"the loss spiked to {number(loss)} (usually {number(usual)}) {case.at}",
         effect=f"at {spikes:,} steps in all" if spikes > 1 else "",
         remedy="clip gradients or lower the learning rate",
     )

@@ -18,6 +18,7 @@ from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._workers import one_thread
 from plimsoll.lab.adam._judge import BOUND, EXPLODES, judged
 from plimsoll.lab.adam._train import KINDS, Setup, described, setup_for, train
+from plimsoll.text import percent
 
 Numbers = Mapping[str, float]
 _LOST = 0.05  # the rule's own threshold
@@ -140,7 +141,8 @@ def _of_remedies(fp32: Numbers, guarded: Numbers, master: Numbers) -> tuple[Clai
 def _said(numbers: Sequence[Numbers]) -> tuple[str, ...]:
     fp32, _, small, large, guarded, _ = numbers
     found = (
-        f"After the spell {large['moments_zero']:.0%} of FP16's second moments are zero beside first ones that are "
+        f"After the spell {percent(large['moments_zero'], 0)} of FP16's second moments are zero beside first ones "
+        "that are "
         f"not. With epsilon 1e-7 an update has {small['largest_update']:,.0f} learning rates, where FP32's largest "
         f"is {fp32['largest_update']:.1f}: told of at step {small['told_at']:.0f}, exploded at step "
         f"{small['exploded_at']:.0f}."

@@ -8,6 +8,7 @@ from plimsoll.lab.amp._judge import furthest
 from plimsoll.lab.amp._memory import Footprint, gibibytes
 from plimsoll.lab.amp._models import UNET_PARAMETERS
 from plimsoll.lab.amp._time import Timed, ratio
+from plimsoll.text import percent
 
 _AGREES = 0.05  # of FP32's loss
 _HALF = 0.6  # of FP32's memory: half, and a tenth for what stays
@@ -136,12 +137,13 @@ def said_of_memory(memory: Memory, batches: Mapping[str, int]) -> Iterator[str]:
     for name, batch in batches.items():
         fp32 = memory[name, "fp32"]
         levels = ", ".join(
-            f"{level} {share(memory, name, level, batch):.0%}" for network, level in memory if network == name
+            f"{level} {percent(share(memory, name, level, batch), 0)}" for network, level in memory if network == name
         )
         yield (
             f"{name}, batch {batch}: {gibibytes(fp32.static)} static and {gibibytes(fp32.dynamic(batch))} dynamic in "
             f"FP32; dynamic is 3 to 4 times static at batches {fp32.batch_at(3):.1f} to {fp32.batch_at(4):.1f}. Of "
-            f"FP32's total: {levels}. Of what O2 keeps for a sample, {_wide(memory[name, 'fp16-master']):.0%} has 4 "
+            f"FP32's total: {levels}. Of what O2 keeps for a sample, "
+            f"{percent(_wide(memory[name, 'fp16-master']), 0)} has 4 "
             "bytes a value or more."
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 from plimsoll.lab._claim import Claim, of_rows
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading
 
 _NEAR, _FAR = 2.0, 4.0  # binades from unit scale
@@ -150,7 +151,7 @@ def said(audits: Audits, figure: str) -> tuple[str, ...]:
     scales = (
         f"Before the conversion {len(before.beyond(_FAR))} of {sum(1 for _ in before.readings())} values and gradients "
         f"lie more than {_FAR:.0f} binades from unit scale, after it {len(after.beyond(_FAR))}. E5M2 without a scale "
-        f"loses {lost[0]:.1%} of the gradients' values before, {lost[1]:.2%} after."
+        f"loses {percent(lost[0], 1)} of the gradients' values before, {percent(lost[1], 2)} after."
     )
     worst = (
         f"The worst before: {_worst(before.worst[0])}; after: {_worst(after.worst[0])}; trained: "

@@ -20,6 +20,7 @@ from plimsoll.lab.clip._kinds import DEMO_KINDS
 from plimsoll.lab.clip._train import Setup, described, setup_for
 from plimsoll.lab.clip._workers import train_all
 from plimsoll.runs import Run
+from plimsoll.text import percent
 
 Numbers = Mapping[str, float]
 
@@ -134,7 +135,8 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
     serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
-        f"{fp16.numbers['lost_after']:.0%} of what FP16 holds of gradients is zero from then on. No error, no NaN in a "
+        f"{percent(fp16.numbers['lost_after'], 0)} of what FP16 holds of gradients is zero from then on. No error, "
+        "no NaN in a "
         "weight."
     )
     advice = {

@@ -11,6 +11,7 @@ from plimsoll.lab.clip._judge import LOST, TAIL, losses, of_parameters
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._train import Setup
 from plimsoll.runs import Run
+from plimsoll.text import percent
 
 AT_ONCE = 40  # steps, or half of a training that is shorter than twice that
 
@@ -36,7 +37,7 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     good = numbers["lost_after"] <= LOST
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=findings,
-        verdict="gradients whole" if good else f"{numbers['lost_after']:.0%} of gradients lost",
+        verdict="gradients whole" if good else f"{percent(numbers['lost_after'], 0)} of gradients lost",
         series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from plimsoll.text import percent
+
 Numbers = Mapping[str, Mapping[str, float]]
 _PARTED, _SOUND = 1.1, 0.05  # times BF16's loss; of gradients lost (T6)
 _BURST = {
@@ -29,8 +31,10 @@ def said(numbers: Numbers) -> tuple[str, ...]:
 def _never(these: Mapping[str, float]) -> str:
     grown = these["scale_end"] - these["scale_before"]
     return (
-        f"Without hard batches FP16 with the stock scaler loses {these['lost_before']:.1%} of gradients at first and "
-        f"{these['lost_after']:.0%} in the end: they shrink by {these['gradient_fell_binades']:.1f} binades, its scale "
+        f"Without hard batches FP16 with the stock scaler loses {percent(these['lost_before'], 1)} of gradients at "
+        "first and "
+        f"{percent(these['lost_after'], 0)} in the end: they shrink by {these['gradient_fell_binades']:.1f} binades, "
+        "its scale "
         f"grows by {grown:.0f}."
     )
 
@@ -49,7 +53,7 @@ def _serving(where: str, names: Mapping[str, str], numbers: Numbers, bf16: str) 
     whole = [name for name in order if ratio[name] <= _PARTED and numbers[name]["lost_end"] <= _SOUND]
     serve = ", ".join(f"{names[name]} ({ratio[name]:.2f} of BF16's loss)" for name in whole)
     rest = ", ".join(
-        f"{names[name]} ({ratio[name]:.2f}, {numbers[name]['lost_end']:.0%} of gradients lost)"
+        f"{names[name]} ({ratio[name]:.2f}, {percent(numbers[name]['lost_end'], 0)} of gradients lost)"
         for name in order
         if name not in whole
     )

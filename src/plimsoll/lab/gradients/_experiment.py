@@ -22,6 +22,7 @@ from plimsoll.lab.detector._train import Job, Kind, Setup, described, jobs_of, r
 from plimsoll.lab.gradients._histogram import SHIFTS, below, histogram, scale_for, shares
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import percent
 
 FIGURE = "report-histogram.html"
 _TRAILS = 1.05  # of FP32's held-out loss: from here on FP16 trails, and below it trains as FP32 does
@@ -173,23 +174,23 @@ def said(numbers: Numbers, larger: int | None) -> tuple[str, ...]:
     """What was found; `larger`: by how many powers of two gradients would have to be larger for the published band."""
     fp32, eight = numbers["fp32"], numbers["fp16-8"]
     held = (
-        f"In FP32 {fp32['zero']:.1%} of the activation gradients are zero. Of the others FP16 would lose "
-        f"{fp32['lost_at_1']:.1%} with no loss scale, {fp32['lost_at_8']:.1%} at 8 and {fp32['lost_at_32768']:.2%} at "
-        f"32K; {fp32['band']:.1%} lie in [2^-27, 2^-24). {FIGURE} shows it."
+        f"In FP32 {percent(fp32['zero'], 1)} of the activation gradients are zero. Of the others FP16 would lose "
+        f"{percent(fp32['lost_at_1'], 1)} with no loss scale, {percent(fp32['lost_at_8'], 1)} at 8 and "
+        f"{percent(fp32['lost_at_32768'], 2)} at "
+        f"32K; {percent(fp32['band'], 1)} lie in [2^-27, 2^-24). {FIGURE} shows it."
     )
     words = {"fp16": "with no loss scale", "fp16-8": "at 8", "fp16-32k": "at 32K"}
     told = ", ".join(f"{scale} {_ended(numbers[name])}" for name, scale in words.items())
     trained = f"Held-out loss in FP16, in units of FP32's (mAP {fp32['held_out_map']:.3f}): {told}."
-    zeros = (
-        f"Of the zeros in FP16 at 8, {eight['zeros_by_fp16']:.0%} were made by FP16; the others are zero in FP32 too."
-    )
-    wide = f"{fp32['wide']:.1%} of all lie in 2^-32 to 2^-20"
+    made = percent(eight["zeros_by_fp16"], 0)
+    zeros = f"Of the zeros in FP16 at 8, {made} were made by FP16; the others are zero in FP32 too."
+    wide = f"{percent(fp32['wide'], 1)} of all lie in 2^-32 to 2^-20"
     wide += "." if larger is None else f"; it would be 4 % if all gradients were 2^{larger} times as large."
     return held, trained, zeros, wide
 
 
 def _ended(numbers: Mapping[str, float]) -> str:
-    return f"{numbers['of_fp32']:.3f} (mAP {numbers['held_out_map']:.3f}, {numbers['lost']:.1%} lost)"
+    return f"{numbers['of_fp32']:.3f} (mAP {numbers['held_out_map']:.3f}, {percent(numbers['lost'], 1)} lost)"
 
 
 def _settings(bench: Bench) -> Mapping[str, object]:

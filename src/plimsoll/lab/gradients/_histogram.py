@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from plimsoll.formats import FP16
 from plimsoll.kernels import _layout as layout
 from plimsoll.report._figure_parts import Layout, Trace, made
-from plimsoll.report._figure_words import percent, powers
+from plimsoll.report._figure_words import powers
 from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, PURPLE
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -19,6 +19,7 @@ from plimsoll.lab.detector._judge import judged, over_seeds, ratio_of, smoothed,
 from plimsoll.lab.detector._train import Job, Kind, Setup, described, jobs_of, sized, train_all
 from plimsoll.lab.layerwise._spans import spans_of
 from plimsoll.runs import Run
+from plimsoll.text import percent
 
 _SETUP = Setup(steps=150, share=2.0**-15)
 _AS_GOOD = 1.02  # of a held-out loss: "at least as good", within what three seeds can tell
@@ -157,7 +158,7 @@ def said(numbers: Numbers) -> tuple[str, ...]:
 
 
 def _row(title: str, numbers: Mapping[str, float]) -> str:
-    lost = f"{numbers['lost']:.2%}" if "lost" in numbers else "-"
+    lost = f"{percent(numbers['lost'], 2)}" if "lost" in numbers else "-"
     return (
         f"{title:<33}{numbers['held_out_loss']:>6.3f}{numbers['of_best']:>9.3f}{numbers['held_out_map']:>7.3f}{lost:>9}"
         f"{numbers['batches_lost']:>8.0f}{numbers['steps_to_near']:>7.0f}"
@@ -171,9 +172,9 @@ def _serves(numbers: Numbers) -> str:
     best, worst = best_static(numbers), _worst_static(numbers)
     told = f"As good as the best static scale ({_title(best).removeprefix('static ')}): {', '.join(good) or 'none'}."
     told += f" Not shown to be: {', '.join(bad)}." if bad else ""
-    told += f" Of FP32 itself it is shown to within {numbers['fp32']['of_best_high'] - 1:.1%}."
+    told += f" Of FP32 itself it is shown to within {percent(numbers['fp32']['of_best_high'] - 1, 1)}."
     behind = numbers[worst]["of_best"] - 1
-    return f"{told} The worst static scale ({_title(worst).removeprefix('static ')}) ends {behind:.0%} behind."
+    return f"{told} The worst static scale ({_title(worst).removeprefix('static ')}) ends {percent(behind, 0)} behind."
 
 
 def _windows(fp32: Mapping[str, float]) -> str:

@@ -26,6 +26,7 @@ from plimsoll.lab.levels._judge import accuracies, behind, judged
 from plimsoll.lab.levels._operations import Dtypes, operations_at, told
 from plimsoll.lab.levels._train import CHANGED, KINDS, OF_LEVELS, SCALES, Kind, Setup, described, setup_for, to_task
 from plimsoll.precision import Policy
+from plimsoll.text import percent
 
 _EQUAL = 0.02  # of the pictures held out: two points
 _TRAILS = 0.05
@@ -168,21 +169,22 @@ def astray(ran: Dtypes, lists: OperationLists, low: torch.dtype = torch.float16)
 
 def _said(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[str, ...]:
     means = {name: sum(values) / len(values) for name, values in found.items()}
-    levels = ", ".join(f"{name} {means[name]:.1%}" for name in (kind.name for kind in OF_LEVELS))
+    levels = ", ".join(f"{name} {percent(means[name], 1)}" for name in (kind.name for kind in OF_LEVELS))
     pure = behind(found["fp16-pure"], found["fp32"])
     o3 = (
-        f"O3 (fp16-pure) is behind FP32 by {means['fp32'] - means['fp16-pure']:.1%} of the pictures in the mean, and "
-        f"by {pure:.1%} at most (95 %)."
+        f"O3 (fp16-pure) is behind FP32 by {percent(means['fp32'] - means['fp16-pure'], 1)} of the pictures in the "
+        "mean, and "
+        f"by {percent(pure, 1)} at most (95 %)."
     )
     scales = "; ".join(
-        f"{kind.title.removeprefix('O1, ')}: {numbers[kind.name]['lost_after']:.1%} lost, "
-        f"{numbers[kind.name]['accuracy']:.1%} right"
+        f"{kind.title.removeprefix('O1, ')}: {percent(numbers[kind.name]['lost_after'], 1)} lost, "
+        f"{percent(numbers[kind.name]['accuracy'], 1)} right"
         for kind in SCALES
     )
     dynamic = numbers["amp-fp16"]
     scales = (
         f"Of the same training's gradients of activations, and pictures, {scales}; dynamic: "
-        f"{dynamic['lost_after']:.1%} lost, {dynamic['accuracy']:.1%} right."
+        f"{percent(dynamic['lost_after'], 1)} lost, {percent(dynamic['accuracy'], 1)} right."
     )
     return (
         f"Of the pictures held out are classified right: {levels}.",

@@ -18,6 +18,7 @@ from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.t5._judge import judged, layers_of, overflowing
 from plimsoll.lab.t5._model import LENGTH
 from plimsoll.lab.t5._train import KINDS, Setup, setup_for, task_of
+from plimsoll.text import percent
 
 Numbers = Mapping[str, float]
 _AGREE = 0.99  # of places: clamping is said to have a negligible effect on results
@@ -158,14 +159,14 @@ def _said(
     fp16, clamped, bf16, fp32 = numbers
     places = layers_of(setup)
     first = next((places.index(name) // 2 + 1 for name in places if name in foretold), 0)
-    agree = ", ".join(f"{name} {forward[name]['agreement']:.2%}" for name in ("fp16", "fp16-clamped", "bf16"))
+    agree = ", ".join(f"{name} {percent(forward[name]['agreement'], 2)}" for name in ("fp16", "fp16-clamped", "bf16"))
     when = (
         f"overflow-ahead was raised at step {fp16['told_at']:.0f}, the first Inf came at step "
         f"{fp16['overflow_at']:.0f}. By the BF16 run FP16 overflows from layer {first} of {setup.layers} on."
     )
     losses = (
         f"Held-out loss: FP32 {fp32['held_out_loss']:.3f}, BF16 {bf16['held_out_loss']:.3f}, FP16 clamped "
-        f"{clamped['held_out_loss']:.3f}; {clamped['clamped']:.3%} of the stream was clamped in training."
+        f"{clamped['held_out_loss']:.3f}; {percent(clamped['clamped'], 3)} of the stream was clamped in training."
     )
     overflow = f"FP16: {fault.get('sentence', 'nothing overflowed.')}"
     return overflow, when, losses, f"Same weights, predictions as FP32's: {agree}."

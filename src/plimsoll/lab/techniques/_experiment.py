@@ -27,6 +27,7 @@ from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.techniques._sums import error_of_sums
 from plimsoll.lab.techniques._train import KINDS, Kind, Setup, described, setup_for, task_of
 from plimsoll.runs import Run
+from plimsoll.text import percent
 
 _TRAINED = "plimsoll.lab.techniques._train:trained"
 _ON_THE_CURVE = 1.01  # of FP32's bits
@@ -189,11 +190,11 @@ def _said(numbers: Numbers, sums: Mapping[int, float]) -> tuple[str, ...]:
     )
     updates = (
         f"At the low rate FP32 gains {gain['fp32']:.4f} bits, FP16 with masters {gain['all']:.4f}, without "
-        f"{gain['no-masters']:.4f}: {numbers['no-masters']['unmoved']:.0%} of its updates are swallowed."
+        f"{gain['no-masters']:.4f}: {percent(numbers['no-masters']['unmoved'], 0)} of its updates are swallowed."
     )
     summed = (
-        f"Summed in FP16, {_SHORT} products of a weight's gradient are off by {sums[_SHORT]:.2%}, {_LONG:,} by "
-        f"{sums[_LONG]:.2%}; rounding the sum once is off by at most 0.05 %."
+        f"Summed in FP16, {_SHORT} products of a weight's gradient are off by {percent(sums[_SHORT], 2)}, {_LONG:,} by "
+        f"{percent(sums[_LONG], 2)}; rounding the sum once is off by at most 0.05 %."
     )
     return curves, updates, summed
 

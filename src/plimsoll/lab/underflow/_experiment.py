@@ -22,6 +22,7 @@ from plimsoll.lab._result import Measured
 from plimsoll.lab._workers import carry_out, one_thread, workers_for
 from plimsoll.lab.underflow._judge import CHANGE, STAY, judged
 from plimsoll.lab.underflow._train import KINDS, TRAINED, Job, Setup, described, setup_for
+from plimsoll.text import percent
 
 _MOST = 0.20  # T5: 5 to 20 % of CLIP's layers
 _AS_GOOD = 1.05  # times BF16's loss; batches and weights are the same
@@ -141,14 +142,14 @@ def _said(found: Found) -> tuple[str, ...]:
     """The rates in words, and what the lost gradients did to the loss."""
     clip, bf16 = found["clip-fp16"], found["clip-bf16"]
     rates = "; ".join(
-        f"{kind.title}: {_share(found[kind.name], 'rate_early'):.1%} early, "
-        f"{_share(found[kind.name], 'rate_end'):.1%} at the end"
+        f"{kind.title}: {percent(_share(found[kind.name], 'rate_early'), 1)} early, "
+        f"{percent(_share(found[kind.name], 'rate_end'), 1)} at the end"
         for kind in KINDS
     )
     ratios = [fp16["loss_end"] / other["loss_end"] for fp16, other in zip(clip, bf16, strict=True)]
     lost = (
-        f"CLIP in FP16 had lost {_share(clip, 'lost_end'):.1%} of its layers' gradients at the end, and "
-        f"{_share(clip, 'parameters_lost'):.2%} of its parameters'; its loss was "
+        f"CLIP in FP16 had lost {percent(_share(clip, 'lost_end'), 1)} of its layers' gradients at the end, and "
+        f"{percent(_share(clip, 'parameters_lost'), 2)} of its parameters'; its loss was "
         f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} of BF16's."
     )
     return f"Layers that underflow: {rates}.", lost

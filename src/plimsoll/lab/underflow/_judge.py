@@ -26,6 +26,7 @@ from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Training
 from plimsoll.lab.underflow._train import Job, Setup
 from plimsoll.runs import Run
+from plimsoll.text import percent
 
 LOST = UnderflowHigh().values
 STAY, CHANGE, SURE = UnderflowRising().watch, UnderflowRising().change, UnderflowRising().confidence
@@ -103,7 +104,7 @@ def judged(job: Job, setup: Setup) -> Training:
     verdict = early_verdict(found.within(setup.warmup, setup.early))
     return Training(
         name=job.kind.name, title=job.kind.title, run=view.run.path, numbers=numbers,
-        verdict=f"{verdict}; {numbers['rate_end']:.1%} of layers at the end", good=numbers["rate_end"] < STAY,
+        verdict=f"{verdict}; {percent(numbers['rate_end'], 1)} of layers at the end", good=numbers["rate_end"] < STAY,
         series=columns(found.steps, found.layers), series_of="share of layers that underflow",
         findings=tuple(diagnose(view)),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from plimsoll.lab._workers import one_thread, workers_for
 from plimsoll.lab.unit._judge import Scores, judged, scores
 from plimsoll.lab.unit._train import KINDS, Job, Setup, described, setup_for
 from plimsoll.lab.unit._workers import train_all
+from plimsoll.text import percent
 
 _WITHIN = 1.01  # of FP32's bits per character
 _TRAILS = 1.05
@@ -153,8 +154,8 @@ def _said(found: Scores, trainings: tuple[Training, ...]) -> tuple[str, ...]:
         f"{bits['unit-fp16']:.3f}, FP8 {bits['unit-fp8']:.3f} (FNUZ {bits['unit-fp8-fnuz']:.3f})."
     )
     lost = (
-        f"Plain FP16 lost {fp16['lost_after']:.0%} of the gradients of activations, unit-scaled FP16 "
-        f"{by_kind['unit-fp16'].numbers['lost_after']:.2%}."
+        f"Plain FP16 lost {percent(fp16['lost_after'], 0)} of the gradients of activations, unit-scaled FP16 "
+        f"{percent(by_kind['unit-fp16'].numbers['lost_after'], 2)}."
     )
     drift = (
         f"Unit-scaled FP8: the median tensor's scale has moved by {eight['drift_median']:.1f} binades at the end, the "

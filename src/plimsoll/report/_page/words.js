@@ -33,27 +33,26 @@ export function whole(value) {
   return typeof value === "number" && Number.isFinite(value) ? GROUPED.format(value).replace("-", MINUS) : "\u2013";
 }
 
-/** Any number: four digits, or its name where it is not finite. */
+/** Any number in three digits, as plimsoll/text.py writes it, or its name where it is not finite. */
 export function number(value) {
-  if (typeof value !== "number") return String(value);
-  if (!Number.isFinite(value)) return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e9) return whole(value);
+  if (typeof value !== "number" || !Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
-  const text = size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
-  return text.replaceAll("-", MINUS);
+  if (Number.isInteger(value) && size < 1e9) return whole(value);
+  if (size >= 1e9 || size < 1e-3) return value.toExponential(2).replace("+", "").replaceAll("-", MINUS);
+  return size >= 999.5 ? whole(value) : String(Number(value.toPrecision(3))).replace("-", MINUS);
 }
 
-/** A fraction in per cent, as the terminal shows it: about 0 is told apart from none. */
+/** A fraction in per cent, as plimsoll/text.py writes it: what is not quite none or all is never rounded to it. */
 export function percent(fraction) {
-  const value = 100 * fraction;
-  if (value === 0) return "0";
-  if (value < 0.001) return "<0.001%";
-  return value >= 10 ? `${value.toFixed(0)}%` : `${Number(value.toPrecision(2))}%`;
+  if (fraction >= 1) return `${whole(100 * fraction)}\u00a0%`;
+  if (fraction > 0.99) return "over 99\u00a0%";
+  if (fraction < 1e-4) return fraction > 0 ? "under 0.01\u00a0%" : "0\u00a0%";
+  return `${Number((100 * fraction).toPrecision(2))}\u00a0%`;
 }
 
 /** An interval's estimate in per cent; about 0 where it may be more. */
 export function estimate({ high, estimate: middle }) {
-  return middle === 0 ? (high === 0 ? "0" : "~0") : percent(middle);
+  return middle === 0 && high > 0 ? `about ${percent(0)}` : percent(middle);
 }
 
 /** The ends of an interval in words. */

@@ -147,7 +147,7 @@ addEventListener("afterprint", () => {
 
 const percent = (share) => {
   if (share === 0) return "0 %";
-  if (share >= 1) return "100 %";
+  if (share >= 1) return `${Math.round(100 * share)} %`;
   if (share > 0.99) return "over 99 %";
   return share < 1e-4 ? "under 0.01 %" : `${Number((100 * share).toPrecision(2))} %`;
 };

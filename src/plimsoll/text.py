@@ -1,0 +1,83 @@
+"""Numbers as text: one way to write shares, powers of two, counts and steps.
+
+Every surface writes its numbers with these functions: terminal, report, Markdown, live page, findings. The live page
+and the report's script write the same in JavaScript (`_page/words.js`, `_templates/report.js`).
+"""
+
+import math
+
+_SHORTEST = 1e-3  # numbers below it are written with an exponent
+_LONGEST = 1e9  # and from here on
+
+
+def percent(share: float, decimals: int | None = None) -> str:
+    """Write a share in per cent, in two digits; what is not quite none or all is never rounded to it.
+
+    Args:
+        share: 0.0 to 1.0 for 0 % to 100 %.
+        decimals: So many digits behind the point in place of two digits in all, for tables of measurements.
+
+    >>> [percent(x) for x in (0.0, 0.00001, 0.0034, 0.58, 0.996, 1.0)]
+    ['0 %', 'under 0.01 %', '0.34 %', '58 %', 'over 99 %', '100 %']
+    >>> percent(0.9834, 1)
+    '98.3 %'
+    """
+    if math.isnan(share):
+        return "unknown"
+    if decimals is not None:
+        return f"{100 * share:.{decimals}f} %"
+    if share >= 1:
+        return f"{100 * share:,.0f} %"
+    if share > 0.99:
+        return "over 99 %"
+    if share < 1e-4:
+        return "under 0.01 %" if share > 0 else "0 %"
+    return f"{100 * share:.2g} %"
+
+
+def power(value: float) -> str:
+    """Write a number as a power of two if it is one, and as any number otherwise.
+
+    >>> power(1024.0), power(0.5), power(3000.0)
+    ('2^10', '2^-1', '3,000')
+    """
+    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
+        return f"2^{math.frexp(value)[1] - 1}"
+    return number(value)
+
+
+def number(value: float) -> str:
+    """Write any number: whole ones in full, others in three digits.
+
+    >>> number(65504.0), number(0.015625), number(2.0**-24), number(3.4e38), number(float("nan"))
+    ('65,504', '0.0156', '5.96e-8', '3.40e38', 'nan')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if float(value).is_integer() and size < _LONGEST:
+        return f"{int(value):,}"
+    if size >= _LONGEST or size < _SHORTEST:
+        # Rounded to three digits, float64's largest value would read back as infinity.
+        digits = f"{value:.2e}" if math.isfinite(float(f"{value:.2e}")) else f"{math.copysign(1.79e308, value):.2e}"
+        mantissa, exponent = digits.split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
+
+
+def counted(many: int, noun: str) -> str:
+    """Write a number of things.
+
+    >>> counted(1, "step"), counted(2000, "step")
+    ('1 step', '2,000 steps')
+    """
+    return f"{many:,} {noun}{'' if many == 1 else 's'}"
+
+
+def steps(first: int, last: int) -> str:
+    """Write a range of steps, both ends included.
+
+    >>> steps(301, 310), steps(1300, 1300)
+    ('steps 301 to 310', 'step 1,300')
+    """
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

@@ -1,0 +1,45 @@
+"""Numbers as text: one spelling, in one module, for all surfaces."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import plimsoll
+from plimsoll.text import number, percent, power, steps
+
+SOURCE = Path(plimsoll.__file__).parent
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9, 1e-4, 0.0099, 0.1, 0.58, 0.985, 0.9951, 0.99999, 1.0])
+def test_a_share_is_none_or_all_only_where_it_is(share: float) -> None:
+    told = percent(share)
+    assert told.endswith(" %")
+    assert (told == "0 %") == (share == 0) and (told == "100 %") == (share == 1)
+
+
+@pytest.mark.parametrize("value", [0.738, 12.34, 999.4, 1234.5, 65504.0, 7.17e-4, 2.0**-24, 3.4e38, -0.5, 1.7e308])
+def test_a_number_reads_back_within_its_three_digits(value: float) -> None:
+    assert float(number(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3, abs=0.0)
+    assert len(number(value)) <= 9
+
+
+def test_one_number_has_one_spelling() -> None:
+    assert number(65536) == number(65536.0) == "65,536"
+    assert power(65536) == power(65536.0) == "2^16"
+    assert number(math.inf) == "inf" and number(math.nan) == "nan" and percent(math.nan) == "unknown"
+    assert steps(300, 300) == "step 300"
+
+
+def test_no_other_module_spells_shares() -> None:
+    own = re.compile(r":\.?\d*%\}|\bdef _?percent\b|[0-9}]%[\"' ,;.)]")
+    hover = ("hovertemplate", "tickformat", "hover")  # Plotly's own language
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "text.py"
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if own.search(line) and not any(word in line for word in hover)
+    ]
+    assert not found, "\n".join(found)
