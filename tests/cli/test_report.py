@@ -75,6 +75,24 @@ def test_what_cannot_be_written_exits_with_2(path: Path, tmp_path: Path, argumen
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["x.pdf", "x.PDF", "x.txt", "x.svg", "page.v2", "x.html.gz"])
+def test_an_ending_that_no_form_has_is_refused_before_the_work(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("plimsoll.cli._report.opened", lambda place: pytest.fail(f"{place} is read"))
+    result = run(path, "-o", tmp_path / name)
+    assert result.exit_code == 2 and result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert "expected a file that ends in .html, .htm, .md, .markdown, .json; got" in result.stderr
+    result = run(path, "-o", tmp_path / name, "--format", "html")
+    assert result.exit_code == 2 and "expected a file that ends in .html" in result.stderr
+
+
+def test_a_named_form_goes_into_a_file_of_any_text(path: Path, tmp_path: Path) -> None:
+    assert run(path, "-o", tmp_path / "x.txt", "--format", "markdown").exit_code == 0
+    assert (tmp_path / "x.txt").read_text() == markdown(path)
+    assert run(path, "-o", tmp_path / "PAGE.HTM").exit_code == 0
+
+
 def test_a_folder_that_holds_no_run_exits_with_2(tmp_path: Path) -> None:
     for form in ("html", "markdown", "json"):
         result = run(tmp_path, "--format", form, "-o", tmp_path / "page")

@@ -278,6 +278,10 @@ def test_such_a_plan_trains(odd: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            {"target": "e4m3"},
+            "plan: expected a target among .*; got .e4m3.. e4m3 is a format: the target that uses it is fp8",
+        ),
         ({"target": "fp4"}, "plan: expected a target among fp16, bf16, fp8, .*cheapest; got 'fp4'"),
         ({"target": None}, "plan: expected a target among"),
         ({"tolerance": 0}, "plan: expected a tolerance above 0 and at most 1; got 0"),

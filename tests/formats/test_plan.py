@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -224,3 +225,14 @@ def test_what_no_file_could_hold_is_refused(fields):
 
 def _pickled(record):
     return pickle.loads(pickle.dumps(record))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.pdf", "plan.yaml"])
+def test_a_plan_is_written_to_toml_only(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"Plan.save: expected a file that ends in .toml.*got .*Write to plan.toml"):
+        FULL.save(tmp_path / name)
+    with pytest.raises(ArgumentError, match=r"Plan.save: expected the path of a file; got .*, a folder"):
+        FULL.save(tmp_path)
+    with pytest.raises(ArgumentError, match=r"Plan.save: expected a path in a folder that exists"):
+        FULL.save(tmp_path / "none" / "plan.toml")
+    assert list(tmp_path.iterdir()) == []

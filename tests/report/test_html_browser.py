@@ -62,6 +62,13 @@ def test_a_figure_is_in_the_pages_font_and_colours(shown: Any) -> None:
     assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
+def test_no_figure_offers_to_upload_its_data(shown: Any) -> None:
+    shown.wait_for_selector(".plot[data-drawn] .modebar-btn", state="attached")
+    titles = shown.locator(".modebar-btn").evaluate_all("all => all.map(each => each.dataset.title)")
+    assert "Download plot as a PNG" in titles
+    assert not [title for title in titles if re.search("share|cloud|upload|send", title, re.IGNORECASE)]
+
+
 def test_the_theme_is_switched_and_kept(shown: Any) -> None:
     shown.wait_for_selector(".plot[data-drawn] .main-svg")
     shown.get_by_role("button", name="Use the dark theme").click()

@@ -58,6 +58,15 @@ def test_the_theme_is_the_systems_until_one_is_chosen(browser: Any, site: Served
         assert page.evaluate(body) != before
 
 
+@pytest.mark.parametrize("route", ["#/run/low", "#/run/low/tensor", "#/compare/low/healthy"])
+def test_no_figure_offers_to_upload_its_data(page: Any, site: Served, route: str) -> None:
+    at(page, site, route)
+    page.wait_for_selector(".plot .modebar-btn", state="attached")
+    titles = page.locator(".modebar-btn").evaluate_all("all => all.map(each => each.dataset.title)")
+    assert "Download plot as a PNG" in titles
+    assert not [title for title in titles if re.search("share|cloud|upload|send", title, re.IGNORECASE)]
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_view_fits_its_width_and_is_a_page_with_landmarks(browser: Any, site: Served, width: int) -> None:
     with open_page(browser, viewport={"width": width, "height": 800}) as (page, _):

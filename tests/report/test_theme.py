@@ -68,3 +68,10 @@ def test_another_theme_is_refused() -> None:
     figure = made("test", "title", "", [], {"height": 300}, {})
     with pytest.raises(ArgumentError, match="themed: expected a theme, 'light' or 'dark'; got 'sepia'. Choose one"):
         themed(figure, "sepia")  # pyright: ignore[reportArgumentType]
+
+
+def test_no_figure_offers_to_upload_its_data() -> None:
+    for template in TEMPLATES.values():
+        assert "sendChartToCloud" in template["layout"]["modebar"]["remove"]
+    figure = made("test", "title", "", [], {"height": 300}, {})
+    assert "sendChartToCloud" in figure.layout.modebar.remove  # whatever template a user gives it

@@ -47,7 +47,12 @@ def file_here(operation: str, option: str, given: str | None, example: str) -> P
 
 def folder_here(operation: str, option: str, given: str | None, example: str) -> Path | None:
     """The path of a folder to write runs to; `ArgumentError` for a URI."""
-    return _here(operation, f"{option} to name a folder of this machine", given, example, 1)
+    path = _here(operation, f"{option} to name a folder of this machine", given, example, 1)
+    if path is not None and path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"{operation}: expected {option} to name a folder; got {path}, which is a file. Name a folder, new or old."
+        )
+    return path
 
 
 def _here(operation: str, expected: str, given: str | None, example: str, kind: int) -> Path | None:

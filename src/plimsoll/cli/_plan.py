@@ -70,7 +70,10 @@ def plan(
         _check(check, run, tolerance, until, output)
         return
     from plimsoll.diagnosis import plan as planned
+    from plimsoll.formats._plan_file import checked_path
 
+    if written_to is not None:
+        checked_path("plan", written_to)  # before the work
     made = planned(
         opened(run), str(target), tolerance=0.01 if tolerance is None else tolerance, margin_binades=margin,
         fallback=fallback, layer_scales=not one_scale, include=include or (), exclude=exclude or (), until=until,

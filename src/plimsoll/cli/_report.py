@@ -9,7 +9,7 @@ import typer
 from plimsoll.cli._place import RunPlace, file_here, opened
 from plimsoll.errors import ArgumentError, RunError
 
-_BY_SUFFIX = {".md": "markdown", ".markdown": "markdown", ".json": "json"}
+_BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
 
 
 def report(
@@ -19,7 +19,7 @@ def report(
     ] = None,
     form: Annotated[
         Literal["html", "markdown", "json"] | None,
-        typer.Option("--format", help="As it comes, what the file's name ends in says; html where it says nothing."),
+        typer.Option("--format", help="Default: by the ending of the file's name, else html."),
     ] = None,
     title: Annotated[
         str | None, typer.Option("--title", help="The page's title; the folder's name as it comes.")
@@ -28,7 +28,7 @@ def report(
 ) -> None:
     """What is wrong in a run and what to do, with its figures, in one file that needs no network."""
     output = file_here("report", "-o", destination, "report.html")
-    chosen = form or _BY_SUFFIX.get(output.suffix.lower() if output else "", "html")
+    chosen = form or _form_of(output)
     if title is not None and chosen != "html":
         raise ArgumentError(f"report: expected no --title with --format {chosen}, which has none; got {title!r}.")
     if chosen == "html":
@@ -41,13 +41,26 @@ def report(
         _write(output, text)
 
 
+def _form_of(output: Path | None) -> str:
+    """The form that the file's ending stands for."""
+    ending = output.suffix.lower() if output else ""
+    if ending and ending not in _BY_ENDING:
+        raise ArgumentError(
+            f"report: expected a file that ends in {', '.join(_BY_ENDING)}; got {output}. "
+            "Write one of these, or name the form with --format. A browser prints the page as a PDF."
+        )
+    return _BY_ENDING.get(ending, "html")
+
+
 def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
     if str(output) == "-":
         raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
     from plimsoll.report import html
     from plimsoll.report._figure_parts import view_of
+    from plimsoll.report._html import checked_path
     from plimsoll.report._summary import summary
 
+    checked_path(output)  # before the work
     view = view_of(opened(run), until, "report")
     told = summary(view)
     written = html(view, output, title=title, findings=told.findings)

@@ -158,7 +158,7 @@ def view_of(operation: str, run: "Run | View | str | os.PathLike[str]", until: i
 
 def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
     if not isinstance(target, str) or target.lower() not in TARGETS:
-        raise ArgumentError(f"plan: expected a target among {', '.join(TARGETS)}; got {target!r}. Choose one.")
+        raise ArgumentError(f"plan: expected a target among {', '.join(TARGETS)}; got {target!r}. {_meant(target)}")
     check_tolerance("plan", tolerance)
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
         raise ArgumentError(
@@ -170,6 +170,13 @@ def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
             f"plan: expected a fallback among {', '.join(FALLBACKS)}, whose range is FP32's; got {fallback!r}. "
             "Choose one."
         )
+
+
+def _meant(target: Any) -> str:
+    """The targets that use a format, where one was named."""
+    name = str(target).lower()
+    uses = [key for key, pairs in _PAIRS.items() if any(name in pair for pair in pairs)]
+    return f"{name} is a format: the target that uses it is {' or '.join(uses)}." if uses else "Choose one."
 
 
 def check_tolerance(operation: str, tolerance: Any) -> None:

@@ -58,6 +58,12 @@ ALIASES: dict[str, Format | BlockFormat] = {
     "float8_e8m0fnu": E8M0,
 }  # fmt: skip
 
+# Names of a width, which several formats have. Targets of `plan` may be named so; a format is one of these.
+FAMILIES: dict[str, tuple[Format | BlockFormat, ...]] = {
+    "fp8": (E4M3, E5M2), "float8": (E4M3, E5M2), "fp6": (E3M2, E2M3), "float6": (E3M2, E2M3), "fp4": (E2M1,),
+    "float4": (E2M1,), "mxfp8": (MXFP8_E4M3, MXFP8_E5M2), "mxfp6": (MXFP6_E3M2, MXFP6_E2M3),
+}  # fmt: skip
+
 _BY_NAME: dict[str, Format | BlockFormat] = {fmt.name: fmt for fmt in (*ELEMENTS, *BLOCKS)} | ALIASES
 _PATTERN = re.compile(r"e(\d{1,9})m(\d{1,9})")
 
@@ -107,9 +113,16 @@ def _generic(key: str, exponent_bits: int, mantissa_bits: int) -> Format:
 
 
 def _unknown(name: object, key: str) -> str:
-    nearest = difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)
-    hint = f"Nearest: {', '.join(nearest)}. " if nearest else ""
     return (
         f"formats.get: expected a format's name, a Format or a floating torch dtype; got {name!r}. "
-        f"{hint}`plimsoll formats` lists them all, and any eXmY (as e5m7) is one too."
+        f"{_hint(key)}`plimsoll formats` lists them all, and any eXmY (as e5m7) is one too."
     )
+
+
+def _hint(key: str) -> str:
+    """The formats that the name may mean."""
+    family = FAMILIES.get(key)
+    if family is not None:
+        return f"{key} is no format of its own: name {' or '.join(fmt.name for fmt in family)}. "
+    nearest = difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)
+    return f"Nearest: {', '.join(nearest)}. " if nearest else ""

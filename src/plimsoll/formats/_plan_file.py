@@ -36,6 +36,7 @@ _COMMENTS = {
 
 def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
     """Writes the plan, whole or not at all."""
+    target = checked_path("Plan.save", path)
     single = {"schema": SCHEMA, "target": plan.target, "default": plan.default, "source": plan.source}
     lines = [f"# {_COMMENTS['']}", *(f"{key} = {_toml(value)}" for key, value in single.items() if value is not None)]
     lines += [] if plan.scale is None else [f"scale = {_power(plan.scale)}  # of the loss, to begin with"]
@@ -46,10 +47,26 @@ def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
         if table or title == "formats":
             lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
             lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
-    target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
     beside.replace(target)
+
+
+def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
+    """The path to write a plan to; `ArgumentError` for one that cannot be a plan's file."""
+    target = Path(path)
+    if target.is_dir():
+        raise ArgumentError(f"{operation}: expected the path of a file; got {target}, a folder. Name a file in it.")
+    if not target.parent.is_dir():
+        raise ArgumentError(
+            f"{operation}: expected a path in a folder that exists; got {target}. Make its folder first."
+        )
+    if target.suffix.lower() not in ("", ".toml"):
+        raise ArgumentError(
+            f"{operation}: expected a file that ends in .toml, which is what a plan is written in; got {target}. "
+            f"Write to {target.with_suffix('.toml').name}."
+        )
+    return target
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.errors import ArgumentError, MissingExtraError
-from plimsoll.report._theme import GREY, TEMPLATES
+from plimsoll.report._theme import GREY, MODEBAR_REMOVE, TEMPLATES
 from plimsoll.runs import Run
 from plimsoll.runs._names import unknown
 
@@ -51,7 +51,9 @@ def made(
             f"{operation}: expected the package plotly; got none. Install it: pip install 'plimsoll[report]'."
         ) from error
     head = {"text": title, "subtitle": {"text": subtitle}}
-    whole = {"template": TEMPLATES["light"], "title": head, "meta": dict(meta), **_with_legend(traces, layout)}
+    bar = {"remove": [*MODEBAR_REMOVE]}  # in the layout too, as users change templates
+    whole = {"template": TEMPLATES["light"], "title": head, "meta": dict(meta), "modebar": bar}
+    whole |= _with_legend(traces, layout)
     return Figure({"data": list(traces), "layout": whole})
 
 

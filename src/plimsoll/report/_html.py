@@ -25,6 +25,7 @@ from plimsoll.text import percent
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_ENDINGS = (".html", ".htm")
 _SPOTS = 60  # layers of a finding that are listed
 _ROWS = 15  # of the what-if table, before a script shows others
 
@@ -42,10 +43,11 @@ def html(
     - `title`: as it comes, the name of the run's folder. `findings`: those of `diagnose`, unless others are given.
     - `until`: tells of the run as it was at this step; not with a `View`, which has its own.
 
-    Raises `ArgumentError` for a path that is a folder or in one that does not exist, `RunError` for a folder that holds
-    no run, and for a file that cannot be written, and `MissingExtraError` without plotly and jinja2.
+    Raises `ArgumentError` for a path that is a folder, is in one that does not exist, or does not end in .html;
+    `RunError` for a folder that holds no run and for a file that cannot be written; `MissingExtraError` without plotly
+    and jinja2.
     """
-    target = _target(Path(path))
+    target = checked_path(path)
     template = _template()
     page = template.render(_content(view_of(run, until, "report"), title, findings))
     try:
@@ -58,7 +60,14 @@ def html(
     return target
 
 
-def _target(path: Path) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The path to write a page to; `ArgumentError` for one that cannot be a page's file."""
+    path = Path(path)
+    if path.suffix.lower() not in ("", *_ENDINGS):
+        raise ArgumentError(
+            f"report: expected a file that ends in .html, which is what a page is written in; got {path}. "
+            f"Write to {path.with_suffix('.html').name}, and print that from a browser for a PDF."
+        )
     if path.is_dir():
         raise ArgumentError(f"report: expected the path of a file; got {path}, a folder. Name a file in it.")
     if not path.parent.is_dir():

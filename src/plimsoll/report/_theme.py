@@ -20,6 +20,8 @@ Theme = Literal["light", "dark"]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"  # nothing is fetched
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f83cc", "#c9781a", "#1f9d78", "#dc5340", "#a26fd0", "#7d8791"
+# Of every figure, wherever it is drawn: plotly.js 7 by itself has a button that uploads the figure's data to a cloud.
+MODEBAR_REMOVE = ("sendChartToCloud",)
 SEVERITY = {"alarm": RED, "warning": ORANGE, "info": GREY}
 
 # From few to many; on light paper many is dark, on dark paper light.
@@ -61,7 +63,7 @@ def _template(paper: str, ink: str, soft: str, grid: str, few_to_many: tuple[str
                        "bgcolor": "rgba(0,0,0,0)", "font": {"size": 11}},
             "annotationdefaults": {"font": {"size": 11, "color": ink}, "showarrow": False, "bgcolor": _veil(paper)},
             "margin": {"l": 64, "r": 24, "t": 92, "b": 48},
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": soft, "activecolor": ink},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": soft, "activecolor": ink, "remove": [*MODEBAR_REMOVE]},
             "hovermode": "closest",
         }
     }  # fmt: skip

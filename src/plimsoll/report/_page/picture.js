@@ -10,6 +10,7 @@ const TEMPLATES = "/assets/templates.json";
 const CONFIG = {
   displaylogo: false,
   responsive: true,
+  plotlyServerURL: "", // the button that asks for it is removed by the templates
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
 };
 

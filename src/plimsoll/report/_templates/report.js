@@ -9,8 +9,7 @@ const templates = data("templates");
 const config = {
   responsive: true,
   displaylogo: false,
-  showSendToCloud: false,
-  plotlyServerURL: "",
+  plotlyServerURL: "", // the button that asks for it is removed by the templates
   modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
 };
 
