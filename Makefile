@@ -9,7 +9,7 @@ READY := $(VENV)/.plimsoll-ready
 BENCH_READY := $(VENV)/.plimsoll-bench-ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test lint format bench lab docs package clean
+.PHONY: help demo test lint format bench lab trust docs package clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make format  rewrite the code as the linter wants it'
 	@echo 'make bench   the benchmarks, with their tables, and docs/benchmarks.md'
 	@echo 'make lab     every experiment; what comes of it is recorded; 40 minutes'
+	@echo 'make trust   sound trainings and planted faults, judged by the rules; docs/trust.md; half an hour'
 	@echo 'make package the wheel, tried in clean environments'
 	@echo 'make docs    the documentation, into site/'
 	@echo 'make clean   remove what the targets above have made'
@@ -63,6 +64,9 @@ lab: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab --all --out lab || [ $$? = 1 ]
 	cp lab/outcomes.json src/plimsoll/lab/recorded.json
 	$(BIN)/python docs/evidence.py
+
+trust: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trust --jobs 2
 
 package:
 	PYTHON=$(PYTHON) .ci/package

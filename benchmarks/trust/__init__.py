@@ -1,0 +1,1 @@
+"""Sets of sound trainings and planted faults that findings are judged by: `python -m benchmarks.trust`."""

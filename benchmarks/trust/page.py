@@ -1,0 +1,57 @@
+"""docs/trust.md from the newest result of `make trust`; no number is written by hand."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import _shown
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+INTRODUCTION = """# Can findings be trusted?
+
+*Written by `make trust` from the newest result in `benchmarks/trust/results/`.*
+
+A rule that warns of sound trainings is soon ignored, and one that misses faults is of no use. Two sets measure both.
+
+- **Healthy runs**: kinds of sound training as unlike as real ones, each in FP32, BF16 and emulated FP16 with a loss
+  scaler, with two seeds. A run counts only if it learned: its loss fell as it should, and as far as in FP32.
+- **Faults**: trainings with one planted fault each, and for each the words that name its cause.
+
+A third of both is held back: no rule was changed for what it showed. Each run is recorded by `pl.watch` with its
+defaults or close to them, and judged by `pl.diagnose` with the default thresholds.
+
+`make trust` records what is missing and judges all of it, in about half an hour on one core. To judge recorded runs
+again after a change to a rule: `python -m benchmarks.trust --judge-only`. To see every finding of one kind:
+`python -m benchmarks.trust --only vit`.
+"""
+
+
+def newest(folder: Path = RESULTS) -> Mapping[str, Any] | None:
+    """The newest result."""
+    found = sorted(folder.glob("*-trust-*.json"))  # names begin with the date
+    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+
+
+def page(content: Mapping[str, Any] | None) -> str:
+    """The whole page."""
+    if content is None:
+        return INTRODUCTION + "\nNot measured yet.\n"
+    machine = content["machine"]
+    lines = [INTRODUCTION, f"{machine['date']}, {machine['processor']}; torch {machine['torch']}.", ""]
+    for table in content["tables"]:
+        rows = [[_shown(row[column]) for column in table["columns"]] for row in table["rows"]]
+        lines += [f"## {table['title']}", "", table["note"], "", *_table(table["columns"], rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def write_page() -> None:
+    """Write docs/trust.md."""
+    PAGE.write_text(page(newest()), encoding="utf-8")
+    print(f"Written: docs/{PAGE.name}")

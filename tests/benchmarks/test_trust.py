@@ -1,0 +1,111 @@
+"""The sets that findings are judged by: large enough, a third held back, and judged as they say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trust import faults, healthy, page, registry  # noqa: F401  (registers them)
+from benchmarks.trust.contradictions import PAIRS, contradictions
+from benchmarks.trust.judge import outcome_of
+from benchmarks.trust.record import place, unsound
+from plimsoll.diagnosis import RULES, Finding
+
+
+def finding(rule: str = "loss-spike", severity: str = "warning", **changed: object) -> Finding:
+    plain = {"since_step": 10, "until_step": 99, "advice": "Look.", "meaning": "Something is.", "figure": "record"}
+    return Finding(**{"rule": rule, "severity": severity, **plain, **changed})
+
+
+def test_the_sets_are_large_and_a_third_of_each_is_held_back() -> None:
+    assert len(registry.KINDS) >= 40 and len(registry.FAULTS) >= 53
+    for kinds in (registry.KINDS, registry.FAULTS):
+        assert 0.3 < sum(kind.held_back for kind in kinds.values()) / len(kinds) < 0.45
+    runs = list(registry.cases("healthy"))
+    assert len(runs) == len(registry.KINDS) * 6 == len({case.name for case in runs})
+
+
+def test_every_rule_that_a_pattern_names_exists_or_is_words() -> None:
+    known = {rule.id for rule in RULES}
+    for fault in registry.FAULTS.values():
+        assert fault.says and (fault.misleading is None or not fault.misleading.search("")), fault.name
+        assert not fault.named.search("info: x since step 0: Something is. [] () -> Look."), fault.name
+    prefix = re.compile("scale-(low|collapse|oscillation)|dead-layer|updates-swallowed|loss-spike|nonfinite")
+    used = {m[0] for fault in registry.FAULTS.values() for m in prefix.finditer(fault.named.pattern)}
+    assert used <= known
+
+
+def test_tuned_and_held_back_runs_lie_apart(tmp_path: Path) -> None:
+    folders = {"tuned": tmp_path / "a", "held_back": tmp_path / "b"}
+    for case in registry.cases():
+        assert place(case, **folders).is_relative_to(tmp_path / ("b" if case.kind.held_back else "a"))
+
+
+@pytest.mark.parametrize(
+    ("findings", "outcome"),
+    [
+        ([], "missed"),
+        ([finding("scale-low", "info")], "missed"),
+        ([finding("distribution-drift")], "flagged"),
+        ([finding("nonfinite", "alarm"), finding("scale-collapse", "alarm")], "named"),
+        ([finding("dead-layer"), finding("scale-collapse")], "misleading"),
+        ([finding("scale-collapse"), finding("dead-layer")], "named"),
+    ],
+)
+def test_a_fault_is_named_flagged_missed_or_misleading(findings: list[Finding], outcome: str) -> None:
+    assert outcome_of(registry.FAULTS["scale-collapses"], findings) == outcome
+
+
+def test_a_training_that_does_not_learn_is_not_healthy() -> None:
+    kind = registry.KINDS["mlp-regression-adamw"]
+    notes = {"precision": "fp16", "measures": []}
+    learned, stuck = [1.0] * 10 + [0.1] * 90, [1.0] * 100
+    assert unsound(kind, {**notes, "losses": learned}, {**notes, "losses": learned}) is None
+    assert "not a fall" in str(unsound(kind, {**notes, "losses": stuck}, None))
+    assert "nan" in str(unsound(kind, {**notes, "losses": [*learned, float("nan")]}, None))
+    half = [1.0] * 10 + [0.4] * 90
+    assert "in FP32 at 0.1" in str(unsound(kind, {**notes, "losses": half}, {**notes, "losses": learned}))
+
+
+NAN = finding("nonfinite", "alarm", since_step=5, where=("a:output",))
+CONTRADICT: dict[str, tuple[Finding, Finding]] = {
+    "dead-layer where values are NaN or Inf": (finding("dead-layer", where=("a.weight",)), NAN),
+    "dead-layer where the format flushed the values": (
+        finding("dead-layer", where=("a.weight",)),
+        finding("cast-flushes", where=("a:output",)),
+    ),
+    "raise the scale, while NaN or Inf is skipped or trained on": (finding("scale-low"), NAN),
+    "raise and lower the loss scale at one step": (
+        finding(advice="Raise the loss scale."),
+        finding(advice="Lower the scale: every step is skipped."),
+    ),
+    "infinities foretold of values under 256": (
+        finding("activation-growth", meaning="It ends in infinities.", evidence={"absmax": 2.2}),
+        finding(),
+    ),
+    "updates smaller than rounding, at a rate of 0, NaN or Inf": (
+        finding("updates-swallowed"),
+        finding("rate", meaning="The learning rate is 0."),
+    ),
+    "updates smaller than rounding, of parameters in no optimizer": (
+        finding("updates-swallowed", where=("a.weight",)),
+        finding("x", meaning="These are in no optimizer.", where=("a.weight",)),
+    ),
+    "a spike that recovered, after a divergence that did not": (
+        finding(severity="alarm"),
+        finding(since_step=50),
+    ),
+    "drift or forerunner begun after NaN or Inf": (finding("distribution-drift"), NAN),
+}
+
+
+@pytest.mark.parametrize("name", [pair.name for pair in PAIRS])
+def test_a_contradiction_is_found_and_its_halves_alone_are_none(name: str) -> None:
+    one, other = CONTRADICT[name]
+    assert name in contradictions([one, other]) and name in contradictions([other, one])
+    if name != "infinities foretold of values under 256":
+        assert contradictions([one]) == contradictions([other]) == []
+
+
+def test_the_committed_page_is_what_the_result_makes() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(page.newest())
