@@ -6,8 +6,6 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-import plimsoll as pl
-from plimsoll.formats import Plan
 from plimsoll.report._notebook import PLOTLY
 from plimsoll.runs import Run, RunWriter
 from tests.diagnosis.faults import FAULTS
@@ -54,33 +52,3 @@ def test_names_are_names(tmp_path: Path) -> None:
     page = Run(hostile.write(tmp_path / "run"))._repr_mimebundle_()["text/html"]
     assert "<script" not in page and "<img" not in page and "<svg" not in page and "<style" not in page
     assert len(page) < 20_000
-
-
-class Printer:
-    """What IPython hands to `_repr_pretty_`, as far as it is used."""
-
-    def __init__(self) -> None:
-        self.said = ""
-
-    def text(self, words: str) -> None:
-        self.said += words
-
-
-def test_answers_show_their_words_and_not_their_arrays(fallen: Run) -> None:
-    whatif, (finding, *_) = pl.whatif(fallen, "e4m3"), pl.diagnose(fallen)
-    for answer in (whatif, finding, pl.diff(fallen, fallen)):
-        printer = Printer()
-        answer._repr_pretty_(printer, False)
-        assert printer.said == str(answer) and "array(" not in printer.said
-    assert repr(whatif) == f"<WhatIf: e4m3 of gradients in {fallen.path}: {whatif.sentence}>"
-
-
-def test_a_plan_shows_a_line_for_each_module() -> None:
-    made = Plan(
-        target="fp8", formats={"a": "e4m3", "b": "bf16"}, backward={"a": "e5m2"},
-        notes={"b": "it does not fit"}, remarks=("2 modules.",),
-    )  # fmt: skip
-    printer = Printer()
-    made._repr_pretty_(printer, False)
-    assert printer.said == str(made) == "2 modules.\na  e4m3/e5m2\nb  bf16  it does not fit"
-    assert str(Plan(target="fp8", formats={})) == "A plan for fp8."

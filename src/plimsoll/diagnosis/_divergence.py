@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnosis._finding import plain, shown
-from plimsoll.diagnosis._shown import Shown
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Parting(NotebookRepr):
     """One tensor (or scalar) at one step, of both runs.
 
     `a` and `b` are what was compared: root mean squares for "values", numbers of non-finite values, shares of zeros,
@@ -34,6 +34,11 @@ class Parting:
     allowed: float
     reason: str
 
+    def __str__(self) -> str:
+        """One line: the step, the tensor and how it parts."""
+        place = f"{self.collection.replace('_', ' ')} {shown(self.name)}".rstrip()
+        return f"step {self.step:,}, {place}: {self.reason}"
+
     def to_dict(self) -> dict[str, object]:
         """The parting as JSON-able data."""
         facts = {"kind": self.kind, "step": self.step, "collection": self.collection, "name": self.name}
@@ -42,7 +47,7 @@ class Parting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(Shown):
+class Divergence(NotebookRepr):
     """What `diff` found.
 
     - `first`: the first tensor, in the order of computation, that parts; None if nothing does. `partings`: all of that

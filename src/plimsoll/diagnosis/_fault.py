@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plimsoll.diagnosis._finding import plain
-from plimsoll.diagnosis._shown import Shown
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
 
 Kind = Literal["nan", "inf", "flush"]
@@ -13,7 +13,7 @@ Phase = Literal["before", "forward", "backward", "recomputation", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NotebookRepr):
     """A line of code: of the user's, not of torch's or Plimsoll's."""
 
     file: str
@@ -47,7 +47,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault(Shown):
+class Fault(NotebookRepr):
     """The first operation whose finite inputs gave a NaN or an Inf that mattered, or that flushed values to zero.
 
     - `kind`: "nan", "inf" or "flush". `sentence`: what happened, in one sentence.

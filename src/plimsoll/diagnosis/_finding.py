@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.diagnosis._shown import Shown
+from plimsoll.notebook_repr import NotebookRepr
 
 Severity = Literal["info", "warning", "alarm"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "alarm")
@@ -28,7 +28,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Shown):
+class Finding(NotebookRepr):
     """What a rule found in a run.
 
     - `rule`: its id; `severity`: "info", "warning" or "alarm".

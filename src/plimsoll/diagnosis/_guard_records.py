@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from plimsoll.diagnosis._finding import Action, Finding, grouped
 from plimsoll.errors import ArgumentError
+from plimsoll.notebook_repr import NotebookRepr
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 Value = float | int | str | None
@@ -78,7 +79,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
+class Act(NotebookRepr):
     """What a guard did, or in a dry run would have done, after a step.
 
     - `step`: the last step before it. `action`, for which `rule`'s finding, since when that held, `where` it acted

@@ -9,13 +9,13 @@ from plimsoll.diagnosis._finding import shown
 from plimsoll.diagnosis._plan import check_tolerance, view_of
 from plimsoll.diagnosis._plan_judge import Judge
 from plimsoll.diagnosis._plan_modules import Module, modules_of
-from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, ROLES, BlockFormat, Format, ModulePlan, Plan, Role, get
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.runs import Run
 from plimsoll.spectrum import Interval
-from plimsoll.text import percent
+from plimsoll.text import percent, power
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ _TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
+class PlanRow(NotebookRepr):
     """What one module multiplies, in the plan's format at the plan's scale.
 
     - `role`: "weights", "activations" or "gradients". `scale`: what values are multiplied by before they are cast.
@@ -44,6 +44,11 @@ class PlanRow:
     ok: bool
     why: str | None = None
 
+    def __str__(self) -> str:
+        """One line: the module, what it multiplies in which format, and whether that holds."""
+        verdict = "ok" if self.ok else self.why
+        return f"{shown(self.module)}, {self.role} in {self.format} at scale {power(self.scale)}: {verdict}"
+
     def to_dict(self) -> dict[str, object]:
         """The row as JSON-able data."""
         return {
@@ -60,7 +65,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCheck(Shown):
+class PlanCheck(NotebookRepr):
     """A plan against a run: `rows`, those that fail first; `unknown` names of the plan that the run does not have."""
 
     path: str
@@ -149,7 +154,11 @@ def check_plan(
     return PlanCheck(
         path=str(view.run.path),
         target=plan.target,
-        rows=tuple(sorted(rows, key=lambda row: (row.ok, row.found is not None, -row.found.high if row.found else 0))),
+        rows=tuple(
+            sorted(
+                rows, key=lambda row: (row.ok, row.found is not None, -row.found.high if row.found is not None else 0)
+            )
+        ),
         unknown=tuple(name for name in plan.formats if name not in rules),
     )
 

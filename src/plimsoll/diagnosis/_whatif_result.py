@@ -11,9 +11,9 @@ import numpy as np
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
 from plimsoll.diagnosis._prediction import Prediction, Tally, summed
-from plimsoll.diagnosis._shown import Shown
 from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
 from plimsoll.errors import NotRecordedError
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval
 from plimsoll.text import percent
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NotebookRepr):
     """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window that serves.
 
     `worst_step` is the step at which most is lost or overflows. A block format scales each block itself: its window is
@@ -34,6 +34,10 @@ class Row:
     window: tuple[int, int] | None
     worst_step: int
     worst_lost: float
+
+    def __str__(self) -> str:
+        """One line: the layer, what the format makes of it, and the worst step."""
+        return f"{shown(self.name)}: {self.fit}; worst at step {self.worst_step:,}"
 
     def to_dict(self) -> dict[str, object]:
         """The row as JSON-able data."""
@@ -56,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WhatIf(Shown):
+class WhatIf(NotebookRepr):
     """What a format would make of a run, at a shift.
 
     - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which

@@ -8,11 +8,13 @@ from typing import Any, cast as typed
 import torch
 from torch import Tensor
 
+from plimsoll.notebook_repr import NotebookRepr
+
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
+class Operations(NotebookRepr):
     """How often each operation ran, by name, in the forward and in a backward inside the context.
 
     - `emulated`: computed as the emulation says.
@@ -25,7 +27,15 @@ class Operations:
     emulated: Mapping[str, int]
     native: Mapping[str, int]
 
+    @property
+    def counted(self) -> str:
+        """How many operations ran, in a few words."""
+        return f"{sum(self.emulated.values()):,} emulated and {sum(self.native.values()):,} native operations"
+
     def __str__(self) -> str:
+        """A line for each operation, those that ran most often first."""
+        if not self.emulated and not self.native:
+            return "No operation ran."
         rows = [(name, count, "emulated") for name, count in self.emulated.items()]
         rows += [(name, count, "native") for name, count in self.native.items()]
         width = max((len(name) for name, _, _ in rows), default=0)

@@ -20,6 +20,7 @@ from plimsoll.emulate._products import Products
 from plimsoll.emulate._recipe import Recipe
 from plimsoll.emulate._recurrent import lstm
 from plimsoll.emulate._rounded import Everywhere, Rounded, within
+from plimsoll.formats import get
 
 # Operations that are made of products, and never round by themselves.
 _MADE_OF_PRODUCTS = (
@@ -61,6 +62,12 @@ class Emulation(contextlib.ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.stack.pop().__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        """The precision, the formats, and how many operations ran so far."""
+        low = [] if self._low is None else [get(self._low).name]
+        formats = [] if self._recipe is None else self._recipe.described
+        return f"<Emulation: {', '.join([*low, *formats])}, {self.operations.counted}>"
 
     @contextlib.contextmanager
     def _context(self) -> Generator[None]:

@@ -45,6 +45,7 @@ class PlannedEmulation(Emulation):
                 f"emulate: expected a plan without loss scales per layer; got one for {layered or ROOT}, whose "
                 "gradients a LayerScaler carries. Give the plan to plimsoll.prepare, which makes one."
             )
+        self._title = f"{plan.target or 'a plan'} of {type(root).__name__}"
         self._made: dict[ModulePlan, Emulation] = {}
         self._enter = enter
         self._local, self._lock, self._entered = _Local(), threading.Lock(), 0
@@ -58,6 +59,10 @@ class PlannedEmulation(Emulation):
             emulated.update(emulation.operations.emulated)
             native.update(emulation.operations.native)
         return Operations(emulated=dict(emulated), native=dict(native))
+
+    def __repr__(self) -> str:
+        """The plan's target, the model, and how many operations ran so far."""
+        return f"<PlannedEmulation: {self._title}, {self.operations.counted}>"
 
     def __enter__(self) -> "PlannedEmulation":
         with self._lock:

@@ -36,6 +36,12 @@ class Recipe:
         return self._cast(g, self.backward, axis, "gradients")
 
     @property
+    def described(self) -> list[str]:
+        """The formats as they are given to `emulate`: "forward=e4m3"."""
+        formats = {"forward": self.forward, "backward": self.backward, "accumulate": self.accumulate}
+        return [f"{name}={fmt.name}" for name, fmt in formats.items() if fmt is not None]
+
+    @property
     def in_blocks(self) -> bool:
         """Whether operands depend on the axis that is summed over: then each product rounds them anew."""
         return isinstance(self.forward, BlockFormat)

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats._block import BlockFormat
 from plimsoll.formats._catalogue import get
 from plimsoll.formats._format import Format
+from plimsoll.notebook_repr import NotebookRepr
 
 Role = Literal["weights", "activations", "gradients"]  # what a module multiplies
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -59,7 +60,7 @@ class ModulePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NotebookRepr):
     """Module names, or globs over them, to format names; and what else is known of these modules.
 
     - `target`: the precision that was planned for. `default`: the format of modules that nothing matches (None: left as
@@ -119,10 +120,6 @@ class Plan:
         pairs = {name: "/".join(dict.fromkeys((f, self.backward.get(name, f)))) for name, f in self.formats.items()}
         told = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
         return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *told])
-
-    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.fp8._linear import Linear
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit import nn as unit_nn
 
 _TAKEN: tuple[type, ...] = (nn.Linear, Linear, unit_nn.Linear, unit_nn.LinearReadout)
@@ -17,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(NotebookRepr):
     """A module with a product that stays as it was, and why."""
 
     module: str

@@ -25,6 +25,7 @@ from plimsoll.scaling._fused import step_fused
 from plimsoll.scaling._gradients import Gradient, Gradients, gather
 from plimsoll.scaling._outcome import StepOutcome
 from plimsoll.scaling._saved import LOSSES, SavedScaler, fresh_state
+from plimsoll.text import power
 
 FLOOR = 2.0**-14  # where gradients of 1 are still normal numbers of float16
 
@@ -132,6 +133,11 @@ class LossScaler(SavedScaler, ABC):
             self._outcomes.clear()
             self._begins = False
         self._outcomes[id(optimizer)] = self._outcome = outcome
+
+    def __repr__(self) -> str:
+        """The class and the scale; reading the scale waits for its device."""
+        state = f"scale {power(self.get_scale())}" if self.is_enabled() else "disabled"
+        return f"<{type(self).__name__}: {state}>"
 
     # -- scale ---------------------------------------------------------------------------------------------------------
 

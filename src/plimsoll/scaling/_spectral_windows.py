@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from plimsoll.formats import Format
 from plimsoll.kernels import _layout as layout
+from plimsoll.notebook_repr import NotebookRepr
 
 TOLERANCE = 0.01  # as `Spectrum.window`
 
@@ -34,7 +35,7 @@ class ScaleWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleReport:
+class ScaleReport(NotebookRepr):
     """What the latest look at each tensor's gradient says about the scale; tensors of zeros only are left out."""
 
     format: str

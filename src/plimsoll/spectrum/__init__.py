@@ -4,7 +4,8 @@
 """
 
 from plimsoll.spectrum._blocks import BlockRecord as BlockRecord
-from plimsoll.spectrum._fit import SHIFT_LIMIT as SHIFT_LIMIT, Fit as Fit, Interval as Interval
+from plimsoll.spectrum._fit import SHIFT_LIMIT as SHIFT_LIMIT, Fit as Fit
 from plimsoll.spectrum._measure import measure as measure
 from plimsoll.spectrum._source import Grid as Grid, Source as Source
 from plimsoll.spectrum._spectrum import Spectrum as Spectrum
+from plimsoll.spectrum.intervals import Interval as Interval

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.kernels import _layout as layout
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum._population import (
     BINADE,
     Population,
@@ -22,6 +23,8 @@ from plimsoll.spectrum._population import (
     overflow_point,
     snr_db,
 )
+from plimsoll.spectrum.intervals import Interval
+from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plimsoll.spectrum._spectrum import Spectrum
@@ -32,24 +35,7 @@ _BEST_SHIFT_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A fraction that is at least `low`, at most `high`, and about `estimate`."""
-
-    low: float
-    high: float
-    estimate: float
-
-    @property
-    def exact(self) -> bool:
-        """Whether the fraction is known."""
-        return self.low == self.high
-
-    def __contains__(self, fraction: float) -> bool:
-        return self.low <= fraction <= self.high
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(NotebookRepr):
     """How a format would hold the values times ``2**shift``, as fractions of the nonzero finite ones.
 
     - `lost`: they round to zero. Where the source may have lost values before (`Source.censors`), zeros are counted in
@@ -68,8 +54,26 @@ class Fit:
     overflow: Interval
     snr_db: float
 
+    def __str__(self) -> str:
+        """One line: what is lost, subnormal and overflowing, and the noise.
+
+        >>> interval = Interval(low=0.0, high=0.16, estimate=0.028)
+        >>> print(Fit(format="fp16", shift=3, lost=interval, subnormal=NOTHING, overflow=NOTHING, snr_db=31.4))
+        fp16 at 2^3: 2.8 % lost (0 % to 16 %), 0 % subnormal, 0 % overflow, SNR 31 dB
+        """
+        scale = f" at 2^{self.shift}" if self.shift else ""
+        parts = (f"{percent(float(value))} {name}{_ends(value)}" for name, value in self._fractions())
+        return f"{self.format}{scale}: {', '.join(parts)}, SNR {self.snr_db:.0f} dB"
+
+    def _fractions(self) -> tuple[tuple[str, Interval], ...]:
+        return ("lost", self.lost), ("subnormal", self.subnormal), ("overflow", self.overflow)
+
 
 NOTHING = Interval(low=0.0, high=0.0, estimate=0.0)
+
+
+def _ends(fraction: Interval) -> str:
+    return "" if fraction.exact else f" ({percent(fraction.low)} to {percent(fraction.high)})"
 
 
 def resolve(fmt: object, shift: int, operation: str) -> Format | BlockFormat:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit import _audit_drawing as drawing, _audit_table
 from plimsoll.unit._audit_rows import Direction, Row
 
@@ -34,7 +35,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(NotebookRepr):
     """An audit before and one after.
 
     - `pairs`: rows that both have, in the order of `before`. `only_before`, `only_after`: rows of one of them alone.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.errors import ArgumentError
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
 from plimsoll.unit import _audit_drawing as drawing, _audit_table
 from plimsoll.unit._audit_compare import Comparison, compared
@@ -19,7 +20,7 @@ _BY = ("scale", *FORMATS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
+class Audit(NotebookRepr):
     """The scale of every tensor of one forward and backward, and of every gradient.
 
     - `model`: its class's name; `training`: the mode it was in. `rows`: inputs, operations in program order,

@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import number
 
 Kind = Literal["input", "operation", "parameter"]
 Direction = Literal["forward", "backward"]
@@ -16,7 +18,7 @@ FORMATS = ("fp16", "e4m3", "e5m2")  # those that an audit judges by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NotebookRepr):
     """One direction of a row: the values of the tensor, or those of its gradient.
 
     Fractions are estimates (`Spectrum.fit`), of the nonzero finite values, at the scale that the values have now.
@@ -62,6 +64,10 @@ class Reading:
         fit = self.spectrum.fit(fmt)
         return fit.lost.estimate + fit.overflow.estimate
 
+    def __str__(self) -> str:
+        """One line: the tensor, the direction and its standard deviation."""
+        return f"{self.row.name}, {self.direction}: {_std(self.spectrum)}"
+
     def to_dict(self) -> dict[str, object]:
         """The reading as JSON-able data."""
         s = self.spectrum
@@ -75,7 +81,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NotebookRepr):
     """One tensor of a forward: an operation's result, an input of the model, or a parameter.
 
     - `position`: its place in program order; parameters come after all operations, in the model's order.
@@ -130,6 +136,11 @@ class Row:
         found = self.forward if direction == "forward" else self.backward
         return None if found is None else Reading(row=self, direction=direction, spectrum=found)
 
+    def __str__(self) -> str:
+        """One line: the tensor and its standard deviation in both directions."""
+        backward = self.absence or "none" if self.backward is None else _std(self.backward)
+        return f"{self.name}: forward {_std(self.forward)}, backward {backward}"
+
     def to_dict(self) -> dict[str, object]:
         """The row as JSON-able data."""
         forward, backward = self.reading("forward"), self.reading("backward")
@@ -141,6 +152,10 @@ class Row:
             "backward": None if backward is None else backward.to_dict(),
             "absence": self.absence,
         }  # fmt: skip
+
+
+def _std(spectrum: Spectrum) -> str:
+    return f"std {number(spectrum.std)}"
 
 
 def plain(value: float) -> float | str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from plimsoll.notebook_repr import NotebookRepr
+
 # How a parameter is drawn anew: unit variance, zeros, ones, or left as it was.
 Draw = Literal["normal", "zeros", "ones", "keep"]
 
@@ -72,7 +74,7 @@ class ParameterChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(NotebookRepr):
     """An operation that was not converted: which, where in the source and in which module, and why."""
 
     operation: str

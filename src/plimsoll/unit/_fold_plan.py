@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit._build_steps import Here, Recipe, Ref, Step, WhenTraining, mapped, refs_in
 from plimsoll.unit._changes import ONE, Factor, NodeChange, Port, Scale
 from plimsoll.unit._fold_rules import EMBEDDING, NORMS, RUNNING, WEIGHTS, argument, factors_of, name_of, terms_of
@@ -18,7 +19,7 @@ _RETURNED = "what is returned is also used at another scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(NotebookRepr):
     """A multiplication that stays in a folded model: by what, at which operation, and why.
 
     - `at`: "output", or the input: its position or keyword. `factor`: None where it follows the batch.
