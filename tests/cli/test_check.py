@@ -1,6 +1,8 @@
 """``plimsoll check``: what it prints, in 80 columns, and its exit code."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.diagnosis import RULES
-from plimsoll.runs import RunWriter
+from plimsoll.runs import RunWriter, script
+from tests.diagnosis import planned
 from tests.diagnosis.faults import falling
 from tests.diagnosis.stories import SOUND, constant, told
 from tests.runs import making
@@ -74,7 +77,7 @@ def test_the_rules_are_listed_with_their_thresholds_and_sources() -> None:
     ("arguments", "message"),
     [
         (["check"], "check: expected a run's folder; got none"),
-        (["check", "."], "Run: expected a folder that a RunWriter wrote"),
+        (["check", "."], "No Plimsoll run in"),
         (["check", ".", "--set", "underflow-high.values"], "check: expected --set RULE.THRESHOLD=VALUE with a number"),
         (["check", ".", "--set", "underflow-high.values=much"], "check: expected --set RULE.THRESHOLD=VALUE"),
         (["check", "--rules", "--set", "no.thing=1"], "diagnose: expected a threshold written as rule.threshold"),
@@ -96,8 +99,116 @@ def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "schema" in result.stderr
 
 
-def test_an_empty_run_is_healthy(tmp_path: Path) -> None:
-    with RunWriter(tmp_path / "run"):
+COMMANDS = (
+    ["check"], ["check", "--format", "json"], ["whatif", "--format", "fp16"], ["plan", "--target", "fp16"],
+    ["report", "--format", "json"], ["report", "--format", "markdown"], ["report", "-o", "out.html"], ["diff"],
+)  # fmt: skip
+
+
+def ran(command: list[str], *places: Path) -> Result:
+    name, *options = command
+    return run(name, *(places * 2 if name == "diff" and len(places) == 1 else places), *options)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_what_cannot_be_judged_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sound = SOUND.write(tmp_path / "runs" / "fp16")
+    with RunWriter(tmp_path / "runs" / "empty"):
         pass
+    (tmp_path / "runs" / "notes.txt").touch()
+    cases = {
+        tmp_path / "runs": r"No Plimsoll run in .*runs\. Runs below it: empty, fp16\. Name one of them\.",
+        tmp_path / "nowhere": r"No Plimsoll run in .*nowhere\. Name the folder",
+        tmp_path / "runs" / "fp16" / "spectra": r"No Plimsoll run in .*spectra\. Name the folder",
+        tmp_path / "runs" / "empty": r"Nothing was recorded in .*empty: it holds a run without a step",
+    }
+    for place, message in cases.items():
+        result = ran(command, place)
+        assert result.exit_code == 2 and result.stdout == "", (place, result.output)
+        assert re.search(message, result.stderr), (place, result.stderr)
+    assert not list(tmp_path.glob("out*")) and not list(recwarn)
+    if command[0] != "whatif":
+        result = ran([*command, "--until", "-5"], sound)
+        assert result.exit_code == 2 and "expected until to be a step, 0 or later; got until=-5" in result.stderr
+
+
+def test_a_step_before_the_first_one_exits_with_2(tmp_path: Path) -> None:
+    path = making.written(tmp_path / "run", [10, 20])
+    result = run("check", path, "--until", 5)
+    assert result.exit_code == 2 and "Nothing was recorded in" in result.stderr
+    assert "up to step 5. It has steps 10 to 20." in result.stderr
+
+
+# -- the models of one script
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("script") / "gan"
+    SOUND.write(folder / "G")
+    told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "D")
+    script.write(folder, ["G", "D"])
+    return folder
+
+
+def test_a_folder_of_a_script_is_one_answer_and_its_exit_code_the_worst(gan: Path) -> None:
+    result = run("check", gan)
+    assert result.exit_code == 1
+    assert f"{gan}/G: healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
+    data = json.loads(run("check", gan, "--format", "json").stdout)
+    assert data["verdict"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
+    assert [each["verdict"] for each in data["runs"]] == ["healthy", "alarm"]
+    assert run("check", gan, "--select", "loss-*").exit_code == 0
+
+
+def test_the_first_model_may_be_the_folder_itself(gan: Path, tmp_path: Path) -> None:
+    SOUND.write(tmp_path / "run")
+    shutil.copytree(gan / "D", tmp_path / "run" / "D")
     result = run("check", tmp_path / "run")
-    assert result.exit_code == 0 and "nothing recorded" in result.output.replace("\n", " ")
+    assert result.exit_code == 0 and "D: not a file of this run; left alone" in result.stderr
+    script.write(tmp_path / "run", [script.ITSELF, "D"])
+    result = run("check", tmp_path / "run")
+    assert result.exit_code == 1 and "not a file of this run" not in result.output
+
+
+def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = json.loads(run("whatif", gan, "--format", "fp16", "--output", "json").stdout)
+    assert [each["model"] for each in asked["runs"]] == ["G", "D"]
+    assert "gan/G" in run("whatif", gan, "--format", "fp16").stdout
+    assert run("report", gan, "-o", "page.html").exit_code == 0
+    assert sorted(p.name for p in tmp_path.glob("page*")) == ["page-D.html", "page-G.html"]
+    told_of = json.loads(run("report", gan, "--format", "json").stdout)
+    assert [each["state"] for each in told_of["runs"]] == ["healthy", "alarm"]
+    assert run("report", gan, "--format", "markdown").stdout.count("## ") >= 2
+    alike = run("diff", gan, gan)
+    assert alike.exit_code == 0 and alike.stdout.count("do not part") == 2
+    shutil.copytree(gan / "G", tmp_path / "one" / "G")
+    script.write(tmp_path / "one", ["G"])
+    assert run("diff", gan, tmp_path / "one").exit_code == 1  # only one of them trains D
+    assert run("diff", gan, gan / "D").exit_code == 2
+
+
+def test_each_model_of_a_script_gets_a_plan(tmp_path: Path) -> None:
+    for name in ("G", "D"):
+        planned.written(tmp_path / "gan" / name, [planned.layers({f"{name}.up": 1.0}, step=s) for s in range(2)])
+    script.write(tmp_path / "gan", ["G", "D"])
+    made = run("plan", tmp_path / "gan", "--target", "bf16", "-o", tmp_path / "plan.toml")
+    assert made.exit_code == 0
+    assert sorted(p.name for p in tmp_path.glob("plan*")) == ["plan-D.toml", "plan-G.toml"]
+    refused = run("plan", tmp_path / "gan", "--check", tmp_path / "plan-D.toml")
+    assert refused.exit_code == 2 and "expected the run of one model" in refused.stderr
+    assert run("plan", tmp_path / "gan" / "D", "--check", tmp_path / "plan-D.toml").exit_code == 0
+
+
+def test_a_script_whose_run_is_missing_cannot_be_judged(gan: Path, tmp_path: Path) -> None:
+    shutil.copytree(gan, tmp_path / "gan")
+    shutil.rmtree(tmp_path / "gan" / "D")
+    assert run("check", tmp_path / "gan").exit_code == 2
+    for text in ('{"runs": ["../other"]}', '{"runs": 3}', "[]", "nonsense"):
+        (tmp_path / "gan" / "script.json").write_text(text)
+        result = run("check", tmp_path / "gan")
+        assert result.exit_code == 2 and "script.json" in result.stderr and "Traceback" not in result.stderr

@@ -96,7 +96,7 @@ def test_a_named_form_goes_into_a_file_of_any_text(path: Path, tmp_path: Path) -
 def test_a_folder_that_holds_no_run_exits_with_2(tmp_path: Path) -> None:
     for form in ("html", "markdown", "json"):
         result = run(tmp_path, "--format", form, "-o", tmp_path / "page")
-        assert result.exit_code == 2 and "Run: expected a folder that a RunWriter wrote" in result.stderr
+        assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

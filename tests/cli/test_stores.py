@@ -70,7 +70,7 @@ def test_a_command_says_of_a_uri_what_it_says_of_the_folder(command: list[str], 
 def test_two_runs_of_which_one_is_elsewhere_are_compared(local: Path, store: str) -> None:
     result = run("diff", local, store)
     assert result.exit_code == 0 and "They do not part" in result.stdout
-    assert result.stdout.splitlines()[:2] == [f"a  {local}", "b  memory://bucket/exp1"]
+    assert result.stdout.splitlines()[:2] == [f"A  {local}", "B  memory://bucket/exp1"]
 
 
 def test_a_plan_from_elsewhere_is_written_here_and_held_against_it(local: Path, store: str, tmp_path: Path) -> None:
@@ -110,9 +110,7 @@ def odd_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOTHING = "memory://nothing/here"
-NO_RUN = (
-    "a folder that a RunWriter wrote; got memory://nothing/here, where no run.json .*; plimsoll serve lists the runs"
-)
+NO_RUN = "No Plimsoll run in memory://nothing/here. Name the folder .*; plimsoll serve lists the runs of a store."
 REFUSED = [
     (["check"], NOTHING, NO_RUN),
     (["whatif", "--format", "fp16"], NOTHING, NO_RUN),
@@ -205,4 +203,5 @@ def test_what_a_run_elsewhere_is_called_has_no_secret_in_it(store: str) -> None:
     data = json.loads(run("check", store, "--format", "json").stdout)
     assert data["run"] == store
     for command in (["check"], ["serve", "--port", "0"]):
-        assert "got memory://me@box/runs, where no" in run(*command, "memory://me:word@box/runs").stderr
+        said_of = run(*command, "memory://me:word@box/runs").stderr
+        assert "memory://me@box/runs" in said_of and "word" not in said_of

@@ -304,7 +304,7 @@ def test_runs_without_an_answer_are_refused(trained: tuple, tmp_path: Path) -> N
         NotRecordedError, match="plan: expected a run with modules that multiply matrices; got one that"
     ):
         plan(tmp_path / "scalars", "fp8")
-    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match="Run: expected the folder of a run"):
         plan(tmp_path / "none", "fp8")
     with pytest.raises(ArgumentError, match="plan: expected until=None with a View"):
         plan(View(Run(trained[0])), "fp8", until=3)

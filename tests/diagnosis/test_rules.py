@@ -189,7 +189,7 @@ def test_runs_of_nothing_or_of_one_step_are_healthy(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match="Run: expected the folder of a run"):
         diagnose(tmp_path)
 
 

@@ -167,7 +167,7 @@ def test_what_cannot_be_asked_is_refused(trained: tuple, tmp_path: Path) -> None
         whatif(path, "fp16", 1.5)
     with pytest.raises(ArgumentError, match="whatif: expected no collection with inference=True"):
         whatif(path, "fp16", collection="weights", inference=True)
-    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match="Run: expected the folder of a run"):
         whatif(tmp_path / "none", "fp16")
     answer: WhatIf = whatif(path, "fp16")
     with pytest.raises(NotRecordedError, match="WhatIf.at: expected a layer and a step of the table"):

@@ -172,7 +172,7 @@ def test_a_path_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, mon
         html(run, tmp_path / "x.pdf")
     with pytest.raises(ArgumentError, match="report: expected a path in a folder that exists; got .*/no/page.html"):
         html(run, tmp_path / "no" / "page.html")
-    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match="Run: expected the folder of a run"):
         html(tmp_path / "none", tmp_path / "page.html")
     with pytest.raises(ArgumentError, match="report: expected until=None with a View"):
         html(View(Run(run)), tmp_path / "page.html", until=3)

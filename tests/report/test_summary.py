@@ -220,7 +220,7 @@ def test_damage_is_told_of(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="Run: expected a folder that a RunWriter wrote"):
+    with pytest.raises(RunError, match="Run: expected the folder of a run"):
         summary(tmp_path / "none")
     view = View(Run(SOUND.write(tmp_path / "run", until=5)))
     for ask in (summary, markdown):

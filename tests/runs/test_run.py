@@ -149,8 +149,26 @@ def test_a_series_whose_steps_were_never_written_is_empty(tmp_path: Path) -> Non
 def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"Run: expected a folder that a RunWriter wrote; got .*; ?|where no run.json"):
+    with pytest.raises(RunError, match=r"Run: expected the folder of a run; got .*, which (is no folder|holds no run)"):
         Run(tmp_path / name)
+
+
+def test_a_folder_above_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "group/c", "d", "e", "f", "g", "h"):
+        making.written(tmp_path / name, [1])
+    (tmp_path / "notes.txt").touch()
+    message = r"which holds no run itself\. Runs below it: a, b, d, e, f, g and 2 more\. Name one of them\."
+    with pytest.raises(RunError, match=message):
+        Run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "spectra", "events/strange.txt"])
+def test_files_that_are_no_runs_make_none(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if name == "spectra" else path.touch()
+    with pytest.raises(RunError, match="which holds no run"):
+        Run(tmp_path)
 
 
 def test_the_runs_below_a_folder_are_found(tmp_path: Path) -> None:
@@ -158,7 +176,10 @@ def test_the_runs_below_a_folder_are_found(tmp_path: Path) -> None:
         making.written(tmp_path / name, [1])
     RunWriter(tmp_path / "rank1", rank=1, world_size=2).close()
     (tmp_path / "notes").mkdir()
-    assert [p.relative_to(tmp_path).as_posix() for p in Run.find(tmp_path)] == ["a", "b", "group/c", "rank1"]
+    making.written(tmp_path / "group/c/inner", [1])  # a script's second model, found late
+    assert [p.relative_to(tmp_path).as_posix() for p in Run.find(tmp_path)] == [
+        "a", "b", "group/c", "group/c/inner", "rank1",
+    ]  # fmt: skip
     assert Run.find(tmp_path / "nowhere") == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._place import opened, said
+from plimsoll.cli._place import Opened, opened, refuse_empty, said
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
 from plimsoll.text import number
@@ -25,7 +26,7 @@ _COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
 
 def check(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="The run's folder, or a URI: s3://bucket/run.")
+        str | None, typer.Argument(metavar="RUN", help="The folder of a run or script, or a URI: s3://bucket/run.")
     ] = None,
     output: Annotated[
         Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
@@ -40,25 +41,62 @@ def check(
     ] = None,
     until: Annotated[int | None, typer.Option("--until", help="Judge the run as it was at this step.")] = None,
 ) -> None:
-    """What is wrong in a run, where and since when. Exit code 0: no alarm; 1: an alarm; 2: it cannot be read."""
+    """What is wrong in a run, where and since when. Exit code 0: no alarm; 1: an alarm; 2: it cannot be judged."""
     thresholds = dict(_assignment(each) for each in changed or ())
     if rules:
         _print_rules(thresholds, output)
         return
     if run is None:
         raise ArgumentError("check: expected a run's folder; got none. Write plimsoll check RUN, or --rules.")
+    judged = [_judged(one, until, select, thresholds) for one in opened(run)]
+    if output == "json":
+        data = judged[0].to_dict() if len(judged) == 1 else _of_script(run, judged)
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+    else:
+        target = console()
+        for number_of, each in enumerate(judged):
+            if number_of:
+                target.print()
+            _print(each, target)
+    if any(each.alarm for each in judged):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """A run and what was found in it."""
+
+    one: Opened
+    view: "View"
+    found: "list[Finding]"
+
+    @property
+    def alarm(self) -> bool:
+        return any(finding.severity == "alarm" for finding in self.found)
+
+    def to_dict(self) -> dict[str, object]:
+        verdict = "alarm" if self.alarm else "healthy"
+        facts = {"run": self.one.called, "verdict": verdict, "last_step": self.view.last_step}
+        return {**facts, "ended": _ended(self.view), "findings": [finding.to_dict() for finding in self.found]}
+
+
+def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds: dict[str, float]) -> _Judged:
+    """The run with its findings; raises `RunError` where nothing was recorded that could be judged."""
     from plimsoll.diagnosis import View, diagnose
 
-    view = View(opened(run), until)
-    found = diagnose(view, rules=select, thresholds=thresholds)
-    if output == "json":
-        verdict = "alarm" if any(f.severity == "alarm" for f in found) else "healthy"
-        facts = {"run": said(run), "verdict": verdict, "last_step": view.last_step, "ended": _ended(view)}
-        typer.echo(json.dumps({**facts, "findings": [f.to_dict() for f in found]}, indent=2, allow_nan=False))
-    else:
-        _print(found, said(run), view, console())
-    if any(f.severity == "alarm" for f in found):
-        raise typer.Exit(1)
+    view = View(one.run, until)
+    judged = _Judged(one=one, view=view, found=diagnose(view, rules=select, thresholds=thresholds))
+    if not judged.alarm:  # a training that fails before its first step leaves an alarm and no step
+        refuse_empty(one, view)
+    return judged
+
+
+def _of_script(place: str, judged: list[_Judged]) -> dict[str, object]:
+    """The answer for the models of a script: the worst verdict, and each run's."""
+    verdict = "alarm" if any(each.alarm for each in judged) else "healthy"
+    last = max(each.view.last_step for each in judged)
+    runs = [{"model": each.one.model, **each.to_dict()} for each in judged]
+    return {"run": said(place), "verdict": verdict, "last_step": last, "runs": runs}
 
 
 def _assignment(text: str) -> tuple[str, float]:
@@ -76,12 +114,13 @@ def _assignment(text: str) -> tuple[str, float]:
     return name.strip(), found
 
 
-def _print(found: "list[Finding]", run: str, view: "View", target: Console) -> None:
+def _print(judged: _Judged, target: Console) -> None:
     from plimsoll.diagnosis import shown
 
+    found, view = judged.found, judged.view
     ended = "" if (ending := _early_end(view)) is None else f"; {shown(str(ending))}"
     head = f": {_verdict(found)}, {_reach(view.last_step)}{ended}"
-    target.print(Text.assemble((run, "bold"), head), soft_wrap=True)
+    target.print(Text.assemble((judged.one.called, "bold"), head), soft_wrap=True)
     for finding in found:
         target.print()
         for line in _lines(finding):

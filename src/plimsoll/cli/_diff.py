@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from plimsoll.cli._place import opened, said
+from plimsoll.cli._place import Opened, opened, view_at
 from plimsoll.cli._terminal import console
+from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,21 +37,50 @@ def diff(
     """The first step and tensor where two runs part beyond rounding. Exit code 0: nowhere; 1: there; 2: unreadable."""
     from plimsoll.diagnosis import diff as asked
 
-    found = asked(opened(run_a), opened(run_b), tolerance=tolerance, formats=computed or (), until=until)
-    found = replace(found, a=_called(run_a, found.a), b=_called(run_b, found.b))
+    pairs, alone = _pairs(opened(run_a), opened(run_b))
+    found = [
+        replace(
+            asked(view_at(a, until), view_at(b, until), tolerance=tolerance, formats=computed or ()),
+            a=_called(run_a, a), b=_called(run_b, b),
+        )
+        for a, b in pairs
+    ]  # fmt: skip
     if output == "json":
-        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        data = [{"model": a.model, **each.to_dict()} for (a, _), each in zip(pairs, found, strict=True)]
+        whole = {"runs": data, "only_in_one": alone} if len(data) + len(alone) > 1 else found[0].to_dict()
+        typer.echo(json.dumps(whole, indent=2, allow_nan=False))
     else:
-        _print(found, console())
-    if found.first is not None:
+        for place, each in enumerate(found):
+            if place:
+                console().print()
+            _print(each, console())
+        for name in alone:
+            console().print(Text(f"only one of the scripts trains {name}", style="bold red"))
+    if alone or any(each.first is not None for each in found):
         raise typer.Exit(1)
 
 
-def _called(given: str, path: str) -> str:
+def _pairs(of_a: list[Opened], of_b: list[Opened]) -> tuple[list[tuple[Opened, Opened]], list[str]]:
+    """The runs of the same models, and the models that only one of the scripts has."""
+    if len(of_a) == len(of_b) == 1:
+        return [(of_a[0], of_b[0])], []
+    models_a, models_b = ({one.model: one for one in runs} for runs in (of_a, of_b))
+    both = [name for name in models_a if name in models_b]
+    if not both:
+        raise ArgumentError(
+            "diff: expected runs of the same models; got "
+            f"{' and '.join(', '.join(one.model or one.called for one in runs) for runs in (of_a, of_b))}. "
+            "Name the folder of one model's run on each side."
+        )
+    alone = [name for name in (*models_a, *models_b) if name not in both]
+    return [(models_a[name], models_b[name]) for name in both], alone
+
+
+def _called(given: str, one: Opened) -> str:
     """The run's folder, or the URI that it was given by."""
     from plimsoll.runs._uri import is_uri
 
-    return said(given) if is_uri(given) else path
+    return one.called if is_uri(given) else str(one.run.path)
 
 
 def _print(found: "Divergence", target: "Console") -> None:

@@ -3,17 +3,22 @@
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:
+    from plimsoll.diagnosis import View
     from plimsoll.runs import Run
 
-RunPlace = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a URI: s3://bucket/run.")]
+RunPlace = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run or script, or a URI: s3://bucket/run.")
+]
 
 # What brings a file, and what a folder, to a store.
 _COPIES = {
@@ -26,11 +31,78 @@ _COPIES = {
 }
 
 
-def opened(place: str) -> "Run":
-    """The run at a path or URI, as every command opens it. Raises as `plimsoll.Run` does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A run that a command reads; `model` names it among those of one script, and is empty for the only one."""
+
+    run: "Run"
+    called: str  # as messages call it
+    model: str = ""
+
+
+def opened(place: str) -> list[Opened]:
+    """The run at a path or URI, or the runs of one script, one for each model.
+
+    Raises `RunError` where there is none, as `plimsoll.Run` does, in words of the command line.
+    """
+    from plimsoll.runs._catalog import NoRunError
+    from plimsoll.runs._place import Stored, place_of
+    from plimsoll.runs.script import ITSELF, names_in
+
+    where = place_of(place)
+    try:
+        names = names_in(where)
+        if not names:
+            return [Opened(run=_read(place, None), called=said(place))]
+        inside = [where.path if name == ITSELF else where.path / name for name in names]
+        filesystem = where.filesystem if isinstance(where, Stored) else None
+        runs = [_read(path.as_posix() if filesystem else path, filesystem) for path in inside]
+    except NoRunError as error:
+        raise RunError(f"No Plimsoll run in {error.place}. {error.advice}") from error
+    models = [_model(run) if name == ITSELF else name for name, run in zip(names, runs, strict=True)]
+    shown = [said(place) if name == ITSELF else f"{said(place).rstrip('/')}/{name}" for name in names]
+    return [Opened(run=r, called=c, model=m) for r, c, m in zip(runs, shown, models, strict=True)]
+
+
+def _read(path: str | Path, filesystem: Any) -> "Run":
+    """The run; what is wrong with its files is one line on stderr."""
     from plimsoll.runs import Run
 
-    return Run(place)
+    run = Run(path, filesystem=filesystem, warn=False)
+    if run.problems:
+        more = f", and {len(run.problems) - 1} more such problems" if len(run.problems) > 1 else ""
+        print(f"plimsoll: {run.problems[0]}{more}", file=sys.stderr)  # noqa: T201
+    return run
+
+
+def view_at(one: Opened, until: int | None) -> "View":
+    """The view of a run up to a step; `RunError` where nothing was recorded up to there, which no command can judge."""
+    from plimsoll.diagnosis import View
+
+    view = View(one.run, until)
+    refuse_empty(one, view)
+    return view
+
+
+def refuse_empty(one: Opened, view: "View") -> None:
+    """Raises `RunError` where a view has no step."""
+    from plimsoll.diagnosis import View
+
+    if view.last_step >= 0:
+        return
+    first, last = min(one.run.steps, default=-1), View(one.run).last_step
+    if last < 0:
+        raise RunError(
+            f"Nothing was recorded in {one.called}: it holds a run without a step. Records appear some seconds after "
+            "the first training step; look at the script's messages if they do not."
+        )
+    begins = "" if first < 0 else f"{first:,} to "
+    raise RunError(f"Nothing was recorded in {one.called} up to step {view.until}. It has steps {begins}{last:,}.")
+
+
+def _model(run: "Run") -> str:
+    """The name of the model whose run is the script's folder itself."""
+    return str(run.manifest.get("model") or run.path.name).rpartition(".")[2]
 
 
 def said(place: str) -> str:
@@ -70,3 +142,19 @@ def _here(operation: str, expected: str, given: str | None, example: str, kind: 
         f"{operation}: expected {expected}; got the URI {shown}. Write to {example} and {how}{again}"
         f"{' (docs/how-to/scale.md)' if kind else ''}."
     )
+
+
+def only(place: str, operation: str) -> Opened:
+    """The one run at a place; `ArgumentError` for a script's several models."""
+    found = opened(place)
+    if len(found) > 1:
+        raise ArgumentError(
+            f"{operation}: expected the run of one model; got {said(place)}, whose script trains several. "
+            f"Name one: {', '.join(one.called for one in found)}."
+        )
+    return found[0]
+
+
+def of_model(path: Path, one: Opened, runs: int) -> Path:
+    """The file for a run: of several models each has its own, plan-G.toml for plan.toml."""
+    return path if runs == 1 else path.with_name(f"{path.stem}-{one.model}{path.suffix}")

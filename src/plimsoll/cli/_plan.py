@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._place import RunPlace, file_here, opened, said
+from plimsoll.cli._place import RunPlace, file_here, of_model, only, opened, said, view_at
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
@@ -74,18 +74,28 @@ def plan(
 
     if written_to is not None:
         checked_path("plan", written_to)  # before the work
-    made = planned(
-        opened(run), str(target), tolerance=0.01 if tolerance is None else tolerance, margin_binades=margin,
-        fallback=fallback, layer_scales=not one_scale, include=include or (), exclude=exclude or (), until=until,
-    )  # fmt: skip
-    if written_to is not None:
-        made.save(written_to)
+    made = [
+        (one, planned(
+            view_at(one, until), str(target), tolerance=0.01 if tolerance is None else tolerance,
+            margin_binades=margin, fallback=fallback, layer_scales=not one_scale, include=include or (),
+            exclude=exclude or (),
+        ))
+        for one in opened(run)
+    ]  # fmt: skip
+    files = [None if written_to is None else of_model(written_to, one, len(made)) for one, _ in made]
+    for (_, each), file in zip(made, files, strict=True):
+        if file is not None:
+            each.save(file)
     if output == "json":
-        typer.echo(json.dumps(made.to_dict(), indent=2, allow_nan=False))
+        data = [{"model": one.model, **each.to_dict()} for one, each in made]
+        typer.echo(json.dumps({"runs": data} if len(made) > 1 else made[0][1].to_dict(), indent=2, allow_nan=False))
         return
-    _print(made, console())
-    if written_to is not None:
-        typer.echo(f"\nwritten to {written_to}")
+    for place, ((one, each), file) in enumerate(zip(made, files, strict=True)):
+        if len(made) > 1:
+            console().print(Text(("\n" if place else "") + one.called, style="bold"))
+        _print(each, console())
+        if file is not None:
+            typer.echo(f"\nwritten to {file}")
 
 
 def _refuse_beside_check(
@@ -114,7 +124,7 @@ def _check(plan_file: str, run: str, tolerance: float | None, until: int | None,
         )
     if not path.is_file():
         raise ArgumentError(f"plan: expected a plan file; got {str(path)!r}, which is not there. Write one with -o.")
-    found = check_plan(Plan.load(path), opened(run), tolerance=tolerance, until=until)
+    found = check_plan(Plan.load(path), view_at(only(run, "plan --check"), until), tolerance=tolerance)
     if output == "json":
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:

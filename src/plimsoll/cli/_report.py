@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from plimsoll.cli._place import RunPlace, file_here, opened
+from plimsoll.cli._place import RunPlace, file_here, of_model, opened, view_at
 from plimsoll.errors import ArgumentError, RunError
 
 _BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
@@ -56,24 +56,27 @@ def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
     if str(output) == "-":
         raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
     from plimsoll.report import html
-    from plimsoll.report._figure_parts import view_of
     from plimsoll.report._html import checked_path
     from plimsoll.report._summary import summary
 
     checked_path(output)  # before the work
-    view = view_of(opened(run), until, "report")
-    told = summary(view)
-    written = html(view, output, title=title, findings=told.findings)
-    typer.echo(told.verdict)
-    typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
+    found = [(one, view_at(one, until)) for one in opened(run)]
+    for one, view in found:
+        told = summary(view)
+        file = of_model(output, one, len(found))
+        written = html(view, file, title=title, findings=told.findings)
+        typer.echo(f"{one.model}: {told.verdict}" if one.model else told.verdict)
+        typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
 
 
 def _text(run: str, form: str, until: int | None) -> str:
     from plimsoll.report import markdown, summary
 
+    found = [(one, view_at(one, until)) for one in opened(run)]
     if form == "markdown":
-        return markdown(opened(run), until=until)
-    return json.dumps(summary(opened(run), until=until).to_dict(), indent=2, allow_nan=False)
+        return "\n".join(markdown(view) for _, view in found)
+    data = [{"model": one.model, **summary(view).to_dict()} for one, view in found]
+    return json.dumps({"runs": data} if len(data) > 1 else summary(found[0][1]).to_dict(), indent=2, allow_nan=False)
 
 
 def _write(output: Path, text: str) -> None:

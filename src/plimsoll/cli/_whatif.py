@@ -1,13 +1,16 @@
 """``plimsoll whatif``: what another format would have made of a run."""
 
 import json
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from plimsoll.cli._place import RunPlace, opened
+from plimsoll.cli._place import RunPlace, opened, view_at
 from plimsoll.cli._terminal import console
+
+if TYPE_CHECKING:
+    from plimsoll.diagnosis import WhatIf
 
 
 def whatif(
@@ -30,10 +33,19 @@ def whatif(
     """What a format would make of a run's tensors: how much is lost, subnormal or overflows, and which scales serve."""
     from plimsoll.diagnosis import whatif as asked
 
-    answer = asked(opened(run), fmt, shift, collection, inference)
+    answers = [(one, asked(view_at(one, None), fmt, shift, collection, inference)) for one in opened(run)]
     if output == "json":
-        typer.echo(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
+        data = [{"model": one.model, **answer.to_dict()} for one, answer in answers]
+        whole = {"runs": data} if len(data) > 1 else answers[0][1].to_dict()
+        typer.echo(json.dumps(whole, indent=2, allow_nan=False))
         return
+    for place, (one, answer) in enumerate(answers):
+        if len(answers) > 1:
+            console().print(Text(("\n" if place else "") + one.called, style="bold"))
+        _print(answer, layers)
+
+
+def _print(answer: "WhatIf", layers: int) -> None:
     target = console()
     target.print(Text(answer.sentence, style="bold"))
     target.print()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, read
 from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast, Event, Run
 
@@ -47,6 +48,11 @@ class View:
     """A run, up to and with step `until` (None: all there is)."""
 
     def __init__(self, run: Run, until: int | None = None) -> None:
+        if until is not None and until < 0:
+            raise ArgumentError(
+                f"View: expected until to be a step, 0 or later; got until={until}. Steps count from 0; leave it out "
+                "for all that was recorded."
+            )
         self.run, self.until = run, until
         self._cells: dict[str, Cells | None] = {}
         self._narrow: dict[str, Narrow] = {}

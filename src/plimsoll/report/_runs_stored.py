@@ -122,12 +122,12 @@ class _AsListed(Stored):
 
 
 def _by_run(tree: Files) -> dict[str, Files]:
-    """The files of each run, by its path; a folder with a manifest is one, and what is below it is its own."""
+    """The files of each run, by its path: a folder with a manifest, and what is below it outside of other runs."""
     folders = {folder for folder, _, name in map(_split, tree) if _manifest.rank_of(name) is not None}
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():
         above = [path[:i] for i, sign in enumerate(path) if sign == "/"]
-        run = next((folder for folder in ("", *above) if folder in folders), None)
+        run = next((folder for folder in (*reversed(above), "") if folder in folders), None)
         if run is not None:
             found.setdefault(run, {})[path[len(run) + bool(run) :]] = facts
     return {run: _of_run(files) for run, files in found.items()}

@@ -1,19 +1,38 @@
 """What lies in a run's folder, listed anew on demand: manifests, parts that count, and what is wrong with the rest."""
 
 import errno
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import RunError
-from plimsoll.runs import _manifest, _parts
+from plimsoll.runs import _manifest, _parts, script
 from plimsoll.runs._manifest import Session
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Folder, Place
 from plimsoll.runs._tables import KINDS, Kind
 
+_NAMED = 6  # runs below a folder that holds none itself
 _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
+
+
+class NoRunError(RunError):
+    """A folder that is not there, or holds no run; `below`: the runs in the folders below it, by their paths in it."""
+
+    def __init__(self, place: Place, why: str, below: Sequence[str]) -> None:
+        self.place, self.why, self.below, self.here = str(place), why, list(below), isinstance(place, Folder)
+        super().__init__(f"Run: expected the folder of a run; got {place}, which {why}. {self.advice}")
+
+    @property
+    def advice(self) -> str:
+        """Which folders to name instead."""
+        if not self.below:
+            elsewhere = "" if self.here else "; plimsoll serve lists the runs of a store"
+            return f"Name the folder that a run was recorded into{elsewhere}."
+        more = f" and {len(self.below) - _NAMED} more" if len(self.below) > _NAMED else ""
+        return f"Runs below it: {', '.join(self.below[:_NAMED])}{more}. Name one of them."
 
 
 class _GoneError(Exception):
@@ -49,7 +68,7 @@ class Catalog:
         self._damaged = {part: why for part, why in self._damaged.items() if part in parts}
         # A damaged part covers nothing: should what it was made of still be there, that is read.
         self.parts, _ = _parts.split(part for part in parts if part not in self._damaged)
-        if not self.manifests and not parts and not self._listed_problems:
+        if not parts and not any(_manifest.rank_of(name) is not None for name in self.place.names()):
             raise _no_run(self.place)
         self._listed_problems += [f"{name}: not a part of this run; left alone" for name in foreign]
         self._find_missing_ranks()
@@ -57,11 +76,12 @@ class Catalog:
 
     def _load_manifests(self) -> None:
         found: dict[int, dict[str, Any]] = {}
+        of_script = script.names_in(self.place)
         for name in self.place.names():
             rank = _manifest.rank_of(name)
             if rank is not None:
                 self._load_manifest(rank, name, found)
-            elif name not in KINDS and not name.startswith("."):
+            elif name not in (*KINDS, script.NAME, *of_script) and not name.startswith("."):
                 self._listed_problems.append(f"{name}: not a file of this run; left alone")
         self.manifests = found
         self._sessions = {rank: _manifest.sessions_of(content) for rank, content in found.items()}
@@ -179,9 +199,24 @@ def _has_gone(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
 
 
-def _no_run(place: Place) -> RunError:
-    others = "Run.find(folder)" if isinstance(place, Folder) else "plimsoll serve"
-    return RunError(
-        f"Run: expected a folder that a RunWriter wrote; got {place}, where no run.json and no part is. "
-        f"Name the run's own folder; {others} lists the runs below one."
-    )
+def _no_run(place: Place) -> NoRunError:
+    of_script = script.names_in(place)
+    if of_script:
+        below, which = list(of_script), "the runs of one script"
+    else:
+        found = runs_below(place.path) if isinstance(place, Folder) else []
+        below, which = [path.relative_to(place.path).as_posix() for path in found], "no run itself"
+    if below:
+        return NoRunError(place, f"holds {which}", below)
+    there = not isinstance(place, Folder) or place.path.is_dir()
+    return NoRunError(place, "holds no run" if there else "is no folder", below)
+
+
+def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
+    """The folders of all runs in a folder and below it, sorted."""
+    found: list[Path] = []
+    for place, below, files in os.walk(folder):
+        if any(_manifest.rank_of(name) is not None for name in files):
+            found.append(Path(place))
+            below[:] = [name for name in below if name not in KINDS]  # a script's other models may lie in there
+    return sorted(found)

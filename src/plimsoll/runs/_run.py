@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs import _casts, _manifest, _names, _notebook, _ranks, _spectra, _statistics
+from plimsoll.runs import _casts, _names, _notebook, _ranks, _spectra, _statistics
 from plimsoll.runs._arrow import Table, values_of
-from plimsoll.runs._catalog import Catalog
+from plimsoll.runs._catalog import Catalog, runs_below
 from plimsoll.runs._content import Content
 from plimsoll.runs._place import is_elsewhere, place_of
 from plimsoll.runs._records import Event
@@ -61,12 +61,7 @@ class Run:
             raise ArgumentError(
                 f"Run.find: expected a folder of this machine; got {folder}. List the storage by its own means."
             )
-        found: list[Path] = []
-        for place, below, files in os.walk(folder):
-            if any(_manifest.rank_of(name) is not None for name in files):
-                found.append(Path(place))
-                below.clear()
-        return sorted(found)
+        return runs_below(folder)
 
     # -- what there is
 

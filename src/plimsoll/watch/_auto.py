@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from plimsoll.runs import script
 from plimsoll.watch import _seams
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import unwrapped
@@ -65,7 +66,7 @@ class Finder:
     """Watches each model that is trained in this process.
 
     - `folder`: the run's folder, asked for when the first model is found. One model's run is the folder itself; runs of
-      several are in folders below it, or beside it where the first was taken for the only one.
+      several are in folders below it, but the first is the folder itself where it was taken for the only one.
     - `arguments`: those of `plimsoll.watch`. `tell`: hears of each model found. `say`: why one is not watched.
     - `arithmetic`: hears of each model before its call goes on, watched or not.
     """
@@ -82,7 +83,8 @@ class Finder:
         self._choose, self._arguments, self._tell, self._say = folder, arguments, tell, say
         self._arithmetic = arithmetic
         self._complained = False
-        self._place: tuple[Path, bool] | None = None  # the folder, and whether it holds those of several runs
+        self._place: Path | None = None  # the folder of the script
+        self._runs: list[str] = []  # the runs in it, by the names of their folders
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._settled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -217,6 +219,7 @@ class Finder:
         handle = watch(model, mine, run=found.path, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
         self._watches.append((steps, handle.step_index))
+        self._list(steps.core.ranks.rank)
         for optimizer in mine if calling else ():
             if _is_stepping(optimizer):  # the forward runs in its closure
                 steps.optimizer_begins(optimizer)
@@ -224,10 +227,15 @@ class Finder:
 
     def _path(self, name: str, *, shared: bool) -> Path:
         if self._place is None:
-            self._place = self._choose(), shared
-        elif not self._place[1]:
-            return self._place[0].with_name(f"{self._place[0].name}-{name}")
-        return self._place[0] / name if shared or self._place[1] else self._place[0]
+            self._place, self._runs = self._choose(), [name if shared else script.ITSELF]
+            return self._place / name if shared else self._place
+        self._runs.append(name)
+        return self._place / name
+
+    def _list(self, rank: int) -> None:
+        """Lists the runs of a script's models in its folder, so that one answer can be given for all of them."""
+        if self._place is not None and self._runs != [script.ITSELF] and rank == 0:
+            script.write(self._place, self._runs)
 
     def _name(self, model: nn.Module, root: nn.Module) -> str:
         """The name of a model's folder: its class, or for one of torch's own what the script calls it."""
