@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import HANG_SECONDS
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ARGUMENTS = [
     "--no-sandbox",  # in containers tests run as root
@@ -68,6 +70,7 @@ class Seen:
 def open_page(browser: Any, *, allowed: tuple[str, ...] = HERE, **options: Any) -> Iterator[tuple[Any, Seen]]:
     """A page of its own context (``viewport=``, ``color_scheme=``, ...) and what it does; faults fail at its end."""
     context = browser.new_context(**options)
+    context.set_default_timeout(1000 * HANG_SECONDS)
     try:
         page, seen = context.new_page(), Seen()
         page.on("console", lambda m: seen.errors.append(f"console {m.type}: {m.text}") if m.type == "error" else None)
@@ -88,7 +91,9 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         path = find_chromium()
-        opened = playwright.chromium.launch(executable_path=path, headless=True, args=ARGUMENTS)
+        opened = playwright.chromium.launch(
+            executable_path=path, headless=True, args=ARGUMENTS, timeout=1000 * HANG_SECONDS
+        )
         yield opened
         opened.close()
 

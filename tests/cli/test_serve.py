@@ -22,6 +22,7 @@ from plimsoll.cli import app
 from plimsoll.errors import MissingExtraError
 from plimsoll.report import _serve
 from plimsoll.runs import RunWriter, Scalars
+from tests.patience import HANG_SECONDS
 
 
 @pytest.fixture
@@ -201,12 +202,12 @@ def test_two_servers_of_one_folder_answer_and_end_quietly_at_ctrl_c(
     servers: list[tuple["subprocess.Popen[str]", str]],
 ) -> None:
     for process, address in servers:
-        with urllib.request.urlopen(f"{address}api/runs", timeout=30) as answer:
+        with urllib.request.urlopen(f"{address}api/runs", timeout=HANG_SECONDS) as answer:
             assert b'"id": "a"' in answer.read()
-        stream = urllib.request.urlopen(f"{address}api/stream?run=a", timeout=30)
+        stream = urllib.request.urlopen(f"{address}api/stream?run=a", timeout=HANG_SECONDS)
         assert stream.readline() == b"retry: 2000\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(HANG_SECONDS) == 0
         stream.read()  # ended by the server
         stream.close()
         assert process.stdout.read() == ""

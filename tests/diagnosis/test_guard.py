@@ -15,6 +15,7 @@ from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
 from plimsoll.watch import _seams
 from tests.diagnosis.guarded import NEVER, acts, by_hand, by_loop, guard_events, looking, net, scaler_at
+from tests.patience import HANG_SECONDS
 
 ALL = ("lower_scale", "raise_scale", "to_bf16", "clamp", "skip", "rollback", "stop")
 
@@ -87,7 +88,7 @@ def test_a_look_is_left_out_while_one_is_under_way_or_would_cost_too_much(tmp_pa
     model, optimizer, scaler, watch, guard = low(tmp_path, every=1, cpu_share=1e-6)
     going_on = threading.Event()
     gathered: list[int] = []
-    guard._looker._gather = lambda step: (gathered.append(step), going_on.wait(30), True)[2]
+    guard._looker._gather = lambda step: (gathered.append(step), going_on.wait(HANG_SECONDS), True)[2]
     train(model, optimizer, scaler, range(5))
     assert gathered == [1]
     going_on.set()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import HANG_SECONDS
+
 HERE = Path(__file__).parent
 WORLD = 2
 
@@ -31,7 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank, result in enumerate(results)
     ]  # fmt: skip
     try:
-        printed = [process.communicate(timeout=240)[0] for process in started]
+        printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import HANG_SECONDS
+
 RANK = Path(__file__).with_name("locate_rank.py")
 
 
@@ -18,7 +20,7 @@ def test_the_rank_that_broke_names_the_operation(tmp_path: Path):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120)[0] for process in started]
+        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()

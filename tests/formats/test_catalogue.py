@@ -12,6 +12,7 @@ import torch
 from plimsoll import formats
 from plimsoll.errors import FormatError
 from plimsoll.formats import ALIASES, BLOCKS, E4M3, ELEMENTS, FP16, BlockFormat, Format, get, get_element
+from tests.patience import HANG_SECONDS
 
 # Copied by hand. IEEE 754-2019 table 3.5; OCP FP8 1.0 table 1; OCP MX 1.0 tables 3 to 7; arXiv:2206.02915 table 1.
 # name: bits, exponent bits, mantissa bits, bias, max, smallest normal, smallest subnormal, epsilon, Inf, NaN, binades
@@ -240,9 +241,9 @@ def test_impossible_blocks_are_refused_with_the_reason(fields, reason):
 
 def test_this_room_imports_no_torch():
     check = "import sys, plimsoll.formats as f; f.E4M3.encode(1.0); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=HANG_SECONDS)
 
 
 def test_naming_a_format_does_not_import_numpy():
     check = "import sys, plimsoll.formats as f; f.get('e5m7').max; sys.exit('numpy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=HANG_SECONDS)

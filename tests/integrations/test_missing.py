@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.patience import HANG_SECONDS
+
 _SCRIPT = """
 import sys
 sys.modules[{package!r}] = None
@@ -26,5 +28,7 @@ except plimsoll.MissingExtraError as error:
 )
 def test_a_missing_trainer_is_named(module: str, package: str, line: str) -> None:
     script = _SCRIPT.format(module=module, package=package)
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
+    )
     assert line in told.stdout

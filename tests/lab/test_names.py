@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll import lab
+from tests.patience import HANG_SECONDS
 
 
 def test_every_list_of_names_is_the_same() -> None:
@@ -27,5 +28,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 def test_a_worker_loads_no_experiment() -> None:
     script = "import sys, plimsoll.lab._workers; print('plimsoll.lab._registry' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
+    )
     assert told.stdout.split() == ["False"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._communication import GradientCompression, compress_gradients
+from tests.patience import HANG_SECONDS
 
 RANK = Path(__file__).with_name("communication_rank.py")
 
@@ -26,7 +27,7 @@ def test_the_mean_over_ranks_is_right_and_nothing_overflows(ranks: int, tmp_path
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120)[0] for process in started]
+        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()

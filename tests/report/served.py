@@ -17,6 +17,7 @@ import pytest
 from plimsoll.runs import RunWriter, Scalars
 from tests.diagnosis.faults import QUIET, A, falling
 from tests.diagnosis.stories import Story, constant, of_layer, told
+from tests.patience import HANG_SECONDS
 
 # One layer's gradients are flushed to zero; the loss scale collapses; nothing is wrong.
 LOW = told(samples=20, gradient_std=of_layer(A, constant(2.0**-34), QUIET))
@@ -55,7 +56,7 @@ def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterato
     finally:
         made.close()  # ends the streams, for which the server would wait
         server.should_exit = True
-        thread.join(20)
+        thread.join(HANG_SECONDS)
         listener.close()
         assert not thread.is_alive()
 
@@ -92,7 +93,6 @@ def site(runs_folder: Path) -> Iterator[Served]:
 
 def at(page: Any, site: Served, route: str) -> Any:
     """The page, at an address."""
-    page.set_default_timeout(10_000)
     page.goto(f"{site.url}/{route}")
     return page
 
@@ -106,7 +106,7 @@ def expect(found: Any) -> Any:
     """Playwright's assertions, which wait."""
     from playwright.sync_api import expect as expected
 
-    expected.set_options(timeout=10_000)
+    expected.set_options(timeout=1000 * HANG_SECONDS)
     return expected(found)
 
 

@@ -1,9 +1,7 @@
 """The live page while runs are written, servers end and browsers leave."""
 
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 
 from plimsoll.runs import RunWriter
 from tests.browser import Seen, needs_browser, open_page
+from tests.patience import wait_until
 from tests.report.served import COLLAPSED, LOW, Served, at, drawn, expect, served, write_steps
 
 pytestmark = needs_browser
-
-SHOWN_WITHIN = 3.0  # seconds from written to seen
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +40,6 @@ def writer(folder: Path) -> Iterator[RunWriter]:
 
 def last_step(page: Any) -> Any:
     return page.locator(".head .facts dd").first
-
-
-def comes_true(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether a condition holds before long; the server, a thread of this process, gets its turns meanwhile."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        os.sched_yield()
-    return condition()
 
 
 def test_a_run_appears_in_the_list(page: Any, site: Served, folder: Path) -> None:
@@ -81,22 +68,18 @@ def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, si
     write_steps(writer, LOW, 30, 59)
     expect(last_step(page)).to_have_text("59")
     drawn_to = "document.querySelector('.pictures > figure .plot').calcdata[0].at(-1).x"
-    assert comes_true(lambda: page.evaluate(drawn_to) == 59)
+    wait_until(lambda: page.evaluate(drawn_to) == 59)
     assert loss.evaluate("node => node.querySelector('.plot').layout.xaxis.range") == [5, 20]
     assert abs(page.evaluate("scrollY") - before) < 2
     expect(page.locator(".findings a").first).to_be_focused()
 
 
-def test_new_samples_are_shown_within_three_seconds(page: Any, site: Served, writer: RunWriter) -> None:
+def test_sample_after_sample_is_shown(page: Any, site: Served, writer: RunWriter) -> None:
     at(page, site, "#/run/run")
     expect(last_step(page)).to_have_text("29")
-    took = []
     for last in (34, 39, 44):
         write_steps(writer, LOW, last - 4, last)
-        written = time.monotonic()
         expect(last_step(page)).to_have_text(str(last))
-        took.append(time.monotonic() - written)
-    assert min(took) < SHOWN_WITHIN  # the quickest, since other work on this machine may hold one up
 
 
 def test_a_paused_page_stays_as_it_is_until_it_follows_again(page: Any, site: Served, writer: RunWriter) -> None:
@@ -154,12 +137,12 @@ def test_the_page_comes_back_after_its_server_did(page: Any, seen: Seen, tmp_pat
 
 def test_a_browser_that_leaves_frees_its_streams(browser: Any, site: Served, writer: RunWriter) -> None:
     streams = site.app.streams
-    assert comes_true(lambda: streams.open == 0)
+    wait_until(lambda: streams.open == 0)
     with open_page(browser) as (page, _):
         at(page, site, "#/run/run")
         expect(page.locator("#live")).to_have_text("Live")
-        assert comes_true(lambda: streams.open == 1)
+        wait_until(lambda: streams.open == 1)
         page.evaluate("location.hash = '#/'")
         expect(page.locator("h1")).to_have_text("Runs")
-        assert comes_true(lambda: streams.open == 1)  # the run's is closed, the list's open
-    assert comes_true(lambda: streams.open == 0 and streams.tasks == 0)
+        wait_until(lambda: streams.open == 1)  # the run's is closed, the list's open
+    wait_until(lambda: streams.open == 0 and streams.tasks == 0)

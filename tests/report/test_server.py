@@ -22,6 +22,7 @@ from plimsoll.report._server_figures import OF_ONE
 from plimsoll.report._summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.stories import LAYERS, constant, told
+from tests.patience import HANG_SECONDS
 from tests.report import hostile
 
 LOW = told(samples=6, gradient_std=constant(2.0**-34))
@@ -314,12 +315,12 @@ def test_a_slow_question_to_one_run_delays_no_other(served: App) -> None:
 
     def slow(_: object) -> bytes:
         held.set()
-        assert done.wait(20)
+        assert done.wait(HANG_SECONDS)
         return b"{}"
 
     thread = threading.Thread(target=lambda: served.answers.live.answer("sound", "slow", slow))
     thread.start()
-    assert held.wait(20)
+    assert held.wait(HANG_SECONDS)
     asked = TestClient(served, base_url="http://localhost:8642")
     assert asked.get("/api/runs/one%20step/figure/record").status_code == 200
     assert asked.get("/api/runs").status_code == 200
@@ -332,10 +333,10 @@ def test_who_waits_too_long_is_told_so(served: App, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("plimsoll.report._live._PATIENCE_SECONDS", 0.01)
     held, done = threading.Event(), threading.Event()
     thread = threading.Thread(
-        target=lambda: served.answers.live.answer("sound", "slower", lambda _: (held.set(), done.wait(20)))
+        target=lambda: served.answers.live.answer("sound", "slower", lambda _: (held.set(), done.wait(HANG_SECONDS)))
     )
     thread.start()
-    assert held.wait(20)
+    assert held.wait(HANG_SECONDS)
     asked = TestClient(served, base_url="http://localhost:8642")
     answer = asked.get("/api/runs/sound/figure/updates?collection=updates")
     done.set()

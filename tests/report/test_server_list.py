@@ -17,6 +17,7 @@ from plimsoll.report._runs_list import Listed, RunsList
 from plimsoll.report._summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.stories import told
+from tests.patience import HANG_SECONDS, wait_until
 from tests.runs import making
 
 LATER = 1e12  # of a clock that is far ahead: what was written is not being written any more
@@ -282,12 +283,9 @@ def test_the_thread_works_while_somebody_looks_and_ends() -> None:
     made = Judged(listed("a"))
     made.verdicts.looked_at()
     thread = made.verdicts._thread
-    for _ in range(1000):
-        if made.asked:
-            break
-        thread.join(0.02)
+    wait_until(lambda: made.asked)
     made.verdicts.close()
-    thread.join(10)
+    thread.join(HANG_SECONDS)
     assert made.asked == ["a 1"] and not thread.is_alive()
     made.verdicts.looked_at()
     assert made.verdicts._thread is thread  # no other one once it is closed

@@ -19,6 +19,7 @@ from plimsoll.report._live import Live
 from plimsoll.report._live_view import LiveView
 from plimsoll.runs import Run, RunWriter, _select
 from tests.diagnosis.stories import constant, told
+from tests.patience import HANG_SECONDS
 from tests.report.served import write_steps
 from tests.runs import making
 
@@ -246,7 +247,7 @@ def test_two_questions_at_once_to_two_runs_never_wait_for_each_other(tmp_path: P
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     assert sorted(set(results)) == [b"a b", b"b a"] and len(results) == 40
 

@@ -14,9 +14,8 @@ from plimsoll.report import _live_streams
 from plimsoll.report._live_streams import EventStream, Streams
 from plimsoll.report._server import App, app
 from plimsoll.runs import RunWriter
+from tests.patience import HANG_SECONDS
 from tests.runs import making
-
-PATIENCE = 20.0  # seconds until a test that waits has failed
 
 
 class Browser:
@@ -55,14 +54,14 @@ class Browser:
         return [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in parts]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             while not holds():
                 self.heard.clear()
                 await self.heard.wait()
 
     async def leave(self) -> None:
         self.left.set()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await self.task
 
 
@@ -72,11 +71,11 @@ def streamed(test: Callable[[App, Path], Awaitable[None]], folder: Path) -> None
     async def run() -> None:
         made = app(folder, poll_seconds=0.01)
         try:
-            async with asyncio.timeout(3 * PATIENCE):
+            async with asyncio.timeout(HANG_SECONDS):
                 await test(made, folder)
         finally:
             made.close()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             while len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0)
         assert made.streams.open == made.streams.tasks == 0
@@ -192,7 +191,7 @@ def test_one_state_is_told_once(tmp_path: Path) -> None:
 
         streams = Streams(look, poll_seconds=0.0)
         browser = Browser().open(EventStream(streams, None))
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await done.wait()
         assert len(browser.events) == 1
         await browser.leave()
@@ -215,7 +214,7 @@ def test_a_slow_browser_is_told_the_newest_and_nothing_piles_up(tmp_path: Path) 
         slow = Browser().open(EventStream(streams, None))
         await slow.until(lambda: len(slow.events) >= 1)
         slow.ready.clear()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await reached.wait()
         waiting = next(iter(streams._watching[""]))
         assert len(waiting.waiting) <= 1
@@ -270,7 +269,7 @@ def test_there_are_only_so_many_streams(tmp_path: Path, monkeypatch: pytest.Monk
 def test_head_ends_at_once(tmp_path: Path) -> None:
     async def check(made: App, _: Path) -> None:
         browser = Browser().open(made, method="HEAD")
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await browser.task
         assert browser.messages[0]["status"] == 200 and browser.text == ""
 
@@ -282,11 +281,11 @@ def test_the_end_of_the_server_ends_the_streams(tmp_path: Path) -> None:
         browser = Browser().open(made)
         await browser.until(lambda: "event" in browser.text)
         made.close()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await browser.task
         assert browser.messages[-1] == {"type": "http.response.body", "body": b""}
         late = Browser().open(made)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(HANG_SECONDS):
             await late.task
 
     streamed(check, tmp_path)

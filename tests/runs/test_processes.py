@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.patience import HANG_SECONDS
 from tests.runs import making
 
 WRITER = """
@@ -72,7 +73,7 @@ if {ending!r} == "signal":
     os.kill(os.getpid(), signal.SIGINT)
 {ending if ending != "signal" else ""}
 """
-    subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=HANG_SECONDS)
     run = Run(tmp_path)
     assert run.closed and run.scalars("loss")[1].tolist() == [1.0]
 
@@ -105,7 +106,7 @@ os.kill(os.getpid(), 9)
     )
     assert process.stdout is not None and process.stdin is not None
     child = int(process.stdout.readline())
-    process.wait(timeout=60)
+    process.wait(timeout=HANG_SECONDS)
     os.kill(child, 0)  # lives on
     with RunWriter(tmp_path) as writer:  # and stands in nobody's way
         writer.write(Scalars(step=5, values={"loss": 5.0}))
@@ -134,7 +135,7 @@ def test_a_fork_while_locks_are_held_leaves_the_child_free(tmp_path: Path) -> No
 
                 warnings.simplefilter("ignore")
                 threading.Thread(target=use, daemon=True).start()
-                os._exit(0 if done.wait(10) else 1)
+                os._exit(0 if done.wait(HANG_SECONDS) else 1)
             finally:
                 os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

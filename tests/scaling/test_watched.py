@@ -12,6 +12,7 @@ import torch
 import plimsoll as pl
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
 from plimsoll.watch import _seams
+from tests.patience import HANG_SECONDS
 from tests.watch.support import batches, mlp, only_run, train
 
 
@@ -85,7 +86,11 @@ with pl.watch(model, optimizer, run=sys.argv[1], every=1) as watch:
 
 def test_scalers_that_are_imported_while_a_watch_is_open_are_heard(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LATE, str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LATE, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path / "run")

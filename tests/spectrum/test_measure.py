@@ -16,6 +16,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
+from tests.patience import HANG_SECONDS
 
 VALUES = [[0.0, 1.0, -2.0], [0.5, 448.0, -0.25]]
 HERE = Path(__file__).parent
@@ -269,7 +270,7 @@ def test_sharded_tensors_add_up_over_two_ranks(tmp_path: Path) -> None:
         for rank in "01"
     ]
     try:
-        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=HANG_SECONDS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

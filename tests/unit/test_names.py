@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll import unit
+from tests.patience import HANG_SECONDS
 
 
 def test_every_list_of_names_is_the_same() -> None:
@@ -31,5 +32,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 def test_formulas_alone_load_no_graph() -> None:
     script = "import sys, plimsoll.unit._formulas; print('networkx' in sys.modules, 'torch.export' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
+    )
     assert told.stdout.split() == ["False", "False"]

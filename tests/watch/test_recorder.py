@@ -12,6 +12,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.patience import HANG_SECONDS
 from tests.watch.support import batches, mlp, only_run, same, train
 
 
@@ -115,7 +116,11 @@ SCRIPT = """
 def test_the_end_of_the_process(end: str, status: set[int], reason: str, tmp_path: Path) -> None:
     script = textwrap.dedent(SCRIPT.format(end=end))
     result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
     )
     assert result.returncode in status, result.stderr
     run = only_run(tmp_path / "run")

@@ -18,6 +18,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests.patience import HANG_SECONDS
 from tests.watch.support import batches, mlp, only_run, train
 
 
@@ -195,7 +196,7 @@ def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> No
             train(model, optimizer, batches(2, 4, 8))
             child = multiprocessing.get_context(method).Process(target=_train_in_child, args=(model,))
             child.start()
-            child.join(60)
+            child.join(HANG_SECONDS)
             assert child.exitcode == 0
             train(model, optimizer, batches(1, 4, 8))
         assert list(only_run(tmp_path / "run").steps) == [0, 1, 2]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import HANG_SECONDS
+
 HERE = Path(__file__).parent
 
 
@@ -14,6 +16,6 @@ def torchrun(world: int, *arguments: object) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run(
         [*command, str(HERE / "worker.py"), *map(str, arguments)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
+        env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]

@@ -10,11 +10,11 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs._sinks import SinkRunner, _runner
+from tests.patience import HANG_SECONDS
 from tests.runs.sinks.made import Failing, Recorder, record
 
 PATH = Path("runs/one")
 # Long enough for any sink that does answer, however busy the machine.
-PATIENCE = 60.0
 Start = Callable[..., SinkRunner]
 
 
@@ -24,8 +24,8 @@ def run_through(runner: SinkRunner, *steps: int, flush: bool = False) -> None:
     for step in steps:
         runner.put(record(step))
     if flush:
-        runner.flush(PATIENCE)
-    runner.close(PATIENCE)
+        runner.flush(HANG_SECONDS)
+    runner.close(HANG_SECONDS)
 
 
 def put_all(runner: SinkRunner, steps: range) -> None:
@@ -47,7 +47,7 @@ def start() -> Iterator[Start]:
     yield open_runner
     for runner, sink in started:
         sink.go_on.set()
-        runner.close(PATIENCE)
+        runner.close(HANG_SECONDS)
         assert runner._thread is None or not runner._thread.is_alive()
 
 
@@ -56,10 +56,10 @@ def test_the_sink_gets_everything_in_order_on_a_thread_of_its_own(start: Start) 
     runner = start(sink)
     runner.put(record(1))
     runner.put(record(2))
-    runner.flush(PATIENCE)
+    runner.flush(HANG_SECONDS)
     assert sink.calls == [("open", PATH, {"every": 10}), 1, 2, "flush"]
     runner.put(record(3))
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
     assert sink.calls[4:] == [3, "close"]
     assert sink.threads == {"plimsoll-sink-Recorder"}
     assert (runner.dropped, runner.failed, runner.failure) == (0, 0, None)
@@ -69,13 +69,13 @@ def test_a_slow_sink_loses_the_oldest_and_training_never_waits(start: Start) -> 
     sink = Recorder(waits=True)
     runner = start(sink, queue_steps=3)
     runner.put(record(0))
-    assert sink.inside.wait(PATIENCE)
+    assert sink.inside.wait(HANG_SECONDS)
     with pytest.warns(RuntimeWarning, match="Recorder: slower than training.* Training goes on.") as told:
         put_all(runner, range(1, 9))
     assert len(told) == 1
     assert runner.dropped == 5
     sink.go_on.set()
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
     assert sink.steps == [0, 6, 7, 8]
 
 
@@ -105,7 +105,7 @@ def test_after_ten_failures_in_a_row_it_is_switched_off(start: Start) -> None:
     runner = start(sink)
     for step in range(_runner.MAX_FAILURES + 2):
         runner.put(record(step))
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
     assert (
         runner.failure
         == "Failing: put failed: OSError: gone; after 10 failures in a row it is switched off for this run"
@@ -120,8 +120,8 @@ def test_who_waits_for_a_flush_is_let_go_when_it_is_switched_off() -> None:
     mark = threading.Event()
     runner._queue.append(mark)
     runner.open(PATH, {})
-    assert mark.wait(PATIENCE)
-    runner.close(PATIENCE)
+    assert mark.wait(HANG_SECONDS)
+    runner.close(HANG_SECONDS)
 
 
 @pytest.mark.filterwarnings("ignore:Failing:RuntimeWarning")
@@ -130,7 +130,7 @@ def test_a_success_between_failures_keeps_it_on(start: Start) -> None:
     runner = start(sink)
     for step in (*range(9), 9, *range(9), 10):
         runner.put(record(step))
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
     assert sink.steps == [9, 10]
     assert runner.failed == 18
 
@@ -169,7 +169,7 @@ def test_flush_and_close_come_back_from_a_sink_that_hangs(start: Start, caplog: 
     sink = Recorder(waits=True)
     runner = start(sink)
     runner.put(record(1))
-    assert sink.inside.wait(PATIENCE)
+    assert sink.inside.wait(HANG_SECONDS)
     runner.put(record(2))
     with pytest.warns(RuntimeWarning, match="Recorder: flush took more than 0.01 s"):
         runner.flush(0.01)
@@ -182,7 +182,7 @@ def test_flush_and_close_come_back_from_a_sink_that_hangs(start: Start, caplog: 
     runner.put(record(3))
     assert runner.dropped == 1
     sink.go_on.set()
-    runner._thread.join(PATIENCE)
+    runner._thread.join(HANG_SECONDS)
     assert sink.calls[1:] == [1, 2, "close"], "what was late is finished in the background, without the flushes"
 
 
@@ -192,13 +192,13 @@ def test_a_sink_may_call_its_runner(start: Start) -> None:
     class Calling(Recorder):
         def put(self, record: object) -> None:
             super().put(record)
-            runner.flush(PATIENCE)
-            runner.close(PATIENCE)
+            runner.flush(HANG_SECONDS)
+            runner.close(HANG_SECONDS)
 
     sink = Calling()
     runner = start(sink)
     runner.put(record(1))
-    runner._thread.join(PATIENCE / 2)
+    runner._thread.join(HANG_SECONDS)
     assert not runner._thread.is_alive()
     assert sink.calls[1:] == [1, "close"]
     assert runner.failure is None
@@ -209,7 +209,7 @@ def test_a_signal_handler_may_put_while_the_same_thread_does(start: Start) -> No
     runner = start(sink)
     with runner._changed:
         runner.put(record(1))
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
     assert sink.steps == [1]
 
 
@@ -231,8 +231,8 @@ def test_opened_twice_or_never_is_harmless(start: Start) -> None:
     sink = Recorder()
     runner = start(sink)
     runner.open(PATH, {})
-    runner.close(PATIENCE)
-    runner.close(PATIENCE)
+    runner.close(HANG_SECONDS)
+    runner.close(HANG_SECONDS)
     runner.open(PATH, {})
     assert [call[0] if isinstance(call, tuple) else call for call in sink.calls] == ["open", "close"]
     SinkRunner(Recorder()).close()
@@ -295,6 +295,6 @@ sys.exit(os.waitstatus_to_exitcode(status) or (0 if steps == [7] else 8))
 @pytest.mark.parametrize("script", [_HANGS, _FORKS], ids=["a hanging sink does not hold up the end", "after a fork"])
 def test_in_a_process_of_its_own(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _PRELUDE + script], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", _PRELUDE + script], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr

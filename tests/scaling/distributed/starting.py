@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.patience import HANG_SECONDS
+
 HERE = Path(__file__).parent
 
 
@@ -22,7 +24,7 @@ def seen_by_ranks(worker: str, world: int, folder: Path) -> list[dict[str, Any]]
         for rank, result in enumerate(results)
     ]  # fmt: skip
     try:
-        printed = [process.communicate(timeout=240)[0] for process in started]
+        printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()

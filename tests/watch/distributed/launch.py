@@ -9,12 +9,20 @@ import pytest
 
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
+from plimsoll.watch import _link, _outbox, _reduce
+from tests.patience import HANG_SECONDS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 EXACT = ("count", "zeros", "nans", "pos_infs", "neg_infs", "min", "max", "absmin", "absmax")
 SUMS = ("sum", "abssum", "sumsq")
 MOVES = ("pushed", "unmoved", "weight_norm")
+
+
+def wait_for_each_other() -> None:
+    """In a rank: waits of ranks for each other end with what they wait for, however slow the machine is."""
+    _outbox.PATIENCE_SECONDS = _outbox._TAKEN_SECONDS = _link._SECONDS = HANG_SECONDS
+    _reduce._HELLO_SECONDS = _reduce._END_SECONDS = _reduce._OPEN_SECONDS = HANG_SECONDS
 
 
 def environment() -> dict[str, str]:
@@ -26,7 +34,7 @@ def torchrun(script: str, world: int, *arguments: object) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run(
         [*command, str(HERE / script), *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, timeout=240, check=False,
+        env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
 

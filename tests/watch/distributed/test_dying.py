@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from plimsoll.runs import Run
+from tests.patience import HANG_SECONDS
 from tests.watch.distributed.launch import HERE, environment
 
 STEPS = [0, 1, 2, 3, 4, 5]
@@ -27,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for who in (0, 1)
         for rank in (0, 1)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(outputs)[-10000:]
     return folder / "0", folder / "1"
 

@@ -12,8 +12,9 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    from tests.watch.distributed import scenarios
+    from tests.watch.distributed import launch, scenarios
 
+    launch.wait_for_each_other()
     try:
         for name in names:
             scenarios.run(name, folder / name)

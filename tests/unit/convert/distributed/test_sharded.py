@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from plimsoll.unit._kinds import kinds_of
+from tests.patience import HANG_SECONDS
 from tests.unit.convert.distributed.problem import batch, converted
 
 ROOT = Path(__file__).parents[4]
@@ -43,6 +44,6 @@ def _ranks(folder: Path) -> list[dict[str, object]]:
         subprocess.Popen([sys.executable, script, str(folder)], env=environment | {"RANK": str(rank)}, cwd=ROOT)
         for rank in range(2)
     ]
-    codes = [rank.wait(timeout=300) for rank in ranks]
+    codes = [rank.wait(timeout=HANG_SECONDS) for rank in ranks]
     assert codes == [0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

@@ -10,6 +10,7 @@ import torch
 
 from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
+from tests.patience import HANG_SECONDS
 from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 
 HERE = Path(__file__).parent
@@ -26,7 +27,7 @@ def found(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
         [*command, str(HERE / "worker.py"), str(folder)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
+        env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]

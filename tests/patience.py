@@ -1,0 +1,14 @@
+"""Waits of the tests, and the one limit of all of them: only a hang reaches it, on a busy machine too."""
+
+import time
+from collections.abc import Callable
+
+HANG_SECONDS = 1200.0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Returns when the condition holds; other threads, and a server in this process, get their turns meanwhile."""
+    end = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "waited for something that does not come"
+        time.sleep(0.005)
