@@ -232,7 +232,8 @@ def test_a_loss_that_came_back_late_is_not_said_to_be_up_still(tmp_path: Path) -
     up = {fault.name: fault for fault in FAULTS}["loss stays up and comes back"].story
     whole = summary(up.write(tmp_path / "whole"))
     assert whole.verdict == (
-        "Stop: the loss rose from 2.03 to 9 at step 90 and came back only after step 129; look at the batches there."
+        "Watch it: the loss rose from 2.03 at step 90 to 9 and came back only after step 129; "
+        "look at the batches there."
     )
     assert "did not come back" in summary(tmp_path / "whole", until=125).verdict
     finding = next(f for f in whole.findings if f.rule == "loss-spike")

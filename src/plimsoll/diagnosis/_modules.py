@@ -26,6 +26,8 @@ class Modules:
     def of(cls, cells: Cells) -> "Modules":
         """The modules of the layers' names."""
         owners = [name.rpartition(".")[0] or name for name in cells.names]
+        if "weight" in cells.names:  # a model that is one layer: its bias belongs to its weight
+            owners = ["weight" if name == "bias" else name for name in owners]
         distinct = list(dict.fromkeys(owners))
         place = {name: i for i, name in enumerate(distinct)}
         return cls(names=tuple(distinct), of_layer=np.array([place[name] for name in owners], dtype=np.int64))

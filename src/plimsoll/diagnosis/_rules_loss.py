@@ -1,107 +1,213 @@
-"""The loss: spikes, whether it comes back, and what goes before them."""
+"""The loss: whether it diverges, and what goes before that.
+
+Losses have no common unit. A rise is held against the noise of the losses before it, against the level that the run
+began at, and against what it had learned by then.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats
-from plimsoll.diagnosis._finding import Finding
+from plimsoll.diagnosis._finding import SEVERITIES, Finding, Severity
+from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 
-_PIECE = 1 << 14  # losses whose windows are sorted at a time
+_EARLY = 50  # steps within which a blow-up belongs to the beginning
+_AT_ONCE = 3  # losses on end that no single bad batch explains
+_BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
+_FIVE = 5
+_UNLEARNED = 1000.0  # times the unit: so far the loss of a run that never fell may climb slowly, as an agent's does
+_MEANINGS = {
+    "diverged": "The loss rose and has not come back: the run diverges.",
+    "never learned": "The loss blew up at the start and has never come below where it began: nothing is learned.",
+    "growing spikes": "Spikes of the loss come again and again, higher each time.",
+    "coming back": "The loss rose far and is on its way back.",
+    "came back late": "The loss rose and stayed there for many steps before it came back.",
+    "higher": "The loss is above its usual level, but below where the run began or little above it.",
+    "just risen": "The loss rose at the end of the record.",
+    "came back": "The loss rose far above its usual level and came back by itself.",
+}
+_TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
+_ADVICE: dict[Severity, str] = {
+    "info": "Nothing, if it is rare. If such spikes grow, clip gradients or lower the learning rate.",
+    "warning": "Clip gradients or lower the learning rate, and look at the batches there.",
+    "alarm": "Go back to the checkpoint before the rise, leave out its batches, and lower the learning rate or clip.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """A rise, how grave it is, and why."""
+
+    rise: Rise
+    severity: Severity
+    course: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(Rule):
-    """A loss far above its recent median; an alarm where it does not come back."""
+    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once.
+
+    Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of what
+    was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings: the rise
+    lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else is a note.
+    """
 
     id = "loss-spike"
-    says = "the loss rises far above its recent median; an alarm if it stays there"
-    meaning = "Some update did damage."
-    advice = (
-        "If it comes back, clip gradients or lower the learning rate before it no longer does. If not: go back to the "
-        "checkpoint before the spike, and leave out its batches."
-    )
+    says = "the loss rises far above its usual level; an alarm if it does not come back"
+    meaning = _MEANINGS["came back"]
+    advice = _ADVICE["info"]
     actions = ("rollback", "skip")
     figure = "loss_and_scale"
 
     deviations: float = threshold(10, "median absolute deviations, as the flight recorder has it")
     rise: float = threshold(0.5, "and so much of the median itself")
     window: float = threshold(50, "steps whose median it is held against")
-    least: float = threshold(20, "steps before a loss can be called a spike")
-    lasting: float = threshold(20, "steps on end above that level: it has not come back")
+    least: float = threshold(20, "steps before there is a usual level; the first losses stand for it until then")
+    lasting: float = threshold(20, "steps: longer than single bad batches explain")
+    share: float = threshold(0.6, "of these are above the level; losses of a broken run may be zero in between")
+    beyond: float = threshold(2, "times the first loss above it (times 1, if that is less): worse than untrained")
+    height: float = threshold(10, "times the same: a blow-up, however short")
+    learned: float = threshold(0.5, "of what the loss had fallen is lost")
+    repeats: float = threshold(8, "spikes, of which the later half is four times as high as the earlier")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One, of the recorded loss."""
         steps, loss = view.scalar("loss")
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
-        level = self._level(loss)
-        spikes = np.flatnonzero(loss > level)
-        if not len(spikes):
+        if len(loss) < 2:
             return
-        diverged = self._diverged(loss, level, spikes)
-        first = int(spikes[0]) if diverged is None else diverged
-        height = float((loss[spikes] / np.maximum(np.abs(level[spikes]), 1e-300)).max())
-        usual = float(np.median(loss[max(0, first - int(self.window)) : first]))
-        evidence = {"spikes": len(spikes), "loss": float(loss[first]), "usual": usual, "level": float(level[first]),
-                    "highest": height}  # fmt: skip
-        since = int(steps[first])
-        if diverged is None:
-            until = int(steps[spikes[-1]])
-            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+        found = self._rises(loss)
+        judged = [self._judged(loss, each) for each in found] + self._never_learned(loss, found)
+        if not judged:
             return
-        above = int(np.flatnonzero(loss > level[first])[-1])
-        meaning = "The loss rose and has not come back: the run diverges."
-        if above < len(loss) - 1:
-            meaning = f"The loss rose and stayed there for {int(self.lasting)} steps or more before it came back."
+        worst_of = max(judged, key=lambda each: (SEVERITIES.index(each.severity), float(loss[each.rise.peak])))
+        severity, course = worst_of.severity, worst_of.course
+        if severity == "info" and self._grow(loss, found):
+            severity, course = "warning", "growing spikes"
+        rise = worst_of.rise
+        evidence = {
+            "course": course,
+            "spikes": len(found),
+            "highest": float(loss[rise.peak]),
+            "at_step": int(steps[rise.peak]),
+            "usual": rise.usual,
+            "level": rise.level,
+            "began_at": beginning(loss),
+            "now": float(np.median(loss[-int(self.lasting) :])),
+        }
+        one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
+        since = rise.first if one else found[0].first
+        until = rise.last if one else max(each.last for each in found)
+        if course == "never learned":
+            until = len(loss) - 1
         yield self.finding(
-            "alarm", (), evidence, since_step=since, until_step=int(steps[above]), meaning=meaning
+            severity, (), evidence, since_step=int(steps[since]), until_step=int(steps[until]),
+            meaning=_MEANINGS[course], advice=_TOO_HIGH if course == "never learned" else _ADVICE[severity],
+            actions=() if severity == "info" else None,
         )  # fmt: skip
 
-    def _level(self, loss: Floats) -> Floats:
-        """Above which a loss is a spike, from those before it; Inf where there are too few."""
-        window, least = int(self.window), int(self.least)
-        level = np.full(len(loss), np.inf)
-        if len(loss) <= least:
-            return level
-        padded = np.concatenate([np.full(window - least, np.nan), loss[:-1]])
-        windows = sliding_window_view(padded, window)
-        for start in range(0, len(windows), _PIECE):
-            piece = windows[start : start + _PIECE]
-            median = np.nanmedian(piece, axis=1)
-            deviation = np.nanmedian(np.abs(piece - median[:, None]), axis=1)
-            limit = median + np.maximum(self.deviations * deviation, self.rise * np.abs(median))
-            level[least + start : least + start + len(piece)] = limit
-        return level
+    def rose_at(self, view: View) -> list[int]:
+        """The steps at which rises of the loss begin that are more than a note."""
+        steps, loss = view.scalar("loss")
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if len(loss) < 2:
+            return []
+        judged = (self._judged(loss, each) for each in self._rises(loss))
+        return [int(steps[each.rise.first]) for each in judged if each.severity != "info"]
 
-    def _diverged(self, loss: Floats, level: Floats, spikes: NDArray[np.intp]) -> int | None:
-        """The first spike after which the loss stays above the level of before it."""
-        lasting, done = int(self.lasting), -1
-        for spike in spikes.tolist():
-            if spike <= done:
-                continue
-            after = loss[spike : spike + lasting] > level[spike]
-            if len(after) == lasting and after.all():
-                return spike
-            done = spike + int(np.argmin(after)) if not after.all() else spike
-        return None
+    def _rises(self, loss: Floats) -> list[Rise]:
+        lasting, began = int(self.lasting), beginning(loss)
+        usual, level = levels(
+            loss, window=int(self.window), least=int(self.least), deviations=self.deviations, rise=self.rise
+        )
+        early = np.isnan(usual)
+        early[0] = False  # what the run began at is no rise
+        usual[early], level[early] = began, began + self.beyond * _unit(began)
+        found = rises(loss, usual, level, lasting=lasting, share=self.share)
+        if not any(each.lasts and each.open for each in found):
+            limit = began + self.height * _unit(began)
+            gradual = gradual_rise(loss, beyond=limit, window=int(self.window), lasting=lasting, share=self.share)
+            if gradual is not None and (
+                gradual.usual < began - 0.5 * abs(began) or gradual.height > began + _UNLEARNED * _unit(began)
+            ):
+                found.append(gradual)
+        return found
+
+    def _judged(self, loss: Floats, rise: Rise) -> _Judged:
+        began = beginning(loss)
+        unit = _unit(began)
+        far = rise.height > began + self.beyond * unit
+        if not rise.lasts:
+            held = loss[rise.first : rise.last + 1]
+            if rise.open and len(held) >= _FIVE and bool((held[-_FIVE:] > began + _BLOWN_UP * unit).all()):
+                return _Judged(rise=rise, severity="alarm", course="diverged")
+            grave = len(held) >= _AT_ONCE and bool((held > began + self.height * unit).all())
+            course = "just risen" if rise.open else "came back"
+            return _Judged(rise=rise, severity="warning" if grave else "info", course=course)
+        if not rise.open:
+            noted = not far or rise.first < self.least  # how a run finds its feet
+            return _Judged(rise=rise, severity="info" if noted else "warning", course="came back late")
+        lost, had = rise.height - rise.usual, began - rise.usual
+        forgot = had > 0.2 * abs(began) and lost >= self.learned * had
+        forgot = forgot and (had > 0.8 * abs(began) or rise.height <= began + self.beyond * abs(began))
+        if not (far or forgot):
+            return _Judged(rise=rise, severity="info", course="higher")
+        if rise.height < began + _BLOWN_UP * unit and comes_back(loss, rise):
+            return _Judged(rise=rise, severity="warning" if far else "info", course="coming back")
+        return _Judged(rise=rise, severity="alarm", course="diverged")
+
+    def _never_learned(self, loss: Floats, found: list[Rise]) -> list[_Judged]:
+        """The first blow-up, if the run has never since been better than at its beginning."""
+        began, lasting = beginning(loss), int(self.lasting)
+        early = [r for r in found if r.first < _EARLY and float(loss[r.peak]) > began + self.height * _unit(began)]
+        now = float(np.median(loss[-lasting:]))
+        if not early or len(loss) - early[-1].peak < _EARLY or now < began - 0.05 * abs(began):
+            return []
+        rise = max(early, key=lambda r: float(loss[r.peak]))
+        later = loss[-max(len(loss) // 2, lasting) :]
+        if float(later.max()) - began > 0.5 * (float(loss[rise.peak]) - began):
+            return []  # such losses belong to its noise
+        improves = falls(later)
+        return [_Judged(rise=rise, severity="warning" if improves else "alarm", course="never learned")]
+
+    def _grow(self, loss: Floats, found: list[Rise]) -> bool:
+        """Whether many spikes reach ever farther beyond the noise, and the last one is worse than untrained."""
+        began = beginning(loss)
+        small = 0.01 * _unit(began)  # losses of before may all be zero
+        heights = np.array(
+            [(float(loss[each.peak]) - each.usual) / max(each.level - each.usual, small) for each in found]
+        )
+        if len(heights) < self.repeats or float(loss[found[-1].peak]) < began + self.beyond * _unit(began):
+            return False
+        if not falls(-heights):
+            return False
+        half = len(heights) // 2
+        return bool(np.median(heights[half:]) >= 4 * np.median(heights[:half]))
+
+
+def _unit(began: float) -> float:
+    """What a rise is counted in: the first loss, or 1 if that is less, as of an agent before its first reward."""
+    return max(abs(began), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
-    """What goes before a loss spike: an update far above the usual, or a gradient that Adam's memory lags behind.
+    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind.
 
-    After a spell of small gradients the second moment is small, and the first large gradient is divided by its root:
-    the update is far above the usual, and the loss follows (T8).
+    After many small gradients the second moment is small, and the first large gradient is divided by its root: the
+    update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
+    jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
     """
 
     id = "spike-forerunner"
-    says = "an update, or a gradient over Adam's second moment, is far above the usual: a loss spike may follow"
-    meaning = "These weights moved, or are about to move, many times as far as they usually do."
+    says = "an update, or a gradient over Adam's second moment, is far above the usual, and the loss rises after it"
+    meaning = "These weights moved many times as far as they usually do, and the loss rose after it."
     advice = "Clip gradients or updates; a smaller beta2 (0.95) follows changes sooner; check the batches there."
     actions = ("skip", "clamp")
     figure = "updates"
@@ -110,18 +216,26 @@ class SpikeForerunner(Rule):
     lag: float = threshold(20, "squared gradient over second moment, which is 1 in the mean")
     window: float = threshold(20, "samples whose median it is held against")
     least: float = threshold(5, "samples before anything is usual")
+    follows: float = threshold(20, "steps after it within which the loss must begin to rise")
+    grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One of the updates, one of the gradients."""
+        rose = LossSpike().rose_at(view)
         updates = view.cells("updates")
         if updates is not None:
             with np.errstate(all="ignore"):
                 ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
-                times = ratio / self._usual(ratio)
-            yield from self._told(updates, times, self.jump, "times_the_usual_update")
+                usual = self._usual(ratio)
+                times = np.where(usual > 0, ratio / usual, np.nan)  # after a standstill nothing is usual
+            main = set(Modules.of(updates).main_layers(updates))
+            weights = np.array([name in main for name in updates.names])[:, None]  # biases begin at zero
+            far = weights & (times >= self.grave) & (ratio >= 1 / self.grave)
+            yield from self._told(updates, times, self.jump, "times_the_usual_update", rose, bool(far.any()))
         gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
         if gradients is not None and optimizer is not None:
-            yield from self._told(gradients, _lags(gradients, optimizer), self.lag, "squared_gradient_over_moment")
+            lags = _lags(gradients, optimizer)
+            yield from self._told(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
 
     def _usual(self, ratio: Floats) -> Floats:
         """The median of the last samples before each; NaN where there are too few."""
@@ -135,14 +249,30 @@ class SpikeForerunner(Rule):
                 result[layer, : len(windows)][enough] = np.nanmedian(windows[enough], axis=1)
         return result
 
-    def _told(self, cells: Cells, times: Floats, limit: float, what: str) -> Iterator[Finding]:
-        found = spells(np.nan_to_num(times, nan=0.0) > limit, ~np.isnan(times), 1)
-        if found:
-            spots = worst(cells, found, times)
-            evidence = {"worst": spots[0].name, what: spots[0].value, "layers": len(spots)}
-            yield self.finding(
-                "warning", spots, evidence, until_step=last_of(cells, found), collection=cells.collection
-            )
+    def _told(
+        self, cells: Cells, times: Floats, limit: float, what: str, rose: list[int], far: bool
+    ) -> Iterator[Finding]:
+        jumps = np.nan_to_num(times, nan=0.0) > limit
+        found = spells(jumps, ~np.isnan(times), 1)
+        if not found:
+            return
+        at = cells.steps[jumps.any(axis=0)]
+        followed = [step for step in rose if bool(((at <= step) & (step - at <= self.follows)).any())]
+        spots = worst(cells, found, times)
+        evidence: dict[str, float | int | str] = {"worst": spots[0].name, what: spots[0].value, "layers": len(spots)}
+        evidence |= {"loss_rose_at": followed[0]} if followed else {}
+        harm = bool(followed) or far
+        yield self.finding(
+            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, found),
+            collection=cells.collection,
+            meaning=None if followed else _MOVED_FAR if far else _NO_HARM,
+            advice=None if harm else "Nothing, if the loss stays as it is.",
+            actions=None if harm else (),
+        )  # fmt: skip
+
+
+_MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."
+_NO_HARM = "These weights moved many times as far as they usually do, and the loss did not follow."
 
 
 def _lags(gradients: Cells, optimizer: Cells) -> Floats:

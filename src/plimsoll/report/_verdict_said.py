@@ -280,30 +280,42 @@ def _epsilon_dominates(case: Case) -> Said:
 
 
 def _loss_spike(case: Case) -> Said:
-    loss, usual = case.number("loss"), case.number("usual")
-    if case.finding.severity == "alarm":
-        rose, until = f"the loss rose from {number(usual)} to {number(loss)} {case.at}", case.finding.until_step
-        if until < int(case.view.scalar("loss")[0][-1]):
-            return Said(what=f"{rose} and came back only after step {until:,}", remedy="look at the batches there")
+    highest, usual, now = (case.number(name) for name in ("highest", "usual", "now"))
+    course, spikes = case.finding.evidence.get("course"), case.number("spikes")
+    rose = f"the loss rose from {number(usual)} {case.at} to {number(highest)}"
+    if course == "diverged":
         return Said(
-            what=f"{rose} and did not come back", remedy="go back to the checkpoint before it and leave out its batches"
+            what=f"{rose} and did not come back",
+            effect=f"{number(now)} at the end" if now < highest / 2 else "",
+            remedy="go back to the checkpoint before it, and lower the learning rate or clip",
         )
-    spikes = int(case.number("spikes"))
+    if course == "never learned":
+        return Said(
+            what=f"{rose} and never fell below where it began ({number(case.number('began_at'))})",
+            remedy="start again with a much lower learning rate or a warm-up",
+        )
+    if course == "came back late":
+        until = f"came back only after step {case.finding.until_step:,}"
+        return Said(what=f"{rose} and {until}", remedy="look at the batches there")
+    if course == "growing spikes":
+        what = f"the loss spiked {spikes:,.0f} times {case.since}, higher each time, to {number(highest)}"
+        return Said(what=what, remedy="clip gradients or lower the learning rate")
     return Said(
-        what=f"the loss spiked to {number(loss)} (usually {number(usual)}) {case.at}",
-        effect=f"at {spikes:,} steps in all" if spikes > 1 else "",
+        what=f"the loss spiked to {number(highest)} (usually {number(usual)}) {case.at}",
+        effect=f"{spikes:,.0f} spikes in all" if spikes > 1 else "",
         remedy="clip gradients or lower the learning rate",
     )
 
 
 def _spike_forerunner(case: Case) -> Said:
-    jump = case.number("times_the_usual_update")
+    jump, rose = case.number("times_the_usual_update"), case.number("loss_rose_at")
     what = (
         f"an update of {_first(case)} was {jump:,.0f} times its usual size {case.at}"
         if math.isfinite(jump)
         else f"gradients of {_first(case)} outran Adam's second moment {case.at}"
     )
-    return Said(what=what, effect="a loss spike may follow", remedy="clip, and check the batches there")
+    effect = f"and the loss rose at step {rose:,.0f}" if math.isfinite(rose) else ""
+    return Said(what=what, effect=effect, remedy="clip, and check the batches there")
 
 
 def _dead_layer(case: Case) -> Said:

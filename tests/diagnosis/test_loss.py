@@ -1,0 +1,133 @@
+"""The loss: which courses are an alarm, which a warning, and which nothing but a note."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report._verdict import verdict
+from plimsoll.runs import Run, RunWriter, Scalars
+from tests.diagnosis.stories import LAYERS, told
+
+Loss = np.ndarray
+RANDOM = np.random.default_rng(14)
+RULE = ["loss-spike"]
+
+
+def noise(steps: int, size: float = 0.1) -> Loss:
+    return np.exp(size * RANDOM.normal(size=steps))
+
+
+def learned(steps: int, first: float = 2.3, last: float = 0.3, within: float = 80, size: float = 0.1) -> Loss:
+    """A loss that falls as in a sound training."""
+    return (last + (first - last) * np.exp(-np.arange(steps) / within)) * noise(steps, size)
+
+
+def then(*pieces: object) -> Loss:
+    return np.concatenate([np.asarray(piece, dtype=np.float64) for piece in pieces])
+
+
+def spiked(loss: Loss, at: range, height: Callable[[int], float]) -> Loss:
+    for number, step in enumerate(at):
+        loss[step] = height(number)
+    return loss
+
+
+def finite_or_zero(steps: int) -> Loss:
+    """Huge losses, 28 % of which are exactly zero."""
+    return np.where(RANDOM.random(steps) < 0.28, 0.0, 10.0 ** RANDOM.uniform(2, 17, steps))
+
+
+BROKEN = {
+    "diverged, often exactly zero": ("alarm", "diverged", then(learned(300, 1.0, 0.1), finite_or_zero(400))),
+    "diverged within twenty steps": ("alarm", "diverged", then(np.geomspace(8.4, 27848, 15), 27848 * noise(200, 0.3))),
+    "diverged at the second step": ("alarm", "diverged", then([8.4], 27848 * noise(30, 0.3))),
+    "only the divergence is recorded": ("alarm", "diverged", np.geomspace(8.4, 27848, 20)),
+    "stuck at chance": ("alarm", "never learned", then([2.31, 5e3, 9e3, 300, 40, 4], 2.303 * noise(150, 0.005))),
+    "back at chance": ("alarm", "diverged", then(learned(300), 2.3 * noise(60, 0.05))),
+    "far above the start": ("alarm", "diverged", then(learned(300), 60 * noise(60, 0.3))),
+    "explodes at the end": ("alarm", "diverged", then(learned(300), np.geomspace(0.3, 1e8, 15))),
+    "diverges slowly": ("alarm", "diverged", then(learned(300), 0.3 * np.geomspace(1, 1e3, 400) * noise(400))),
+    "diverges slowly from the start": ("alarm", "diverged", np.geomspace(2.3, 1e5, 400) * noise(400)),
+    "below zero, then far above": (
+        "alarm", "diverged", then(6 * np.exp(-np.arange(300) / 50) - 3 + 0.1 * RANDOM.normal(size=300), 50 * noise(80)),
+    ),
+    "orders of magnitude lost": ("alarm", "diverged", then(1e4 * np.exp(-np.arange(300) / 30) + 1, np.full(50, 1e6))),
+    "spikes grow": ("warning", "growing spikes", spiked(learned(900), range(150, 900, 70), lambda n: 0.5 * 2.0**n)),
+    "up for sixty steps": ("warning", "came back late", then(learned(300), np.full(60, 9.0), learned(200, 0.3))),
+}  # fmt: skip
+
+SOUND_LOSSES = {
+    "falls ten orders of magnitude": 10 ** (12 * np.exp(-np.arange(2000) / 300) - 10 + RANDOM.normal(size=2000) / 2),
+    "single batches": spiked(learned(1000), range(200, 1000, 150), lambda n: 8.0),
+    "an agent's, which grows": 140 * np.geomspace(1, 80, 400) * noise(400, 0.5),
+    "of either sign": RANDOM.normal(size=600) * np.linspace(1, 8, 600),
+    "before and after the first reward": then(1e-4 * noise(100, 1.0), 0.5 * noise(500, 1.0)),
+    "log-normal": noise(1500, 2.0),
+    "heavy tails": np.abs(RANDOM.standard_t(1.5, size=1500)),
+    "mostly zero": np.where(RANDOM.random(800) < 0.6, 0, RANDOM.exponential(size=800)),
+    "copies of a target network": 0.05 + np.exp(-(np.arange(1000) % 100) / 20) * noise(1000, 0.2),
+    "a discriminator's": then(1.38 * np.exp(-np.arange(60) / 20) + 0.05, 1.3 - 1.2 * np.exp(-np.arange(500) / 60)),
+    "restarts of the rate": np.tile(learned(200, 1.5, 0.1, 30), 4),
+    "a late transition": then(2.3 + 0.02 * RANDOM.normal(size=300), learned(300, 2.3, 1e-3, 20)),
+    "a first excursion": then([2.3, 40, 60, 10, 4, 3], learned(300, 2.8)),
+    "one value": np.ones(100),
+    "zeros": np.zeros(100),
+    "rises below zero": np.linspace(0, 60, 500) - 100 + RANDOM.normal(size=500),
+    "two losses": np.array([1.0, 2.0]),
+}  # fmt: skip
+
+
+def recorded(path: Path, loss: Loss) -> Path:
+    with RunWriter(path, flush_seconds=600) as writer:
+        for step, value in enumerate(loss.tolist()):
+            writer.write(Scalars(step=step, values={"loss": value}))
+    return path
+
+
+def findings(path: Path, loss: Loss, until: int | None = None) -> list[Finding]:
+    return diagnose(recorded(path, loss), rules=RULE, until=until)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_course_is_named(name: str, tmp_path: Path) -> None:
+    severity, course, loss = BROKEN[name]
+    (found,) = findings(tmp_path / "run", loss)
+    assert (found.severity, found.evidence["course"]) == (severity, course), found
+
+
+@pytest.mark.parametrize("name", SOUND_LOSSES)
+def test_a_sound_course_is_a_note_at_most(name: str, tmp_path: Path) -> None:
+    found = findings(tmp_path / "run", SOUND_LOSSES[name])
+    assert [str(f) for f in found if f.severity != "info"] == []
+
+
+def test_the_highest_loss_is_in_the_verdict_and_not_the_first_spike(tmp_path: Path) -> None:
+    loss = spiked(then(learned(300, 1.0, 0.1), 3.4e16 * noise(200, 0.5)), range(196, 197), lambda n: 1.38)
+    path = recorded(tmp_path / "run", loss)
+    (found,) = diagnose(path, rules=RULE)
+    assert found.since_step == 300 and found.evidence["highest"] == loss.max()
+    assert found.evidence["at_step"] == int(loss.argmax())
+    assert f"to {loss.max():.3g} and did not come back" in verdict(View(Run(path)), [found])
+
+
+def test_an_alarm_is_a_note_once_the_loss_has_come_back(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run", then(learned(300), 2.3 * noise(40, 0.05), learned(200, 0.3)))
+    (live,), (after,) = diagnose(path, rules=RULE, until=335), diagnose(path, rules=RULE)
+    assert (live.severity, after.severity) == ("alarm", "info")
+    assert live.since_step == after.since_step == 300
+
+
+def test_updates_that_jump_are_a_warning_where_the_loss_follows(tmp_path: Path) -> None:
+    jump = {"update_ratio": lambda name, s: 2.0 ** (-6.5 if (name, s) == (LAYERS[9], 125) else -10)}
+    forerunner = ["spike-forerunner"]
+    (alone,) = diagnose(told(**jump).write(tmp_path / "alone"), rules=forerunner)
+    assert alone.severity == "info" and alone.actions == ()
+    followed = told(**jump, loss=lambda s: 40.0 if 127 <= s < 135 else 2.0 + 0.01 * (s % 7))
+    (found,) = diagnose(followed.write(tmp_path / "followed"), rules=forerunner)
+    assert found.severity == "warning" and found.evidence["loss_rose_at"] == 127
+    before = told(**jump, loss=lambda s: 40.0 if 80 <= s < 88 else 2.0 + 0.01 * (s % 7))
+    (unlike,) = diagnose(before.write(tmp_path / "before"), rules=forerunner)
+    assert unlike.severity == "info"
