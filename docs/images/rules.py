@@ -52,6 +52,10 @@ SHOWN = {
     "dead-layer": "dead ReLU layer",
     "structural-zeros": "unused embedding rows",
     "distribution-drift": "weights drift",
+    "untrained-parameters": "a layer in no optimizer",
+    "optimizer-idle": "a rate of NaN",
+    "gradients-mishandled": "gradients never set to zero",
+    "decay-lost": "weight decay lost in BF16",
     "run-ended": "an exception ends it",
     "records-lost": "",
 }

@@ -78,6 +78,11 @@ def ended(reason: str, message: str, step: int = 199) -> Event:
     return Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": []})
 
 
+def wired(fact: str, step: int, **details: object) -> Event:
+    """A fact of `plimsoll.watch.wiring`."""
+    return Event(step=step, kind="wiring", message=fact, details={"fact": fact, "optimizer": "AdamW", **details})
+
+
 # fmt: off
 FAULTS = [
     # -- underflow
@@ -213,6 +218,18 @@ FAULTS = [
           "warning", B, first=90, last=199),
     fault("activations shrink", told(activation_fmt="bf16", activation_std=of_layer(A, growing(-0.04), constant(1.0))),
           "distribution-drift", "warning", f"{A}:output", first=60, last=199),
+    # -- how it is wired
+    fault("a layer in no optimizer", told(events=(wired("in no optimizer", 9, parameters=[f"{A}.weight"]),)),
+          "untrained-parameters", "warning", A, first=9, last=9),
+    fault("a rate of NaN", told(events=(wired("groups", 100, of=1, groups=[{"rate": "nan", "parameters": []}]),)),
+          "optimizer-idle", "alarm", first=100, last=100),
+    fault("gradients never set to zero", told(events=(wired("carried over", 3),)), "gradients-mishandled", "warning",
+          first=3, last=3),
+    fault("gradients never unscaled", told(events=(wired("not unscaled", 3),)), "gradients-mishandled", "alarm",
+          first=3, last=3),
+    fault("weight decay lost in BF16",
+          told(events=(wired("groups", 0, of=1, groups=[{"decay": 2.0**-10, "parameters": [f"{B}.weight"]}]),)),
+          "decay-lost", "warning", B),
     # -- the end
     fault("an exception ends it", told(events=(ended("exception", "KeyError: 'lost'"),)), "run-ended", "warning",
           first=199, last=199),

@@ -40,6 +40,10 @@ WORDS: Mapping[str, str] = {
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|gradients) of .* have been zero",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",
+    "untrained-parameters": r"parameters of .* are in no optimizer",
+    "optimizer-idle": r"of AdamW, its learning rate is NaN",
+    "gradients-mishandled": r"gradients are never (set to zero|unscaled)",
+    "decay-lost": r"rounding has undone the weight decay of",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }
 BEGINS = {"alarm": "Stop: ", "warning": "Watch it: ", "info": "Healthy up to step 199, but note: "}

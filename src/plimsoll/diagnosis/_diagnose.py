@@ -18,6 +18,7 @@ from plimsoll.diagnosis._rules_scale import NoSingleScale, ScaleCollapse, ScaleL
 from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.ending_rules import RunEnded
+from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs._names import matching
@@ -26,7 +27,8 @@ RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),
     OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
     Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
-    DeadLayer(), StructuralZeros(), Drift(), RunEnded(), RecordsLost(),
+    DeadLayer(), StructuralZeros(), Drift(), UntrainedParameters(), OptimizerIdle(), GradientsMishandled(),
+    DecayLost(), RunEnded(), RecordsLost(),
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.wiring_rules import with_rate_of_zero
 from plimsoll.formats import get_element
 from plimsoll.spectrum._population import ordinal
 
@@ -169,6 +170,9 @@ def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
         named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
         here = np.array([name in named for name in cells.names], dtype=bool)
         told[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
+    for names, first, last in with_rate_of_zero(view):  # nothing was to be added
+        here = np.array([name in names for name in cells.names], dtype=bool)
+        told[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
     return told | np.array([name in kept for name in cells.names], dtype=bool)[:, None]
 
 

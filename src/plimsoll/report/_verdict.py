@@ -24,7 +24,7 @@ _TOLD_WHEN_HEALTHY = (
     "run-ended",
 )  # findings of severity "info" that a verdict of health should not hide
 # Warnings that say what another one says too, or that say less: they lead only where nothing else does.
-_SECONDARY = ("run-ended", "records-lost", "distribution-drift", "epsilon-dominates", "structural-zeros")
+_SECONDARY = ("decay-lost", "run-ended", "records-lost", "distribution-drift", "epsilon-dominates", "structural-zeros")
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:

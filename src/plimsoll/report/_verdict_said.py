@@ -353,6 +353,34 @@ def _records_lost(case: Case) -> Said:
     )
 
 
+def _untrained(case: Case) -> Said:
+    cause = str(case.finding.evidence.get("cause", ""))
+    how = "are in no optimizer" if cause == "in no optimizer" else "have had no gradient"
+    remedy = "give them to an optimizer" if cause == "in no optimizer" else "look for a detach() before the loss"
+    one = len(case.finding.where) == 1
+    whose = f"parameters of {case.layer}" if one else f"{len(case.finding.where)} parameters"
+    return Said(what=f"{whose} {how}, seen {case.since}", remedy=remedy)
+
+
+def _optimizer_idle(case: Case) -> Said:
+    who, cause = (shown(str(case.finding.evidence.get(name, ""))) for name in ("optimizer", "cause"))
+    return Said(what=f"of {who}, {cause} {case.since}", remedy="look at the schedule" if "rate" in cause else "step it")
+
+
+def _gradients_mishandled(case: Case) -> Said:
+    cause = shown(str(case.finding.evidence.get("cause", "")))
+    remedies = {"never set to zero": "call zero_grad() once a step", "never unscaled": "call scaler.step(optimizer)"}
+    remedy = remedies.get(cause, "call scaler.unscale_(optimizer) before clipping")
+    return Said(what=f"gradients are {cause}, seen {case.since}", remedy=remedy)
+
+
+def _decay_lost(case: Case) -> Said:
+    return Said(
+        what=f"rounding has undone the weight decay of {case.place} {case.since}",
+        remedy="keep FP32 master weights or round stochastically",
+    )
+
+
 def _run_ended(case: Case) -> Said:
     by = str(case.finding.evidence.get("ended_by", ""))
     ways = {
@@ -396,6 +424,10 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "dead-layer": _dead_layer,
     "structural-zeros": _structural_zeros,
     "distribution-drift": _distribution_drift,
+    "untrained-parameters": _untrained,
+    "optimizer-idle": _optimizer_idle,
+    "gradients-mishandled": _gradients_mishandled,
+    "decay-lost": _decay_lost,
     "run-ended": _run_ended,
     "records-lost": _records_lost,
 }

@@ -47,7 +47,7 @@ class Parameters:
 
     def owns(self, optimizer: Any) -> bool:
         """Whether the optimizer has parameters of the model."""
-        params = list(_parameters_of(optimizer))
+        params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
         return any(id(p) in self._members and self._names[id(p)][0]() is p for p in params)
 
@@ -248,7 +248,7 @@ class Parameters:
         state = (ends, self.core.ranks.wrapper, self.core.ranks.data_parallel, kind_of(optimizer))
         kept = self._kept.get(id(optimizer))
         if kept is None or kept[0] != state:
-            named = self._named(_parameters_of(optimizer))
+            named = self._named(parameters_of(optimizer))
             kept = (state, named, {id(p) for p in named.values()})
             self._kept[id(optimizer)] = kept
             self._kinds.tell(optimizer, named)
@@ -276,7 +276,7 @@ class Parameters:
         return {name: p for name, p in found if name is not None and p is not None and counts(p)}
 
 
-def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The model's parameters that the optimizer steps, itself or through masters."""
     weights: dict[int, Tensor] = {id(master): weight for master, weight in masters_of(optimizer)}
     for group in optimizer.param_groups:

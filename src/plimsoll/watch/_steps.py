@@ -23,6 +23,7 @@ from plimsoll.watch._names import unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._recorder import Facts, Recorder
 from plimsoll.watch._taps import Taps
+from plimsoll.watch.wiring import Wiring
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 
@@ -34,6 +35,7 @@ class Steps:
         self.core, self.parameters, self.recorder = core, parameters, recorder
         self.taps: Taps | None = None
         self.casts: Casts | None = None
+        self.wiring: Wiring | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
         self._ended = False
         self._sealed = False

@@ -27,6 +27,7 @@ from plimsoll.watch._reduce import reducing_writer
 from plimsoll.watch._settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._taps import ModuleHook, Taps
+from plimsoll.watch.wiring import Wiring
 
 _ROOT_BESIDE_MODEL = "(model)"  # the root's name where a submodule is called "model"
 
@@ -128,6 +129,8 @@ class Watch:
         _describe(core, root)
         core.plan(core.step)
         _seams.listen(self._steps, scaler)
+        self._steps.wiring = Wiring(core, optimizers)
+        _seams.listen(self._steps.wiring)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
         self._end = weakref.finalize(root, _close, core, self._steps, (begin, end))
 
@@ -242,6 +245,8 @@ def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
     while core.at_close:
         core.at_close.pop()()
     _seams.forget(steps)
+    if steps.wiring is not None:
+        _seams.forget(steps.wiring)
     for end in core.at_close:
         end()
     steps.settle_if_ended()

@@ -1,0 +1,249 @@
+"""Trainings that are wired wrongly, and right ones that look like them, watched for real."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
+
+RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def adam(model: nn.Module, **arguments: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **arguments})
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=6)
+
+
+def nothing(*_: object) -> None:
+    """Between the backward and the step."""
+
+
+def train(
+    path: Path,
+    model: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    *,
+    steps: int = 24,
+    scaler: torch.amp.GradScaler | None = None,
+    zero: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.zero_grad(),
+    between: Callable[[nn.Module, torch.optim.Optimizer, Any], object] = nothing,
+    step: Callable[[torch.optim.Optimizer, Any], object] | None = None,
+    accumulate: int = 1,
+    schedule: Callable[[int], float] | None = None,
+) -> list[Finding]:
+    """A watched training, and the findings on how it is wired."""
+    model = mlp() if model is None else model
+    made = optimizer(model)
+    with pl.watch(model, made, run=path, every=2):
+        for i in range(steps):
+            if schedule is not None:
+                made.param_groups[0]["lr"] = schedule(i)
+            zero(made)
+            for _ in range(accumulate):
+                x = torch.randn(16, 8, dtype=next(model.parameters()).dtype)
+                loss = nn.functional.cross_entropy(model(x).float(), x[:, :4].argmax(dim=1)) / accumulate
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            between(model, made, scaler)
+            if step is not None:
+                step(made, scaler)
+            elif scaler is not None:
+                scaler.step(made)
+                scaler.update()
+            else:
+                made.step()
+    return diagnose(path, rules=RULES)
+
+
+def zero_by_data(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.data.zero_()
+
+
+def divide(model: nn.Module, _: object, scaler: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad / scaler.get_scale()
+
+
+def unscale_and_clip(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+# -- what is right says nothing
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zeroed in place": {"zero": lambda o: o.zero_grad(set_to_none=False)},
+    "zeroed by data": {"zero": zero_by_data},
+    "zeroed after the step": {
+        "zero": nothing, "step": lambda o, s: (o.step(), o.zero_grad(set_to_none=False)),
+    },
+    "accumulated": {"accumulate": 3},
+    "accumulated in place": {"accumulate": 3, "zero": lambda o: o.zero_grad(set_to_none=False)},
+    "scaled": {"scaler": scaler()},
+    "scaled at 1": {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0), "step": lambda o, s: o.step()},
+    "scaler that is off": {"scaler": torch.amp.GradScaler("cpu", enabled=False), "step": lambda o, s: o.step()},
+    "divided by hand": {"scaler": scaler(), "between": divide, "step": lambda o, s: o.step()},
+    "clipped": {"between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
+    "unscaled and clipped": {"scaler": scaler(), "between": unscale_and_clip},
+    "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
+    "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
+    "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_training_is_silent(name: str, tmp_path: Path) -> None:
+    assert [str(f) for f in train(tmp_path / "run", **RIGHT[name])] == []
+
+
+# -- what is wrong is named
+
+
+def by_hand(path: Path, **arguments: Any) -> tuple[str, str, str]:
+    found = [f for f in train(path, **arguments) if f.severity != "info"]
+    assert len(found) == 1, [str(f) for f in found]
+    return found[0].rule, found[0].severity, str(found[0].evidence.get("cause", ""))
+
+
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "never zeroed": ({"zero": nothing}, ("gradients-mishandled", "warning", "never set to zero")),
+    "never zeroed, clipped": (
+        {"zero": nothing, "between": RIGHT["clipped"]["between"]},
+        ("gradients-mishandled", "warning", "never set to zero"),
+    ),
+    "never zeroed, accumulated": (
+        {"zero": nothing, "accumulate": 2}, ("gradients-mishandled", "warning", "never set to zero"),
+    ),
+    "never unscaled": (
+        {"scaler": scaler(), "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
+    ),
+    "clipped while scaled": (
+        {"scaler": scaler(), "between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
+        ("gradients-mishandled", "warning", "clipped to 0.1 while scaled"),
+    ),
+    "values clipped while scaled": (
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**12),
+         "between": lambda m, o, s: clip_grad_value_(m.parameters(), 0.5)},
+        ("gradients-mishandled", "warning", "clipped to 0.5 while scaled"),
+    ),
+    "zeroed before the step": (
+        {"between": lambda m, o, s: o.zero_grad()}, ("optimizer-idle", "alarm", "its parameters have no gradients"),
+    ),
+    "never stepped": ({"step": nothing}, ("optimizer-idle", "alarm", "it has never stepped")),
+    "parameters of a copy": (
+        {"optimizer": lambda m: adam(mlp())}, ("optimizer-idle", "alarm", "its parameters are not the model's"),
+    ),
+    "rate 0": (
+        {"optimizer": lambda m: adam(m, lr=0.0)}, ("optimizer-idle", "alarm", "its learning rate is 0"),
+    ),
+    "rate 0 too early": (
+        {"schedule": lambda i: 1e-3 * (i < 3)}, ("optimizer-idle", "warning", "its learning rate is 0"),
+    ),
+    "rate NaN": ({"schedule": lambda i: float("nan") if i == 20 else 1e-3},
+                 ("optimizer-idle", "alarm", "its learning rate is NaN")),
+    "rate Inf": ({"schedule": lambda i: float("inf") if i == 20 else 1e-3},
+                 ("optimizer-idle", "alarm", "its learning rate is Inf")),
+    "head alone": (
+        {"optimizer": lambda m: adam(m[4])}, ("untrained-parameters", "warning", "in no optimizer"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore:plimsoll. 4 parameters get gradients:RuntimeWarning")
+def test_a_wrong_training_is_named(name: str, tmp_path: Path) -> None:
+    arguments, wanted = WRONG[name]
+    assert by_hand(tmp_path / "run", **arguments) == wanted
+
+
+def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_path: Path) -> None:
+    def found(name: str, model: nn.Module, **arguments: Any) -> list[str]:
+        listed = train(tmp_path / name, model, lambda m: adam(m, **arguments))
+        return [f.rule for f in listed if f.rule == "decay-lost"]
+
+    assert found("lost", mlp().bfloat16(), weight_decay=1.0) == ["decay-lost"]
+    assert found("little", mlp().bfloat16(), weight_decay=0.01) == []  # 24 steps of it are nothing
+    assert found("kept", mlp().bfloat16(), weight_decay=1.0, lr=1e-2) == []  # more than half a unit
+    assert found("wide", mlp(), weight_decay=1.0) == []
+
+
+class Parts(nn.Module):
+    """An encoder, a head, a part that is never called, and a target that follows the encoder."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut = cut
+        self.target, self.encoder = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.head, self.unused = nn.Linear(16, 4), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target(x)
+        y = self.encoder(x).relu()
+        return self.head(y.detach() if self.cut else y)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_model_that_is_cut_off_is_told_from_parts_that_are_not_used(cut: bool, tmp_path: Path) -> None:
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for n, p in model.named_parameters() if not n.startswith("target")], lr=0.1)
+
+    found = {f.severity: f for f in train(tmp_path / "run", Parts(cut), trained)}
+    assert set(found["info"].where) == {"unused.weight", "unused.bias"}
+    if cut:
+        assert set(found["warning"].where) == {"encoder.weight", "encoder.bias"}
+    assert ("warning" in found) == cut
+
+
+def test_what_is_trained_later_is_named_no_more(tmp_path: Path) -> None:
+    model, path = mlp(), tmp_path / "run"
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
+    watch = pl.watch(model, optimizer, run=path, every=2)
+    with pytest.warns(RuntimeWarning, match="2 parameters get gradients"):  # noqa: PT031
+        for i in range(30):
+            if i == 15:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    watch.close()
+    assert diagnose(path, rules=RULES) == []
+    assert [f.where for f in diagnose(path, rules=RULES, until=14)] == [("0.weight", "0.bias")]
+
+
+def test_two_models_that_train_in_turn_are_right(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    makes, judges = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), mlp()
+    made, judged = adam(makes), adam(judges)
+    first = pl.watch(makes, made, run=tmp_path / "makes", every=2)
+    second = pl.watch(judges, judged, run=tmp_path / "judges", every=2)
+    for _ in range(15):
+        fake = makes(torch.randn(8, 4))
+        judged.zero_grad(set_to_none=False)
+        (judges(torch.randn(8, 8)).mean() - judges(fake.detach()).mean()).backward()
+        judged.step()
+        made.zero_grad(set_to_none=False)
+        judges(fake).mean().backward()  # gradients of the judge that its next zero_grad removes
+        made.step()
+    first.close()
+    second.close()
+    assert diagnose(tmp_path / "makes", rules=RULES) == [] == diagnose(tmp_path / "judges", rules=RULES)
