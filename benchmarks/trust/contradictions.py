@@ -56,7 +56,7 @@ def _raise_and_lower(one: Finding, other: Finding) -> bool:
 
 def _infinities_of_small_values(one: Finding, _: Finding) -> bool:
     largest = [v for k, v in one.evidence.items() if "absmax" in k and isinstance(v, int | float)]
-    return one.rule == "activation-growth" and "infinit" in one.meaning and bool(largest) and max(largest) < 256
+    return one.rule == "activation-growth" and "infinities" in one.meaning and bool(largest) and max(largest) < 256
 
 
 def _swallowed_and_moves_nothing(one: Finding, other: Finding) -> bool:

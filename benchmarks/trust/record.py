@@ -53,9 +53,7 @@ def record(case: Case, path: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             case.kind.train(run)
-        except Exception as failure:
-            if isinstance(case.kind, Kind):
-                raise
+        except Exception as failure:  # noqa: BLE001  (noted; a healthy kind that fails is not sound)
             error = f"{type(failure).__name__}: {failure}"
         finally:
             run.close()
@@ -82,6 +80,8 @@ def ends(notes: Mapping[str, Any]) -> tuple[float, float]:
 
 def unsound(kind: Kind, notes: Mapping[str, Any], in_fp32: Mapping[str, Any] | None) -> str | None:
     """Why a training is not a healthy one; None if it is."""
+    if notes["error"] is not None:
+        return f"it fails with {notes['error']}"
     first, last = ends(notes)
     if not (math.isfinite(first) and math.isfinite(last)):
         return f"it goes from {first:.4g} to {last:.4g}"
@@ -107,8 +107,7 @@ def record_missing(chosen: Iterable[Case], places: Mapping[str, Path], *, again:
         if isinstance(case.kind, Kind):
             in_fp32 = notes_of(path.with_name(f"{case.kind.name}-fp32-{case.seed}"))
             reason = unsound(case.kind, notes, in_fp32)
-            first, last = ends(notes)
-            verdict = f"{first:.4g} -> {last:.4g}" if reason is None else f"NOT SOUND: {reason}"
+            verdict = f"NOT SOUND: {reason}" if reason else "{:.4g} -> {:.4g}".format(*ends(notes))
         elif notes["error"]:
             verdict = notes["error"][:100]
         say(f"{case.kind.folder} {case.name}: {notes['seconds']:.1f} s  {verdict}")

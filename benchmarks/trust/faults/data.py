@@ -48,7 +48,7 @@ def nan_input_between(run: Training) -> None:
     _spoiled(run, spoil)
 
 
-@fault("infinity-in-the-input", named=INPUT, misleading=SIDE, held_back=True)
+@fault("infinity-in-the-input", named=INPUT, misleading=SIDE)
 def inf_input(run: Training) -> None:
     """An infinite feature in a sampled batch."""
 

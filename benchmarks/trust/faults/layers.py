@@ -33,7 +33,7 @@ def dead(run: Training) -> None:
     _classify(run, model, torch.optim.SGD(model.parameters(), lr=0.05), after=kill)
 
 
-@fault("dead-from-the-start", named=r"dead-layer.*\b[01]\b", held_back=True)
+@fault("dead-from-the-start", named=r"dead-layer.*\b[01]\b")
 def dead_at_start(run: Training) -> None:
     """Inputs that were not normalised, and an initial bias that switches the whole first layer off."""
     model = mlp(16, 64, 64, 10)
@@ -92,7 +92,7 @@ def recurrence(run: Training) -> None:
     run.train(model, torch.optim.SGD(model.parameters(), lr=2e-3), loss, 200, after=push)
 
 
-@fault("weights-drift", named=r"distribution-drift|weight(s)? (norm )?(grow|drift)", held_back=True, every=5)
+@fault("weights-drift", named=r"distribution-drift|weight(s)? (norm )?(grow|drift)", every=5)
 def drift(run: Training) -> None:
     """Weights before a norm that a negative decay (a sign error) lets grow without end."""
     model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))

@@ -151,7 +151,7 @@ def oscillation(run: Training) -> None:
 
 @fault("no-single-scale", named=r"no-single-scale|LayerScaler", precision="fp16", held_back=True)
 def no_single_scale(run: Training) -> None:
-    """Two branches whose gradients lie 2^34 apart: no loss scale serves both."""
+    """Two branches whose gradients lie 2^44 apart: no loss scale serves both."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -159,7 +159,7 @@ def no_single_scale(run: Training) -> None:
             self.large, self.small = mlp(16, 64, 10), mlp(16, 64, 10)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.large(x).float() * 2.0**12, self.small(x).float() * 2.0**-22])
+            return torch.cat([self.large(x).float() * 2.0**12, self.small(x).float() * 2.0**-32])
 
     model, batch = Branches(), batches(*clusters())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)

@@ -68,7 +68,7 @@ def zero_branches(run: Training) -> None:
     _classify(run, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-@healthy("depthwise-cnn", held_back=True)
+@healthy("depthwise-cnn")
 def depthwise(run: Training) -> None:
     """Depthwise and pointwise convolutions with group norm."""
 

@@ -28,7 +28,7 @@ def post_norm(run: Training) -> None:
     run.train(model, optimizer, lambda step: token_loss(model, *batch(step)), 220, scheduler=scheduler)
 
 
-@healthy("tied-embeddings")
+@healthy("tied-embeddings", learns=0.75)
 def tied(run: Training) -> None:
     """The head is the embedding; most rows are seen seldom."""
     model = Transformer(vocabulary=256, outputs=256)
@@ -88,7 +88,7 @@ def lstm(run: Training) -> None:
     run.train(model, optimizer, lambda step: token_loss(model, *batch(step)), 160, clip=1.0)
 
 
-@healthy("gru-signal", held_back=True)
+@healthy("gru-signal")
 def gru(run: Training) -> None:
     """The next value of a sum of sines."""
     recurrent, head = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1)

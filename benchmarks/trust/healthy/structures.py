@@ -43,16 +43,16 @@ def experts(run: Training) -> None:
 
 @healthy("matrix-factorisation", held_back=True)
 def factorisation(run: Training) -> None:
-    """Users and items by tables, of which a batch touches a few rows."""
+    """Users and films by tables, of which a batch touches a few rows."""
     true = torch.randn(300, 4) @ torch.randn(4, 200)
-    users, items = nn.Embedding(300, 8), nn.Embedding(200, 8)
-    for table in (users, items):
+    users, films = nn.Embedding(300, 8), nn.Embedding(200, 8)
+    for table in (users, films):
         nn.init.normal_(table.weight, std=0.3)
-    model = nn.ModuleDict({"users": users, "items": items})
+    model = nn.ModuleDict({"users": users, "films": films})
 
     def loss(step: int) -> Tensor:
         u, i = torch.randint(300, (256,)), torch.randint(200, (256,))
-        return F.mse_loss((users(u) * items(i)).sum(dim=-1), true[u, i])
+        return F.mse_loss((users(u) * films(i)).sum(dim=-1), true[u, i])
 
     run.train(model, torch.optim.Adam(model.parameters(), lr=3e-2), loss, 400)
 
@@ -194,7 +194,7 @@ def point_sets(run: Training) -> None:
     run.train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loss, 250)
 
 
-@healthy("hard-attention-memory", held_back=True)
+@healthy("hard-attention-memory")
 def memory(run: Training) -> None:
     """Values looked up by keys in a memory that is learned, with sharp weights."""
     query, keys = nn.Linear(8, 16), nn.Parameter(torch.randn(32, 16) * 0.5)

@@ -35,7 +35,7 @@ def adagrad(run: Training) -> None:
     _regress(run, "Adagrad", lr=3e-2)
 
 
-@healthy("mlp-rmsprop", held_back=True)
+@healthy("mlp-rmsprop")
 def rmsprop(run: Training) -> None:
     """Regression with RMSprop."""
     _regress(run, "RMSprop", lr=1e-3)
@@ -221,7 +221,7 @@ def new_head(run: Training) -> None:
     run.train(model, torch.optim.Adam(model[-1].parameters(), lr=1e-2), loss, 250)
 
 
-@healthy("distillation", held_back=True)
+@healthy("distillation")
 def distillation(run: Training) -> None:
     """A small network learns the soft labels of a large one."""
     teacher, student = mlp(16, 256, 10).requires_grad_(False), mlp(16, 48, 48, 10)
