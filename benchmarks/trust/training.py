@@ -26,6 +26,7 @@ class Training:
         self.every = every if every is not None else (10, 4)[seed % 2]
         self.losses: list[float] = []
         self.measures: list[float] = []
+        self.watches: list[pl.watch.Watch] = []
         self._open = ExitStack()
         self._scalers: dict[int, torch.amp.GradScaler] = {}
 
@@ -39,7 +40,8 @@ class Training:
         """Watch a model until the run ends; `part` names the model where a run has several."""
         run = self.path if part is None else self.path / part
         arguments = {"every": self.every, **arguments}
-        return self._open.enter_context(pl.watch(model, optimizer, run=run, **arguments))
+        self.watches.append(self._open.enter_context(pl.watch(model, optimizer, run=run, **arguments)))
+        return self.watches[-1]
 
     def forward(self) -> AbstractContextManager[object]:
         """The context of a forward in the run's precision."""
@@ -81,7 +83,7 @@ class Training:
         after: Callable[[int], object] | None = None,
     ) -> None:
         """A plain loop; `loss` is of a step, and of a micro-batch where gradients are accumulated."""
-        if self.seed % 2 and loss:
+        if self.seed % 2:
             self._prepared(model, optimizer, loss, steps, scheduler, clip, accumulate, after)
             return
         scaler = self.scaler(optimizer)

@@ -1,5 +1,5 @@
 """Planted faults; importing this registers them."""
 
-from benchmarks.trust.faults import breaks, data, layers, narrow, optimizers, scales
+from benchmarks.trust.faults import breaks, data, layers, narrow, optimizers, ranks, scales
 
-__all__ = ["breaks", "data", "layers", "narrow", "optimizers", "scales"]
+__all__ = ["breaks", "data", "layers", "narrow", "optimizers", "ranks", "scales"]

@@ -259,7 +259,7 @@ def swallowed_fp16(run: Training) -> None:
 )
 def decay_swallowed(run: Training) -> None:
     """Weights in BF16 that AdamW would shrink by less than half of their last digit each step: no decay at all."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10)).bfloat16()
+    model = mlp(16, 64, 10).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     batch = batches(torch.randn(1024, 16), torch.randint(10, (1024,)))
     run.watch(model, optimizer)
