@@ -105,3 +105,20 @@ def test_refusals():
         pack(torch.ones(2, dtype=torch.int32), "e4m3")
     with pytest.raises(FormatError, match="got 'e4'"):
         pack(torch.ones(2), "e4")
+
+
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in (*ELEMENTS, *BLOCKS) if fmt.bits <= 16] + ["e3m0", "e2m0", "e5m7"])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (0, 4), (4, 0), (2, 0, 3), (2, 3, 5)])
+def test_scalars_and_empty_tensors_keep_their_shape(fmt: str, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape) + 1
+    packed = pack(x, fmt)
+    assert packed.single_codes().shape == shape
+    assert packed.nbytes > 0 or not x.numel() or fmt == "nvfp4"
+    assert unpack(packed).shape == shape and torch.equal(unpack(packed), cast(x, fmt))
+
+
+def test_a_scalar_is_one_code() -> None:
+    assert pack(torch.tensor(1.0), "e4m3").single_codes().item() == 0x38
+    assert pack(torch.tensor(-6.0), "e2m1").single_codes().item() == 0b1111
+    packed = pack(torch.tensor(-6.0), "mxfp4")
+    assert packed.codes.shape == () and packed.scales.tolist() == [127] and packed.nbytes == 2

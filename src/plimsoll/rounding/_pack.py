@@ -26,8 +26,9 @@ class Packed:
     Attributes:
         codes: of the tensor's shape with the blocks' axis last; uint8 for formats of up to 8 bits and uint16 above.
             Formats of 4 bits have two codes in a byte, the first in the low half, and an odd row ends in a half byte
-            of zero.
-        scales: for block formats, the code of each block's scale (uint8), blocks along the last axis; else None.
+            of zero. The codes of a scalar have no dimension.
+        scales: for block formats, the code of each block's scale (uint8), blocks along the last axis; a scalar is one
+            block. Else None.
         tensor_scale: NVFP4's FP32 scale; else None.
         scale: the per-tensor scale that values were multiplied by; None for 1.
         format, shape, axis, dtype: of the tensor that was packed.
@@ -52,10 +53,10 @@ class Packed:
         """One code to a byte (or two bytes), of the tensor's shape with the blocks' axis last."""
         if self._element.bits != 4:
             return self.codes
+        if not self.shape:
+            return self.codes & 15
         pairs = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
-        length = self.shape[self.axis] if self.shape else 1
-        single = pairs.flatten(-2)[..., :length]
-        return single if self.shape else single.reshape(())
+        return pairs.flatten(-2)[..., : self.shape[self.axis]]
 
     @property
     def _element(self) -> Format:
@@ -93,7 +94,7 @@ def pack(
     if isinstance(plan.format, BlockFormat):
         over = tensor_scale(matrix, plan.format, numbers.scale, numbers.scale_tensor)
         codes, scales = kernels.ops.block_pack(matrix, plan.ints, over, *rest)
-        scales = _unflatten(scales, x.shape, axis)
+        scales = _unflatten(scales, x.shape, axis) if x.shape else scales.reshape(1)
     else:
         _check_element(x, plan.format)
         over, scales = None, None
@@ -134,9 +135,9 @@ def _decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _unflatten(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
-    """Rows back to the leading dimensions, the blocks' axis last; the codes of a scalar are a vector of one."""
+    """Rows back to the leading dimensions, the blocks' axis last."""
     if not shape:
-        return matrix.reshape(-1) if matrix.dtype == torch.uint8 and matrix.numel() else matrix.reshape(())
+        return matrix.reshape(())
     axis %= len(shape)
     return matrix.reshape([size for dim, size in enumerate(shape) if dim != axis] + [matrix.shape[1]])
 
