@@ -39,14 +39,42 @@ def calls() -> dict[str, tuple[object, tuple[object, ...]]]:
         "block_cast_out": (OPS.block_cast_out, (x, BLOCK, None, *tail, torch.empty_like(x))),
         "pack": (OPS.pack, (x, ELEMENT, *tail)),
         "block_pack": (OPS.block_pack, (x, TWO_LEVEL, torch.tensor(0.001), *tail)),
+        "fp8_cast": (OPS.fp8_cast, (x, torch.float8_e4m3fn, 1.0, None, 2, kernels.new_bank(2), 1)),
+        "keep": (OPS.keep, (x,)),
     }
 
 
+def test_every_operator_is_called_here():
+    names = {name.removeprefix("plimsoll::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("plimsoll::")}  # fmt: skip
+    assert names == {operator.__name__ for operator, _ in calls().values()}
+
+
 @pytest.mark.parametrize("name", calls())
-def test_schema_and_fake(name):
+def test_schema_fake_and_autograd(name):
     operator, arguments = calls()[name]
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
+    torch.library.opcheck(operator, arguments)
+
+
+def requiring(argument):
+    """The argument, its floating-point tensors requiring gradients."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, argument
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("name", calls())
+def test_nothing_carries_a_gradient(name, backend):
+    operator, arguments = calls()[name]
+    arguments = requiring(arguments)
+    with kernels.use(backend):
+        torch.library.opcheck(operator, arguments, test_utils=("test_autograd_registration",))
+        results = operator(*arguments)
+    found = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+    given = [x for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    assert not any(x.requires_grad for x in found)
+    assert all(x.grad_fn is None for x in given)  # what is written to
 
 
 def test_only_the_named_arguments_are_mutated():

@@ -18,6 +18,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.kernels import _backend
 from plimsoll.kernels._spec import NEAREST_EVEN, CastSpec
+from plimsoll.kernels.registration import without_autograd
 
 Layout = Literal["rows", "columns", "both"]
 LAYOUTS: tuple[Layout, ...] = ("rows", "columns", "both")
@@ -79,7 +80,7 @@ def keep(x: Tensor) -> Tensor:
     """A copy that compiled code saves for its backward, and never computes again from what it came from.
 
     Compilers may compute small tensors anew in the backward. Where they come from a buffer that the forward changes in
-    place (torch 2.13: under `no_grad`), that would be from its later contents.
+    place (torch 2.13: under `no_grad`), that would be from its later contents. The copy carries no gradient.
     """
     return torch.ops.plimsoll.keep(x)
 
@@ -93,10 +94,10 @@ def spec(dtype: torch.dtype) -> CastSpec:
 def register(library: torch.library.Library, tags: tuple[torch.Tag, ...]) -> None:
     """Registers the operator with the family's library."""
     library.define(_SCHEMA, tags=tags)
-    library.impl("fp8_cast", _run, "CompositeExplicitAutograd")
+    without_autograd(library, "fp8_cast", _run)
     torch.library.register_fake("plimsoll::fp8_cast", _empty, lib=library)
     library.define("keep(Tensor x) -> Tensor", tags=tags)
-    library.impl("keep", torch.clone, "CompositeExplicitAutograd")
+    without_autograd(library, "keep", torch.clone)
     torch.library.register_fake("plimsoll::keep", torch.empty_like, lib=library)
 
 

@@ -6,7 +6,7 @@ Inductor gets no chance to remove a rounding. Formats travel as integers (`_spec
 
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
 the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
-gradient: autograd is `plimsoll.rounding`'s business.
+gradient, whatever the tensors require: autograd is `plimsoll.rounding`'s business.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from plimsoll.kernels import _backend, _fp8, _layout as layout, _vmap
 from plimsoll.kernels._gradients import check_unscale
 from plimsoll.kernels._spec import BlockSpec, CastSpec
 from plimsoll.kernels._tensors import FLOATING
+from plimsoll.kernels.registration import without_autograd
 
 _library = torch.library.Library("plimsoll", "DEF")
 _MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
@@ -205,7 +206,7 @@ _OPERATORS = (
 
 for _name, _schema, _implementation, _fake in _OPERATORS:
     _library.define(_name + _schema, tags=_TAGS)
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    without_autograd(_library, _name, _implementation)
     torch.library.register_fake(f"plimsoll::{_name}", _fake, lib=_library)
 _fp8.register(_library, _TAGS)
 _vmap.register(_library)
