@@ -5,6 +5,7 @@ The references follow the published rules: torch's `_amp_update_scale_`, and the
 
 import math
 import random
+from typing import Literal
 
 import hypothesis.strategies as st
 import pytest
@@ -69,22 +70,33 @@ def megatrons(trace: list[bool], interval: int, hysteresis: int, low: float, sca
     return found
 
 
-def deepspeeds(trace: list[bool], interval: int, hysteresis: int, low: float, scale: float = 2.0**16) -> list[float]:
-    """With `consecutive_hysteresis`."""
-    last, left, found = -1, hysteresis, []
+def deepspeeds(trace: list[bool], interval: int, hysteresis: Hysteresis, low: float) -> list[float]:
+    """DeepSpeed's `DynamicLossScaler.update_scale`, from 2**16 on."""
+    last, left, scale, found = -1, hysteresis.overflows, 2.0**16, []
     for step, overflowed in enumerate(trace):
-        if overflowed:
-            if left == 1:
-                scale = max(scale / 2.0, low)
-            else:
-                left -= 1
-            last = step
-        else:
-            left = hysteresis
-            if (step - last) % interval == 0:
-                scale *= 2.0
+        stable = step - last - 1  # clean steps before this one, since the last overflow
+        grows = not overflowed and stable > 0 and stable % interval == 0
+        if overflowed and left > 1:
+            left -= 1
+        elif overflowed:
+            scale = max(scale / 2.0, low)
+        elif grows or hysteresis.kind == "consecutive":
+            left = hysteresis.overflows
+        scale *= 2.0 if grows else 1.0
+        last = step if overflowed else last
         found.append(scale)
     return found
+
+
+def with_one_more_clean_step(trace: list[bool]) -> tuple[list[bool], list[int]]:
+    """The trace with each run of clean steps one longer, and where the given steps are in it."""
+    longer: list[bool] = []
+    places = []
+    for before, overflowed in zip([True, *trace], trace, strict=False):
+        longer += [False] if before and not overflowed else []
+        places.append(len(longer))
+        longer.append(overflowed)
+    return longer, places
 
 
 @given(TRACES, st.sampled_from([(2.0, 0.5), (1.7, 0.3), (4.0, 0.9)]), st.integers(1, 9))
@@ -106,13 +118,24 @@ def test_windowed_hysteresis_is_megatrons(trace: list[bool], interval: int, over
     assert run(trace, numbers) == megatrons(trace, interval, overflows, 2.0**-14)
 
 
-@given(TRACES, st.integers(1, 9), st.integers(1, 4))
+@given(TRACES, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["consecutive", "windowed"]))
 @settings(max_examples=60)
-def test_consecutive_hysteresis_is_deepspeeds(trace: list[bool], interval: int, overflows: int) -> None:
-    numbers = rule(
-        growth_interval=interval, regrowth_interval=None, hysteresis=Hysteresis(overflows=overflows, kind="consecutive")
-    )
-    assert run(trace, numbers) == deepspeeds(trace, interval, overflows, 2.0**-14)
+def test_it_counts_as_deepspeed_and_grows_one_clean_step_earlier(
+    trace: list[bool], interval: int, overflows: int, kind: Literal["consecutive", "windowed"]
+) -> None:
+    hysteresis = Hysteresis(overflows=overflows, kind=kind)
+    longer, places = with_one_more_clean_step(trace)
+    theirs = deepspeeds(longer, interval, hysteresis, 2.0**-14)
+    numbers = rule(growth_interval=interval, regrowth_interval=None, hysteresis=hysteresis)
+    assert run(trace, numbers) == [theirs[place] for place in places]
+
+
+def test_deepspeed_grows_one_step_later() -> None:
+    hysteresis = Hysteresis(overflows=1)
+    theirs = deepspeeds([True] + [False] * 9, 4, hysteresis, 1.0)
+    ours = run([True] + [False] * 9, rule(growth_interval=4, regrowth_interval=None, hysteresis=hysteresis))
+    assert [2.0**15 / scale for scale in theirs] == [1] * 5 + [0.5] * 4 + [0.25]
+    assert [2.0**15 / scale for scale in ours] == [1] * 4 + [0.5] * 4 + [0.25] * 2
 
 
 @given(

@@ -2,7 +2,9 @@
 
 import copy
 import io
+import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import StateError
-from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler
+from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
 from plimsoll.scaling._state import SCHEMA
 from tests.scaling.support import mlp, same_tensors, scales, take, weight
 
@@ -205,3 +207,29 @@ def test_a_scaler_is_pickled_between_iterations_only_and_without_a_process_group
         pickle.dumps(DynamicScaler("cpu", process_group=object()))
     disabled = pickle.loads(pickle.dumps(DynamicScaler("cpu", enabled=False)))
     assert not disabled.is_enabled() and disabled.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("kind", [DynamicScaler, SpectralScaler])
+@pytest.mark.parametrize("scaled_before", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "healed"),
+    [
+        (0.0, 2.0**-10),
+        (-1.0, 2.0**-10),
+        (math.nan, 2.0**-10),
+        (-math.inf, 2.0**-10),
+        (math.inf, 2.0**20),
+        (2.0**60, 2.0**20),
+    ],
+)
+def test_a_broken_scale_is_healed_with_a_warning(
+    kind: type[DynamicScaler | SpectralScaler], scaled_before: bool, broken: float, healed: float
+) -> None:
+    scaler = kind("cpu", 2.0**8, min_scale=2.0**-10, max_scale=2.0**20)
+    if scaled_before:
+        scaler.scale(torch.ones(1))  # which makes the scale's tensor
+    state = {**torch.amp.GradScaler("cpu").state_dict(), "scale": broken}
+    with pytest.warns(UserWarning, match=re.escape(f"a scale of {broken:g} lies outside of ")):
+        scaler.load_state_dict(state)
+    assert scaler.get_scale() == healed
+    assert scaler.scale(torch.ones(1)).item() == healed

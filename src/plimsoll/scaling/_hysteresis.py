@@ -12,12 +12,13 @@ Kind = Literal["consecutive", "windowed"]
 class Hysteresis:
     """The scale is lowered by the overflow that brings their count to `overflows`, and by each one after it.
 
-    - ``consecutive``: the count starts anew with every clean step, so that single hard batches cost themselves only.
-      DeepSpeed's rule with ``consecutive_hysteresis``.
-    - ``windowed``: the count starts anew when the scale grows, so that overflows add up over a whole growth interval.
-      The rule of Megatron-LM, and DeepSpeed's without ``consecutive_hysteresis``.
+    - ``consecutive``: the count starts again with every clean step, so that single hard batches cost themselves only.
+      DeepSpeed counts like this with ``consecutive_hysteresis``.
+    - ``windowed``: the count starts again when the scale grows, so that overflows add up over a whole growth interval.
+      This is Megatron-LM's rule. DeepSpeed counts like this without ``consecutive_hysteresis``.
 
-    A step with an overflow is skipped whether or not the scale is lowered.
+    A step with an overflow is skipped whether or not the scale is lowered. DeepSpeed lets its scale grow one clean step
+    later: it does not count the first clean step after an overflow, nor that of the training.
     """
 
     overflows: int = 1

@@ -116,9 +116,9 @@ class SavedScaler(torch.amp.GradScaler):
         """Takes up a state that any scaler of Plimsoll, or a GradScaler, has saved.
 
         All of it is taken, settings too, or nothing: raises `StateError` for a state that is empty, incomplete or of a
-        newer schema. A scale outside of this scaler's bounds (GradScaler's may have fallen to 0) is brought within
-        them, and of a state that another kind of scaler wrote only the common part is taken; both are warned of. If
-        nothing is scaled, does nothing.
+        newer schema. A scale outside of this scaler's bounds is brought within them: 0 (GradScaler's may fall to it)
+        and NaN become `min_scale`, Inf becomes `max_scale`. Of a state that another kind of scaler wrote only the
+        common part is taken. Both are warned of. If nothing is scaled, does nothing.
         """
         if not self._enabled:
             return
