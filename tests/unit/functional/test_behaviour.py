@@ -326,9 +326,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: U.add(X, X, weights=(1.0,)),
-        "add: expected 2 finite weights, one for each term, none of them zero; got (1.0,)",
+        "add: expected 2 finite weights, one for each operand, none of them zero; got (1.0,)",
     ),
     (lambda: U.add(X, X, weights=(1.0, 0)), "add: expected 2 finite weights"),
+    (lambda: U.add(1.0, 2.0), "add: expected a tensor among the operands; got (1.0, 2.0)"),
+    (lambda: U.dropout(X, 0.5, True, True), "dropout: expected inplace=False, since the result has another scale"),
+    (lambda: U.silu_glu(X, X[0]), "silu_glu: expected input and gate of one shape; got (2, 4) and (4,)"),
     (lambda: U.avg_pool2d(X[None], 2, divisor_override=3), "avg_pool2d: expected no divisor_override"),
     (
         lambda: U.adaptive_avg_pool2d(torch.ones(1, 5, 5), 2),
@@ -340,6 +343,48 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "matmul: expected factors to be Factors with 2 input(s)",
     ),
 ]
+
+
+def test_a_refused_inplace_leaves_the_input_alone() -> None:
+    x = torch.ones(100)
+    with pytest.raises(ArgumentError):
+        U.dropout(x, 0.5, inplace=True)
+    assert torch.equal(x, torch.ones(100))
+
+
+@pytest.mark.parametrize("shift", [3.0, 3, torch.tensor(3.0, dtype=torch.float64)], ids=["float", "int", "0-d tensor"])
+def test_an_operand_of_one_value_moves_a_sum_and_does_not_spread_it(shift: float | Tensor) -> None:
+    x, y = (torch.randn(64, 32, dtype=torch.float64) for _ in range(2))
+    for constraint in (None, "gmean", "to_output_scale"):
+        assert torch.allclose(U.add(x, shift, constraint=constraint), x + 3)
+        assert torch.allclose(U.add(shift, x, constraint=constraint), x + 3)
+        scale = U.add(x, y, constraint=constraint) / (x + y)
+        assert torch.allclose(U.add(x, shift, y, constraint=constraint), (x + y + 3) * scale)
+    weighted = U.add(x, shift, y, weights=(3, 2, -4), constraint=None)
+    assert torch.allclose(weighted, (3 * x - 4 * y + 6) / 5)
+
+
+def test_gradients_beside_an_operand_of_one_value() -> None:
+    x = torch.randn(64, 32, requires_grad=True)
+    bias = torch.tensor(0.5, requires_grad=True)
+    gradient = torch.randn(64, 32)
+    for constraint, factor in (("gmean", 1.0), (None, (64 * 32) ** -0.5)):
+        x.grad = bias.grad = None
+        U.add(x, bias, constraint=constraint).backward(gradient)
+        assert torch.equal(x.grad, gradient)
+        torch.testing.assert_close(bias.grad, gradient.sum() * factor)
+
+
+def test_operands_of_one_value_alone_are_terms() -> None:
+    a, b = torch.tensor(3.0), torch.tensor(5.0)
+    torch.testing.assert_close(U.add(a, b, constraint=None), torch.tensor(8 / 2**0.5))
+    torch.testing.assert_close(U.add(a, 5.0), torch.tensor(8.0))
+
+
+@pytest.mark.parametrize("other", [True, "1", 1j])
+def test_what_is_no_number_is_not_added(other: object) -> None:
+    with pytest.raises(UnsupportedTensorError, match="add: expected a floating-point tensor; got operand 1="):
+        U.add(X, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("call", "told"), REFUSED)

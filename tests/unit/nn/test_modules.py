@@ -277,7 +277,7 @@ def test_the_chain_of_an_mlp_has_one_product_each_way():
             r"Softmax: expected mult to be a finite number above 0; got True \(bool\)",
         ),
         (lambda: unn.CrossEntropyLoss(mult=float("inf")), "CrossEntropyLoss: expected mult .* got inf"),
-        (lambda: unn.ReLU(inplace=True), "ReLU: expected inplace=False, .* got True"),
+        (lambda: unn.ReLU(inplace=True), "ReLU: expected inplace=False, .* got inplace=True"),
         (lambda: unn.SiLU(True), "SiLU: expected inplace=False"),
         (lambda: unn.Dropout(0.1, True), "Dropout: expected inplace=False"),
         (lambda: unn.AvgPool2d(2, divisor_override=3), "AvgPool2d: expected divisor_override=None, .* got 3"),

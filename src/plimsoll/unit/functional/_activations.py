@@ -88,6 +88,11 @@ def silu_glu(
     Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
     """
     check_floating("silu_glu", input=input, gate=gate)
+    if input.shape != gate.shape:
+        raise ArgumentError(
+            f"silu_glu: expected input and gate of one shape; got {tuple(input.shape)} and {tuple(gate.shape)}. Expand "
+            "one of them first, if that is meant."
+        )
     check_constraint("silu_glu", constraint)
     mult = checked_mult("silu_glu", mult)
 

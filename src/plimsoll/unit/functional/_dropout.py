@@ -19,15 +19,25 @@ def dropout(
 ) -> Tensor:
     """`torch.nn.functional.dropout` at unit scale: sqrt(1 - p) both ways, and nothing where it is not training.
 
-    Both ideal factors are one number, so every constraint gives the same.
+    Both ideal factors are one number, so every constraint gives the same. `inplace` must be False.
 
     Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
     """
     check_floating("dropout", input=input)
     check_constraint("dropout", constraint)
     checked_p("dropout", p)
+    refuse_inplace("dropout", inplace)
     factor = _formulas.dropout(p) if training else 1.0
-    return multiplied(F.dropout(input, p, training, inplace), factor, factor)
+    return multiplied(F.dropout(input, p, training), factor, factor)
+
+
+def refuse_inplace(operation: str, inplace: bool) -> None:
+    """Refuses to write over the input: its values are not at the scale of the result."""
+    if inplace:
+        raise ArgumentError(
+            f"{operation}: expected inplace=False, since the result has another scale than its input; got "
+            f"inplace={inplace!r}. Leave it out."
+        )
 
 
 def checked_p(operation: str, p: float) -> float:

@@ -1,5 +1,6 @@
 """Additions at unit scale: every sum is a weighted one, and residual branches have a weight of their own."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import cast
@@ -14,9 +15,9 @@ from plimsoll.unit._scaled import check_floating, multiplied
 
 
 def add(
-    input: Tensor,  # noqa: A002  (torch's name)
-    other: Tensor,
-    *more: Tensor,
+    input: Tensor | float,  # noqa: A002  (torch's name)
+    other: Tensor | float,
+    *more: Tensor | float,
     weights: Sequence[float] | None = None,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
@@ -25,31 +26,39 @@ def add(
     ``sum(w_i x_i) / sqrt(sum(w_i^2))``. With a constraint, forward and backward have one factor more, and gradients
     keep the proportions of the weights; with None, every term's gradient is at unit scale itself.
 
+    A number, and a 0-d tensor among larger ones, move the sum and do not spread it. They have their weight in it, but
+    count neither in the norm of the weights nor in the constraint.
+
     Args:
-        input: the first term, floating point.
+        input: the first operand: a floating-point tensor or a number.
         other: the second.
-        more: further ones; all of them broadcast as torch's.
-        weights: one for each term, not zero; None: all alike.
+        more: further ones; all of them broadcast as torch's, and one at least is a tensor.
+        weights: one for each operand, not zero; None: all alike.
         constraint: how the factors of the sum and of all terms become one.
 
     Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
 
     >>> add(torch.ones(2), torch.ones(2), constraint=None)
     tensor([1.4142, 1.4142])
+    >>> add(torch.ones(2), 3.0), add(torch.ones(2), torch.tensor(3.0))
+    (tensor([4., 4.]), tensor([4., 4.]))
     """
-    terms = (input, other, *more)
-    check_floating("add", **{f"term {i}": term for i, term in enumerate(terms)})
+    operands = (input, other, *more)
+    tensors = _tensors(operands)
     check_constraint("add", constraint)
-    own = _normed(weights, len(terms))
-    numel = math.prod(broadcast(*(term.shape for term in terms)))
-    spread = tuple(numel / term.numel() if numel else 1.0 for term in terms)
-    ideal = _formulas.total(own, spread)
-    alpha, *betas = constrained(constraint, ideal.output, *ideal.inputs)
-    parts = [multiplied(term, w * alpha, w * beta) for term, w, beta in zip(terms, own, betas, strict=True)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    shape = broadcast(*(x.shape for x in tensors))
+    spreads = [isinstance(x, Tensor) and (x.dim() > 0 or not shape) for x in operands]
+    own = _normed(weights, spreads)
+    numel = math.prod(shape)
+    counts = (numel / x.numel() if isinstance(x, Tensor) and numel else 1.0 for x in operands)
+    ideal = _formulas.total(own, tuple(counts))
+    alpha, *shared = constrained(constraint, ideal.output, *itertools.compress(ideal.inputs, spreads))
+    betas = ideal.inputs if constraint is None else shared[:1] * len(operands)
+    parts = [
+        multiplied(x, w * alpha, w * beta) if isinstance(x, Tensor) else x * w * alpha
+        for x, w, beta in zip(operands, own, betas, strict=True)
+    ]
+    return cast("Tensor", sum(parts[1:], start=parts[0]))
 
 
 def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
@@ -99,13 +108,27 @@ def check_tau(operation: str, tau: object) -> None:
         )
 
 
-def _normed(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    """The weights made one in norm."""
+def _tensors(operands: Sequence[Tensor | float]) -> list[Tensor]:
+    """The operands that are tensors, all operands checked."""
+    tensors = {f"operand {i}": x for i, x in enumerate(operands) if not _is_number(x)}
+    check_floating("add", **cast("dict[str, Tensor]", tensors))
+    if not tensors:
+        raise ArgumentError(f"add: expected a tensor among the operands; got {operands!r}. Add numbers with +.")
+    return list(cast("dict[str, Tensor]", tensors).values())
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _normed(weights: Sequence[float] | None, spreads: Sequence[bool]) -> tuple[float, ...]:
+    """The weights, those of the operands that spread the sum made one in norm."""
+    count = len(spreads)
     own = (1.0,) * count if weights is None else tuple(weights)
     if len(own) != count or not all(w and math.isfinite(w) for w in own):
         raise ArgumentError(
-            f"add: expected {count} finite weights, one for each term, none of them zero; got {weights!r}. Leave a "
+            f"add: expected {count} finite weights, one for each operand, none of them zero; got {weights!r}. Leave a "
             "term out that is to have no weight."
         )
-    norm = math.sqrt(sum(w * w for w in own))
+    norm = math.sqrt(sum(w * w for w in itertools.compress(own, spreads)))
     return tuple(w / norm for w in own)

@@ -19,15 +19,6 @@ def own_settings(**settings: object) -> str:
     return "".join(f", {name}={value!r}" for name, value in settings.items() if value is not None)
 
 
-def refuse_inplace(operation: str, inplace: bool) -> None:
-    """Refuses to work in place: the value that comes in is needed for the gradient, and would be scaled twice."""
-    if inplace:
-        raise ArgumentError(
-            f"{operation}: expected inplace=False, since a scaled result does not fit into its input; got {inplace!r}. "
-            "Leave it out."
-        )
-
-
 def check_mult(operation: str, mult: object) -> None:
     """Refuses what cannot multiply the input of a non-linearity."""
     if isinstance(mult, bool) or not isinstance(mult, (int, float)) or not 0 < mult < float("inf"):

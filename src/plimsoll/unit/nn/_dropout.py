@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit._constraints import Constraint, check_constraint
-from plimsoll.unit.nn._draw import check_mult, own_settings, refuse_inplace
+from plimsoll.unit.functional._dropout import refuse_inplace
+from plimsoll.unit.nn._draw import check_mult, own_settings
 
 
 class Dropout(nn.Dropout):
