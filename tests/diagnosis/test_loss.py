@@ -9,6 +9,7 @@ import pytest
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report._verdict import verdict
 from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.text import number
 from tests.diagnosis.stories import LAYERS, told
 
 Loss = np.ndarray
@@ -30,8 +31,8 @@ def then(*pieces: object) -> Loss:
 
 
 def spiked(loss: Loss, at: range, height: Callable[[int], float]) -> Loss:
-    for number, step in enumerate(at):
-        loss[step] = height(number)
+    for place, step in enumerate(at):
+        loss[step] = height(place)
     return loss
 
 
@@ -49,6 +50,7 @@ BROKEN = {
     "back at chance": ("alarm", "diverged", then(learned(300), 2.3 * noise(60, 0.05))),
     "far above the start": ("alarm", "diverged", then(learned(300), 60 * noise(60, 0.3))),
     "explodes at the end": ("alarm", "diverged", then(learned(300), np.geomspace(0.3, 1e8, 15))),
+    "rises, then NaN": ("alarm", "diverged", then(learned(100), [40, 9e6, 1e29], np.full(50, np.nan))),
     "diverges slowly": ("alarm", "diverged", then(learned(300), 0.3 * np.geomspace(1, 1e3, 400) * noise(400))),
     "diverges slowly from the start": ("alarm", "diverged", np.geomspace(2.3, 1e5, 400) * noise(400)),
     "below zero, then far above": (
@@ -110,7 +112,7 @@ def test_the_highest_loss_is_in_the_verdict_and_not_the_first_spike(tmp_path: Pa
     (found,) = diagnose(path, rules=RULE)
     assert found.since_step == 300 and found.evidence["highest"] == loss.max()
     assert found.evidence["at_step"] == int(loss.argmax())
-    assert f"to {loss.max():.3g} and did not come back" in verdict(View(Run(path)), [found])
+    assert f"to {number(loss.max())} and did not come back" in verdict(View(Run(path)), [found])
 
 
 def test_an_alarm_is_a_note_once_the_loss_has_come_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
-from plimsoll.diagnosis._trend import looks, trend
+from plimsoll.diagnosis._trend import goes_on, looks, trend
 from plimsoll.diagnosis._view import View, log2
 
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
@@ -107,8 +107,8 @@ class StructuralZeros(Rule):
 class Drift(Rule):
     """Weights or activations whose size moves steadily, up or down, and does not settle.
 
-    Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates.
-    Biases, and layers that begin at zero and find their size, are left out: what has moved must still be moving.
+    Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates. Sizes
+    that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
     """
 
     id = "distribution-drift"
@@ -119,6 +119,7 @@ class Drift(Rule):
 
     binades: float = threshold(3.0, "a factor of eight; sizes of sound layers stay within one or two binades")
     still: float = threshold(0.25, "of the way was made in the second half of the steps")
+    last: float = threshold(1, "binades in each of the last two quarters: growth with the steps makes 0.4")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -128,13 +129,19 @@ class Drift(Rule):
             if cells is None:
                 continue
             found = [each for i in self._candidates(cells) if (each := self._drift(cells, i)) is not None]
+            moving = [each for each in found if each[3]]
             if not found:
                 continue
-            found.sort(key=lambda each: -abs(each[1]))
-            evidence = {"worst": found[0][0].name, "binades": found[0][1], "layers": len(found)}
-            spots = [spot for spot, *_ in found]
-            until = max(until for *_, until in found)
-            yield self.finding("warning", spots, evidence, until_step=until, collection=collection)
+            shown = sorted(moving or found, key=lambda each: -abs(each[1]))
+            evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
+            spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
+            if moving:
+                yield self.finding("warning", spots, evidence, until_step=until, collection=collection)
+                continue
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection=collection,
+                meaning="The layer's size moved while the model learned, and has settled.", advice="Nothing.",
+            )  # fmt: skip
 
     def _candidates(self, cells: Cells) -> list[int]:
         """The layers that are worth a look: those whose size has moved so far at all."""
@@ -144,7 +151,8 @@ class Drift(Rule):
         main = set(Modules.of(cells).main_layers(cells)) if cells.collection == "weights" else set(cells.names)
         return [i for i in np.flatnonzero(span >= self.binades).tolist() if cells.names[i] in main]
 
-    def _drift(self, cells: Cells, layer: int) -> tuple[Spot, float, int] | None:
+    def _drift(self, cells: Cells, layer: int) -> tuple[Spot, float, int, bool] | None:
+        """Its spot, the most that it moved, until when that was seen, and whether it goes on."""
         sizes = log2(cells.rms[layer])
         known = np.flatnonzero(~np.isnan(sizes))
         since, most, until = None, 0.0, 0
@@ -160,7 +168,11 @@ class Drift(Rule):
             until = int(cells.steps[seen[-1]])
             since = until if since is None else since
             most = moved if abs(moved) > abs(most) else most
-        return None if since is None else (Spot(name=cells.names[layer], since_step=since, value=most), most, until)
+        if since is None:
+            return None
+        on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
+        until = int(cells.steps[known[-1]]) if on else until
+        return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
 
 
 def _levels(values: Floats) -> tuple[float, float, float]:

@@ -79,11 +79,12 @@ class LossSpike(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """One, of the recorded loss."""
         steps, loss = view.scalar("loss")
+        broken = bool(len(loss)) and not np.isfinite(loss[-1])
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return
         found = self._rises(loss)
-        judged = [self._judged(loss, each) for each in found] + self._never_learned(loss, found)
+        judged = [self._judged(loss, each, broken) for each in found] + self._never_learned(loss, found)
         if not judged:
             return
         worst_of = max(judged, key=lambda each: (SEVERITIES.index(each.severity), float(loss[each.rise.peak])))
@@ -139,13 +140,16 @@ class LossSpike(Rule):
                 found.append(gradual)
         return found
 
-    def _judged(self, loss: Floats, rise: Rise) -> _Judged:
+    def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
+        """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
         began = beginning(loss)
         unit = _unit(began)
         far = rise.height > began + self.beyond * unit
         if not rise.lasts:
             held = loss[rise.first : rise.last + 1]
             if rise.open and len(held) >= _FIVE and bool((held[-_FIVE:] > began + _BLOWN_UP * unit).all()):
+                return _Judged(rise=rise, severity="alarm", course="diverged")
+            if rise.open and broken and bool((held[-_AT_ONCE:] > began + self.height * unit).all()):
                 return _Judged(rise=rise, severity="alarm", course="diverged")
             grave = len(held) >= _AT_ONCE and bool((held > began + self.height * unit).all())
             course = "just risen" if rise.open else "came back"

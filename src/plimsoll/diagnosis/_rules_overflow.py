@@ -1,5 +1,6 @@
 """The top of the format: how near values are, when they will be there, and what already saturates."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -103,13 +104,14 @@ class ActivationGrowth(Rule):
 
     id = "activation-growth"
     says = "activations (attention, residual sums) grow steadily toward the top of FP16"
-    meaning = "The layer adds up more than it normalises away; in FP16 it ends in infinities."
+    meaning = "The layer adds up more than it normalises away; at this rate it leaves FP16 within the steps so far."
     advice = "Watch the layers named; clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
     actions = ("clamp", "to_bf16")
     figure = "spectrogram"
 
     binades: float = threshold(5.0, "a factor of 32 since the first samples")
     least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones harm nobody")
+    horizon: float = threshold(1, "a warning if it leaves FP16 within so many times the steps so far")
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
@@ -118,40 +120,61 @@ class ActivationGrowth(Rule):
         if cells is None:
             return
         sizes = log2(_magnitudes(cells))  # activations carry no scale
-        found: list[tuple[Spot, Trend, int]] = []
+        found: list[tuple[Spot, float, float, int]] = []
         for layer in np.flatnonzero((sizes > np.log2(self.least)).any(axis=1)).tolist():
             found += self._growth(cells, sizes[layer], cells.names[layer])
+        on = [each for each in found if each[2] < math.inf]
         if not found:
             return
-        found.sort(key=lambda each: -each[1].end)  # the nearest to the top first
-        spots, rise = [spot for spot, *_ in found], found[0][1]
-        evidence = {
+        shown = sorted(on or found, key=lambda each: -each[1])  # the nearest to the top first
+        spots, top = [spot for spot, *_ in shown], shown[0][1]
+        evidence: dict[str, float | int | str] = {
             "worst": spots[0].name,
             "grown_binades": spots[0].value,
-            "absmax": float(2.0**rise.end),
-            "binades_left_in_fp16": float(np.log2(FP16.max) - rise.end),
-            "confidence": rise.confidence,
+            "absmax": float(2.0**top),
+            "binades_left_in_fp16": float(np.log2(FP16.max) - top),
         }
-        until = max(until for *_, until in found)
-        yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
+        until = max(until for *_, until in shown)
+        if not on:
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection="activations", actions=(),
+                meaning="The layer's activations grew while the model learned, and have settled.",
+                advice="Nothing. Before inference in FP16, look at the binades left.",
+            )  # fmt: skip
+            return
+        evidence["steps_to_overflow"] = shown[0][2]
+        beyond = "They are beyond the largest value of FP16 already, and grow on."
+        meaning = beyond if top >= np.log2(FP16.max) else None
+        yield self.finding(
+            "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning
+        )  # fmt: skip
 
-    def _growth(self, cells: Cells, sizes: Floats, name: str) -> list[tuple[Spot, Trend, int]]:
+    def _growth(self, cells: Cells, sizes: Floats, name: str) -> list[tuple[Spot, float, float, int]]:
+        """Its spot, its size at the end, the steps until it leaves FP16 (Inf if it settled), and until when it grew."""
         known = np.flatnonzero(~np.isnan(sizes))
-        since, last, most, until = None, None, 0.0, 0
+        since, most, until = None, 0.0, 0
         for samples in looks(len(known)):
             seen = known[:samples]
             first = float(np.median(sizes[seen[: max(samples // 8, 1)]]))
-            grown = float(np.median(sizes[seen[-max(samples // 8, 1) :]])) - first
-            if grown < self.binades or sizes[seen[-1]] < np.log2(self.least):
+            now = float(np.median(sizes[seen[-max(samples // 8, 1) :]]))
+            if now - first < self.binades or now < np.log2(self.least):
                 continue
             rise = trend(cells.steps[seen], sizes[seen])
             if rise is None or rise.confidence < self.confidence or rise.low <= 0:
                 continue
             until = int(cells.steps[seen[-1]])
-            since, last, most = (until if since is None else since), rise, max(most, grown)
-        if since is None or last is None:
+            since, most = (until if since is None else since), max(most, now - first)
+        if since is None:
             return []
-        return [(Spot(name=name, since_step=since, value=most), last, until)]
+        half = known[len(known) // 2 :]
+        late, left = trend(cells.steps[half], sizes[half]), math.inf
+        top = float(np.median(sizes[known[-max(len(known) // 8, 1) :]]))
+        if late is not None and late.confidence >= self.confidence and late.low > 0:
+            elapsed = float(cells.steps[known[-1]] - cells.steps[known[0]])
+            left = max(float(np.log2(FP16.max)) - top, 0.0) / late.slope
+            left = left if left <= self.horizon * elapsed and top >= np.log2(self.least) else math.inf
+        until = int(cells.steps[known[-1]]) if left < math.inf else until
+        return [(Spot(name=name, since_step=since, value=most), top, left, until)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,22 @@ def looks(samples: int) -> list[int]:
     return found
 
 
+def goes_on(steps: Ints, values: Floats, *, least: float, confidence: float) -> bool:
+    """Whether a series moves as fast as ever at its end: `least` or more in each of its last two quarters, one way.
+
+    A size that grows because a model learns slows down in binades: one that grows with the steps makes less than half
+    a binade in the last quarter.
+    """
+    if len(values) < 2 * _LEAST:
+        return False
+    ends = [float(np.median(piece)) for piece in np.array_split(values, 8)]
+    third, fourth = ends[5] - ends[3], ends[7] - ends[5]
+    if third * fourth <= 0 or min(abs(third), abs(fourth)) < least:
+        return False
+    found = trend(steps[len(values) // 2 :], values[len(values) // 2 :])
+    return found is not None and found.confidence >= confidence and found.low * found.high > 0
+
+
 def _thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     if len(x) <= _POINTS:
         return x, y

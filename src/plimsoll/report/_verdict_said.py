@@ -333,8 +333,9 @@ def _structural_zeros(case: Case) -> Said:
 def _distribution_drift(case: Case) -> Said:
     binades = case.number("binades")
     way = "grown" if binades > 0 else "shrunk"
+    on = " and go on" if case.finding.severity != "info" else ""
     return Said(
-        what=f"{case.tensors} of {_first(case)} have {way} by {abs(binades):.0f} binades and go on, seen {case.since}",
+        what=f"{case.tensors} of {_first(case)} have {way} by {abs(binades):.0f} binades{on}, seen {case.since}",
         remedy="normalise, or balance weight decay and learning rate",
     )
 

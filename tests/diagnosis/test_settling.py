@@ -1,0 +1,64 @@
+"""Sizes that move: a note where they have settled, a warning where they go on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.diagnosis._trend import goes_on
+from plimsoll.report._verdict_said import said
+from plimsoll.runs import Run
+from tests.diagnosis.stories import LAYERS, Size, constant, of_layer, told
+
+RANDOM = np.random.default_rng(5)
+STEPS = np.arange(0, 400, 10)
+
+
+def of_rule(rule: str, path: Path, size: Size, fmt: str = "bf16") -> list[Finding]:
+    story = told(activation_fmt=fmt, activation_std=of_layer(LAYERS[4], size, constant(1.0)))
+    return diagnose(story.write(path), rules=[rule])
+
+
+@pytest.mark.parametrize(
+    ("values", "moves"),
+    [
+        (np.log2(1 + STEPS), False),  # with the steps
+        (2 * np.log2(1 + STEPS), False),
+        (6 * (1 - np.exp(-STEPS / 60)), False),  # settles
+        (np.where(STEPS < 320, 0.0, 6.0), False),  # one transition
+        (np.where(STEPS < 30, -20.0, 0.0), False),  # from zero
+        (0.02 * STEPS, True),
+        (-0.02 * STEPS, True),
+        (RANDOM.normal(size=len(STEPS)), False),
+    ],
+)
+def test_only_what_moves_as_fast_as_ever_goes_on(values: np.ndarray, moves: bool) -> None:
+    noisy = values + 0.1 * RANDOM.normal(size=len(values))
+    assert goes_on(STEPS, noisy, least=1.0, confidence=0.99) == moves
+    assert not goes_on(STEPS[:12], noisy[:12], least=1.0, confidence=0.99)
+
+
+def test_a_size_that_has_settled_is_a_note_in_the_past_tense(tmp_path: Path) -> None:
+    (still,) = of_rule("distribution-drift", tmp_path / "on", lambda layer, s: 2.0 ** (0.05 * s))
+    assert still.severity == "warning" and still.until_step == 195
+    (over,) = of_rule("distribution-drift", tmp_path / "over", lambda layer, s: 2.0 ** (0.05 * min(s, 90)))
+    assert over.severity == "info" and "has settled" in over.meaning
+    view = View(Run(tmp_path / "over"))
+    assert "go on" not in said(over, view, [over]).what and "go on" in said(still, view, [still]).what
+
+
+def test_growth_that_stays_below_the_top_of_fp16_is_a_note(tmp_path: Path) -> None:
+    (still,) = of_rule("activation-growth", tmp_path / "on", lambda layer, s: 2.0 ** (2 + 0.06 * s))
+    assert still.severity == "warning"
+    (over,) = of_rule("activation-growth", tmp_path / "over", lambda layer, s: 2.0 ** (2 + 0.06 * min(s, 120)))
+    assert over.severity == "info" and over.actions == ()
+
+
+def test_the_size_told_is_that_of_the_end(tmp_path: Path) -> None:
+    (found,) = of_rule("activation-growth", tmp_path / "run", lambda layer, s: 2.0 ** (2 + 0.06 * s))
+    cells = View(Run(tmp_path / "run")).cells("activations")
+    assert cells is not None
+    largest = cells.true_absmax[cells.names.index(found.where[0])]
+    assert largest[-8] <= found.evidence["absmax"] <= largest.max()
+    assert found.evidence["absmax"] >= 1024
