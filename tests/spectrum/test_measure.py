@@ -17,6 +17,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
 from tests.patience import HANG_SECONDS
+from tests.spectra import same
 
 VALUES = [[0.0, 1.0, -2.0], [0.5, 448.0, -0.25]]
 HERE = Path(__file__).parent
@@ -28,11 +29,6 @@ def plain() -> torch.Tensor:
 
 def measured_as(x: torch.Tensor) -> Spectrum:
     return measure(x.double())
-
-
-def same_counts(a: Spectrum, b: Spectrum) -> bool:
-    names = ("count", "zeros", "nans", "pos_infs", "neg_infs", "min", "max", "absmin", "absmax", "sum", "sumsq")
-    return all(repr(getattr(a, n)) == repr(getattr(b, n)) for n in names) and np.array_equal(a.binades, b.binades)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *EIGHT_BIT])
@@ -47,7 +43,7 @@ def test_every_dtype(dtype: torch.dtype, kind: str) -> None:
         "subnormal": torch.tensor([smallest, -smallest], dtype=torch.float64),
     }[kind].to(dtype)
     s = measure(x)
-    assert same_counts(s, measured_as(x)) and s.count == x.numel()
+    assert same(s, measured_as(x)) and s.count == x.numel()
     assert s.source == Source(dtype)
 
 
@@ -99,7 +95,7 @@ def test_every_kind_that_can_be_measured(kind: str) -> None:
     x = KINDS[kind]()
     with torch._C.DisableTorchFunctionSubclass():
         expected = torch.tensor(x.detach().resolve_neg().tolist(), dtype=torch.float64)
-    assert same_counts(measure(x), measure(expected))
+    assert same(measure(x), measure(expected))
 
 
 def test_measuring_under_inference_mode_and_without_default_settings() -> None:
