@@ -14,7 +14,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 help:
 	@echo 'make demo    a small CLIP in FP16 meets hard batches: found, explained, repaired; under two minutes'
+	@echo 'make quick   the tests that are quick; ROOM=watch for one folder of them'
 	@echo 'make test    all tests; PYTEST_ARGS="-k name" for some'
+	@echo 'make test-portable  all tests as on other machines; PORTABLE="generic --sensitive" for some'
 	@echo 'make lint    format, lint, types, order of the rooms, spelling'
 	@echo 'make format  rewrite the code as the linter wants it'
 	@echo 'make bench   the benchmarks, with their tables, and docs/benchmarks.md'
@@ -41,8 +43,14 @@ $(BENCH_READY): $(READY)
 demo: $(READY)
 	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab demo --out demo
 
+quick: $(READY)
+	$(PYTEST) -m "not slow" tests/$(ROOM) $(PYTEST_ARGS)
+
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-portable: $(READY)
+	$(BIN)/python tests/portable.py $(PORTABLE)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ record of these, in which a test may look for itself, or allow an error that it 
 While the browser is open an event loop of playwright's runs in this thread: no `asyncio.run` in the same module.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -37,13 +38,13 @@ HERE = ("http://127.0.0.1:", "http://localhost:", "file:", "data:", "blob:", "ab
 
 
 def find_chromium() -> str | None:
-    """The path of an installed Chromium; None for none. None is ever downloaded."""
+    """The path of an installed Chromium, or None. CHROMIUM names another, or is `none`. None is ever downloaded."""
+    if (chosen := os.environ.get("CHROMIUM")) is not None:
+        return None if chosen == "none" else chosen
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
-needs_browser = pytest.mark.skipif(
-    find_chromium() is None, reason="no Chromium is installed to show pages in: apt-get install chromium"
-)
+needs_browser = pytest.mark.skipif(find_chromium() is None, reason="install Chromium (apt-get install chromium)")
 
 
 @dataclass
