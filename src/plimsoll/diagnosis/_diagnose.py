@@ -17,6 +17,7 @@ from plimsoll.diagnosis._rules_record import RecordsLost
 from plimsoll.diagnosis._rules_scale import NoSingleScale, ScaleCollapse, ScaleLow, ScaleOscillation
 from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.ending_rules import RunEnded
 from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
 from plimsoll.errors import ArgumentError
@@ -42,7 +43,7 @@ def diagnose(
     """What the rules find in a run: the gravest first, then the earliest.
 
     The same run gives the same findings whenever it is asked: with `until`, those that there were at that step. A
-    finding that was made stays; it may become graver, and reach further.
+    finding that another one explains (a layer without gradients, where these are NaN) is left out.
 
     - `run`: a `Run`, its folder, or a `View` that is asked several times.
     - `rules`: ids, globs over ids, or rules of one's own; None for all (``plimsoll check --rules`` lists them).
@@ -59,8 +60,16 @@ def diagnose(
         view = run
     else:
         view = View(run if isinstance(run, Run) else Run(run), until)
-    found = [finding for rule in chosen for finding in rule.findings(view)]
+    found = unexplained([f for rule in _with_causes(chosen) for f in rule.findings(view)], {r.id: r for r in chosen})
+    found = [f for f in found if f.rule in {rule.id for rule in chosen}]
     return sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
+
+
+def _with_causes(chosen: Sequence[Rule]) -> list[Rule]:
+    """The rules, and those that explain what they find."""
+    here = {rule.id for rule in chosen}
+    wanted = {cause for rule in chosen for cause in rule.explained_by} - here
+    return [*chosen, *(rule for rule in RULES if rule.id in wanted)]
 
 
 def with_thresholds(rules: Sequence[Rule], thresholds: Mapping[str, float]) -> list[Rule]:

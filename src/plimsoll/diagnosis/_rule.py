@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from plimsoll.diagnosis._finding import Action, Finding, Severity, Spot
 from plimsoll.diagnosis._view import View
 
 Mask = NDArray[np.bool_]
+Where = Literal["anywhere", "same module"]
 
 
 def threshold(default: float, source: str) -> Any:
@@ -24,8 +25,8 @@ def threshold(default: float, source: str) -> Any:
 class Rule(ABC):
     """One rule; its fields are its thresholds.
 
-    Every rule looks forward only: what it finds in the first steps of a run, it finds there too when the run is longer
-    (the finding may then reach further and be graver).
+    A rule sees the record up to a step and nothing after it. A finding stays when the run is longer; at its end it may
+    be more severe, or a note where what it found is over.
     """
 
     id: ClassVar[str]
@@ -34,6 +35,7 @@ class Rule(ABC):
     advice: ClassVar[str]
     actions: ClassVar[tuple[Action, ...]] = ()
     figure: ClassVar[str]
+    explained_by: ClassVar[Mapping[str, Where]] = {}  # rules whose findings are the cause of this one's, and where
 
     @abstractmethod
     def findings(self, view: View) -> Iterator[Finding]:

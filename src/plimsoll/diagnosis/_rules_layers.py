@@ -1,17 +1,19 @@
 """Layers: dead ones, zeros that belong there, and distributions that wander."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis._rule import Mask, Rule, Where, last_of, spells, threshold, worst
 from plimsoll.diagnosis._trend import goes_on, looks, trend
 from plimsoll.diagnosis._view import View, log2
 
+_NOTHING = 1e-6  # of the loss that a run began with: what gradients are left say nothing of its layers
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -28,6 +30,11 @@ class DeadLayer(Rule):
     meaning = "The layer no longer takes part in the training."
     advice = "Look at its input and its bias (a ReLU that no input switches on); re-initialise it, or lower the rate."
     figure = "zero_heatmap"
+    explained_by: ClassVar[Mapping[str, Where]] = {
+        "nonfinite": "anywhere",
+        "cast-flushes": "same module",
+        "underflow-high": "same module",
+    }
 
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
     samples: float = threshold(5, _SAMPLES)
@@ -57,7 +64,9 @@ class DeadLayer(Rule):
         values = modules.total(cells.total_of("zeros"))
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
         alive = np.array([name not in dead for name in modules.names])[:, None]
-        found = spells(silent & alive, ~np.isnan(nonzero), self.samples)
+        # NaN is no zero; and a loss of zero has no gradient, which says nothing about a layer.
+        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~_solved(view, cells)[None, :]
+        found = spells(silent & alive, judged, self.samples)
         if not found:
             return
         spots = sorted(worst(cells, found, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
@@ -116,6 +125,7 @@ class Drift(Rule):
     meaning = "Weight decay, normalisation and rate do not balance: the layer leaves the range that it began in."
     advice = "Set weight decay so that the norm settles, or normalise; with unit scaling, audit the layer again."
     figure = "spectrogram"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     binades: float = threshold(3.0, "a factor of eight; sizes of sound layers stay within one or two binades")
     still: float = threshold(0.25, "of the way was made in the second half of the steps")
@@ -173,6 +183,18 @@ class Drift(Rule):
         on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
         until = int(cells.steps[known[-1]]) if on else until
         return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
+
+
+def _solved(view: View, cells: Cells) -> Mask:
+    """The steps of a collection at which the loss is zero, or next to nothing of what it began with."""
+    steps, loss = view.scalar("loss")
+    known = np.isfinite(loss)
+    steps, loss = steps[known], loss[known]
+    if not len(loss):
+        return np.zeros(len(cells.steps), dtype=bool)
+    place = np.minimum(np.searchsorted(steps, cells.steps), len(steps) - 1)
+    nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
+    return (steps[place] == cells.steps) & nothing
 
 
 def _levels(values: Floats) -> tuple[float, float, float]:

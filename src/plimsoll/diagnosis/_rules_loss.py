@@ -4,8 +4,9 @@ Losses have no common unit. A rise is held against the noise of the losses befor
 began at, and against what it had learned by then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -13,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 
@@ -215,6 +216,7 @@ class SpikeForerunner(Rule):
     advice = "Clip gradients or updates; a smaller beta2 (0.95) follows changes sooner; check the batches there."
     actions = ("skip", "clamp")
     figure = "updates"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     jump: float = threshold(8, "times the median of the last samples: three binades")
     lag: float = threshold(20, "squared gradient over second moment, which is 1 in the mean")

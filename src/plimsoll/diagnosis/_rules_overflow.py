@@ -1,14 +1,15 @@
 """The top of the format: how near values are, when they will be there, and what already saturates."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding, Spot
-from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
 from plimsoll.diagnosis._trend import Trend, looks, trend
 from plimsoll.diagnosis._view import View, log2
 from plimsoll.formats import FP16, get_element
@@ -108,6 +109,7 @@ class ActivationGrowth(Rule):
     advice = "Watch the layers named; clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
     actions = ("clamp", "to_bf16")
     figure = "spectrogram"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     binades: float = threshold(5.0, "a factor of 32 since the first samples")
     least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones harm nobody")

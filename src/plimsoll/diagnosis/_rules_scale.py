@@ -2,15 +2,16 @@
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._rule import Mask, Rule, stretches, threshold
+from plimsoll.diagnosis._rule import Mask, Rule, Where, stretches, threshold
 from plimsoll.diagnosis._scales import Scales
 from plimsoll.diagnosis._view import View, log2
 
@@ -27,6 +28,7 @@ class ScaleLow(Rule):
     advice = "Raise the loss scale: a static one by the free binades less one, or use SpectralScaler."
     actions = ("raise_scale",)
     figure = "scale_window"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     binades: float = threshold(6, "a factor of 64: beyond what the largest gradients vary from step to step")
     lost: float = threshold(0.01, "T6: below 1 % is sound")
@@ -89,6 +91,7 @@ class NoSingleScale(Rule):
     advice = "Give layers their own scales (LayerScaler), or train in BF16; a higher or lower scale cannot help."
     actions = ("layer_scale", "to_bf16")
     figure = "scale_window"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     gap: float = threshold(3, "one or two binades missing cost a few per cent of one layer")
     samples: float = threshold(3, _SAMPLES)
@@ -142,6 +145,7 @@ class ScaleCollapse(Rule):
     )
     actions = ("raise_scale", "skip", "rollback")
     figure = "loss_and_scale"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     binades: float = threshold(5, "T4: ten hard batches halve the scale ten times; single overflows halve it once")
     window: float = threshold(100, "steps")

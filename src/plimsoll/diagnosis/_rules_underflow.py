@@ -4,19 +4,24 @@ Both rules speak of what happened, in tensors that narrow formats held (`_narrow
 zeros). What another format would do is `whatif`'s to say.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding, Severity, Spot
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
 from plimsoll.diagnosis._scales import Scales
 from plimsoll.diagnosis._trend import Trend, looks, trend
 from plimsoll.diagnosis._view import View
 
+_SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
+_HARMLESS = (
+    "Gradients of activations are flushed to zero, but hardly any of the weights' gradients that are summed of them."
+)
 _SAMPLES = "a single sample proves nothing"
 
 
@@ -37,6 +42,7 @@ class UnderflowHigh(Rule):
     )
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_heatmap"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     values: float = threshold(0.05, "T6: above 5 % and rising, change the format")
     layers: float = threshold(0.05, "T5: 5 to 20 % of layers underflow in a failing run, under 1 % in a sound one")
@@ -46,6 +52,7 @@ class UnderflowHigh(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each collection."""
         alone = view.cells("gradients") is None
+        kept = False  # whether the parameters' gradients were recorded and lose next to nothing
         for collection in ("gradients", "activation_gradients", "activations"):
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -53,10 +60,13 @@ class UnderflowHigh(Rule):
             cells = narrow.cells
             if collection == "gradients":
                 modules = Modules.of(cells)
-                yield from self._judged(cells, modules.underflow(narrow), modules.main_layers(cells), collection, True)
+                fractions = modules.underflow(narrow)
+                kept = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
+                yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
-                counts = alone and collection == "activation_gradients"
-                yield from self._judged(cells, narrow.fraction, cells.names, collection, counts)
+                backward = collection == "activation_gradients"
+                for found in self._judged(cells, narrow.fraction, cells.names, collection, alone and backward):
+                    yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
 
     def _judged(
         self, cells: Cells, fractions: Floats, names: Sequence[str], collection: str, alarms: bool
@@ -94,6 +104,7 @@ class UnderflowRising(Rule):
     advice = "Watch it: look again after as many steps as so far."
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_over_time"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
 
     watch: float = threshold(0.01, "T6: below 1 % and flat, stay")
     change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
