@@ -9,7 +9,9 @@ READY := $(VENV)/.plimsoll-ready
 BENCH_READY := $(VENV)/.plimsoll-bench-ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test lint format bench lab trust docs package clean
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+.PHONY: help demo quick test test-portable gpu lint format bench lab trust docs package clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +19,7 @@ help:
 	@echo 'make quick   the tests that are quick; ROOM=watch for one folder of them'
 	@echo 'make test    all tests; PYTEST_ARGS="-k name" for some'
 	@echo 'make test-portable  all tests as on other machines; PORTABLE="generic --sensitive" for some'
+	@echo 'make gpu     on a machine with a GPU: its tests, then its benchmarks; nine minutes'
 	@echo 'make lint    format, lint, types, order of the rooms, spelling'
 	@echo 'make format  rewrite the code as the linter wants it'
 	@echo 'make bench   the benchmarks, with their tables, and docs/benchmarks.md'
@@ -51,6 +54,9 @@ test: $(READY)
 
 test-portable: $(READY)
 	$(BIN)/python tests/portable.py $(PORTABLE)
+
+gpu: $(READY)
+	$(BIN)/python tests/gpu.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
