@@ -38,8 +38,10 @@ def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Pat
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert "alarm   scale-collapse  steps 60 to 199" in lines
-    assert "        blocks.{0-5}.attn.weight, blocks.{0-5}.mlp.weight" in [line.rstrip() for line in lines]
-    assert "-> Raise the loss scale" in result.stdout
+    assert "parameter gradients of all 12 layers: blocks.{0-5}.attn, blocks.{0-5}.mlp" in " ".join(
+        result.stdout.split()
+    )
+    assert lines[1].startswith("Problem: the loss scale fell from 2^10 to 2^-4 at steps 60 to 199")
     assert all(len(line) <= 80 for line in lines[1:])  # the first is the folder's path, unbroken
 
 
@@ -47,7 +49,11 @@ def test_json_has_everything(ill: Path) -> None:
     result = run("check", ill, "--format", "json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
-    assert data["verdict"] == "alarm" and data["last_step"] == 199
+    assert (
+        data["state"] == "alarm"
+        and data["verdict"].startswith("Problem: the loss scale fell")
+        and data["last_step"] == 199
+    )
     first = data["findings"][0]
     assert set(first) == {
         "rule", "severity", "since_step", "until_step", "collection", "where", "spots", "evidence", "meaning", "advice",
@@ -159,8 +165,8 @@ def test_a_folder_of_a_script_is_one_answer_and_its_exit_code_the_worst(gan: Pat
     assert result.exit_code == 1
     assert f"{gan}/G: healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
     data = json.loads(run("check", gan, "--format", "json").stdout)
-    assert data["verdict"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
-    assert [each["verdict"] for each in data["runs"]] == ["healthy", "alarm"]
+    assert data["state"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
+    assert [each["state"] for each in data["runs"]] == ["healthy", "alarm"]
     assert run("check", gan, "--select", "loss-*").exit_code == 0
 
 

@@ -72,7 +72,7 @@ def test_a_result_fits_one_screen(toys: dict[str, Experiment], tmp_path: Path) -
     assert len(lines) <= 24
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
     assert "All 1 claims hold." in result.stdout
-    assert "scale-collapse since 1,300 in blocks.{0-1}.up.weight" in result.stdout
+    assert "scale-collapse steps 1,300 to 1,310, parameter" in result.stdout
     assert str(tmp_path / "out" / "report.html") in result.stdout
     assert "FP16, stock scaler  █▃ ▁" in result.stdout and "72 %" in result.stdout
     assert result.stderr.splitlines() == ["fp16: 2 steps", "bf16: 2 steps", "reports: 2 steps"]

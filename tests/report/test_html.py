@@ -79,7 +79,7 @@ def page(run: Path) -> Page:
 
 
 def test_the_verdict_comes_first_then_findings_then_all_else(page: Page) -> None:
-    assert page.headings[0].startswith("Stop: the loss scale collapsed at step 60, from 210 to 2")
+    assert page.headings[0].startswith("Problem: the loss scale fell from 210 to 2")
     sections = [h for h in page.headings if h in ("Findings", "Explore", "What if", "The record")]
     assert sections == ["Findings", "Explore", "What if", "The record"]
     for fact in ("0 to 199", "FP16", "84", "Loss scale at the end", "closed"):
@@ -124,7 +124,7 @@ def test_nothing_is_loaded_and_only_its_own_scripts_run(page: Page) -> None:
 
 def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> None:
     early = Page(html(run, tmp_path / "early.html", until=50, title="As it was"))
-    assert early.headings[0] == "Healthy up to step 50: none of any layer's gradients are lost."
+    assert early.headings[0] == "Healthy up to step 50: no parameter gradient was lost to underflow."
     assert "No rule found anything." in early.text and "As it was" in early.text
     assert Page(html(View(Run(run), 50), tmp_path / "view.html")).headings[0] == early.headings[0]
 
@@ -132,7 +132,7 @@ def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> No
 def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> None:
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
     given = Page(html(run, tmp_path / "page.html", findings=only))
-    assert given.headings[0].startswith("Stop: lost gradients") and given.text.count("What to do") == 1
+    assert given.headings[0].startswith("Problem: lost parameter gradients") and given.text.count("What to do") == 1
 
 
 # -- runs that lack something

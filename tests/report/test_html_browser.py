@@ -43,7 +43,7 @@ def drawn(page: Any) -> int:
 
 
 def test_the_verdict_is_seen_first_and_figures_when_they_are_scrolled_to(shown: Any) -> None:
-    assert shown.locator("h1").inner_text().startswith("Stop: the loss scale collapsed at step 60")
+    assert shown.locator("h1").inner_text().startswith("Problem: the loss scale fell from")
     assert shown.locator("h1").bounding_box()["y"] < 300
     shown.wait_for_selector(".plot[data-drawn]")
     before = drawn(shown)
@@ -164,7 +164,7 @@ def test_printing_draws_and_opens_everything_in_light_and_puts_it_back(shown: An
 def test_without_scripts_all_of_the_text_is_there(browser: Any, file: Path) -> None:
     with open_page(browser, java_script_enabled=False) as (page, _):
         page.goto(address(file))
-        assert page.locator("h1").inner_text().startswith("Stop: the loss scale collapsed")
+        assert page.locator("h1").inner_text().startswith("Problem: the loss scale fell")
         text = page.locator("main").inner_text()
         assert "The figure needs JavaScript." in text and "E5M2" in text and "What to do" in text
         assert not page.locator("#shift").is_visible() and not page.locator("#theme").is_visible()

@@ -29,20 +29,20 @@ def cells(row: str) -> list[str]:
 def test_the_verdict_the_findings_and_the_rest_folded_away(run: Path) -> None:
     text, found = markdown(run), diagnose(run)
     lines = text.splitlines()
-    assert lines[0].startswith("### ⛔ Stop: the loss scale collapsed at step 60, from 2^10 to 2^-4")
+    assert lines[0].startswith("### ⛔ Problem: the loss scale fell from 2^10 to 2^-4 at steps 60 to 199")
     assert lines[2] == "**Alarm** (4 alarms, 1 warning) · run `exp1` · steps 0 to 199"
     table = [cells(line) for line in lines[6:] if line.startswith("|")][: len(found)]
     assert [row[1] for row in table] == [f"`{f.rule}`" for f in found]
-    assert table[0][2:] == ["60 to 199", "the run"]
-    assert table[1][3] == "gradients of `blocks.{0-5}.attn.weight, blocks.{0-5}.mlp.weight`"
+    assert table[0][2:] == ["steps 60 to 199", "the run"]
+    assert table[1][3] == "`parameter gradients of all 12 layers: blocks.{0-5}.attn, blocks.{0-5}.mlp`"
     assert text.count("<details>") == text.count("</details>") == 2
-    assert text.count("*What to do:*") == len(found) and "worst lost 27 %" in text
+    assert text.count("*What to do:*") == len(found) and ": 27 % lost" in text
     assert "| Loss scale at the end | 2^-4 |" in text
 
 
 def test_a_sound_and_an_empty_run(tmp_path: Path) -> None:
     text = markdown(SOUND.write(tmp_path / "sound", until=50))
-    assert text.startswith("### ✅ Healthy up to step 50: none of any layer's gradients are lost.")
+    assert text.startswith("### ✅ Healthy up to step 50: no parameter gradient was lost to underflow.")
     assert "| rule |" not in text and text.count("<details>") == 1
     RunWriter(tmp_path / "empty").close()
     assert markdown(tmp_path / "empty").startswith("### ◌ Nothing was recorded.")
@@ -51,7 +51,7 @@ def test_a_sound_and_an_empty_run(tmp_path: Path) -> None:
 def test_an_earlier_step_and_other_findings(run: Path) -> None:
     assert markdown(run, until=50).startswith("### ✅ Healthy up to step 50")
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
-    assert markdown(run, findings=only).startswith("### ⛔ Stop: lost gradients")
+    assert markdown(run, findings=only).startswith("### ⛔ Problem: lost parameter gradients")
 
 
 def many(number: int, name: str) -> list[Finding]:

@@ -22,13 +22,13 @@ def fallen(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_verdict_and_the_findings(fallen: Run) -> None:
     page = fallen._repr_mimebundle_()["text/html"]
-    assert "<strong>Stop: the loss scale collapsed at step 60" in page and "Alarm: run <code>exp1</code>" in page
-    assert page.count("<tr>") == 6 and "blocks.{0-5}.attn.weight" in page
+    assert "<strong>Problem: the loss scale fell from" in page and "Alarm: run <code>exp1</code>" in page
+    assert page.count("<tr>") == 6 and "all 12 layers: blocks.{0-5}.attn" in page
 
 
 def test_the_figure_has_the_verdict_for_a_title(fallen: Run) -> None:
     figure = go.Figure(fallen._repr_mimebundle_()[PLOTLY])
-    assert figure.layout.title.text.startswith("Stop: the loss scale collapsed") and len(figure.data) == 2 + 5
+    assert figure.layout.title.text.startswith("Problem: the loss scale fell") and len(figure.data) == 2 + 5
 
 
 def test_the_plain_text_is_the_repr(fallen: Run) -> None:

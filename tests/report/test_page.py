@@ -100,7 +100,7 @@ def test_keys_are_told(page: Any, site: Served) -> None:
 
 def test_run_begins_with_its_verdict_and_shows_the_gravest_finding(page: Any, site: Served, runs_folder: Path) -> None:
     at(page, site, "#/run/low")
-    expect(page.locator("h1")).to_contain_text("Stop: FP16 has flushed")
+    expect(page.locator("h1")).to_contain_text("Problem: FP16 has flushed")
     assert "low (alarm)" in page.title()
     found = diagnose(runs_folder / "low")
     items = page.locator(".findings a")

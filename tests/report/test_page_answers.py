@@ -132,7 +132,7 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     assert found.first is not None
     at(page, site, "#/compare/low/healthy")
     expect(page.locator("h1")).to_have_text(found.sentence.replace(" %", "\u00a0%"))
-    expect(page.get_by_role("region", name="Run A")).to_contain_text("Stop: FP16 has flushed")
+    expect(page.get_by_role("region", name="Run A")).to_contain_text("Problem: FP16 has flushed")
     expect(page.get_by_role("region", name="Run B")).to_contain_text("Healthy up to step 99")
     expect(page.locator("section:has(#partings-title) tbody tr").first).to_contain_text(found.first.name)
     for place in range(2):
@@ -141,4 +141,4 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     page.get_by_role("link", name="Swap the two").click()
     expect(page.get_by_role("region", name="Run A")).to_contain_text("Healthy up to step 99")
     page.go_back()
-    expect(page.get_by_role("region", name="Run A")).to_contain_text("Stop: FP16")
+    expect(page.get_by_role("region", name="Run A")).to_contain_text("Problem: FP16")

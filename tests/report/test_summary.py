@@ -19,10 +19,10 @@ from tests.diagnosis.stories import SOUND, constant, told
 
 # What a verdict says of each rule's finding, whatever else it says.
 WORDS: Mapping[str, str] = {
-    "underflow-high": r"FP16 has flushed up to \d+ % of the (gradients|activations) of .* to zero",
-    "underflow-rising": r"lost gradients of .* have been rising",
+    "underflow-high": r"FP16 has flushed up to \d+ % of the (parameter gradients|activations) of .* to zero",
+    "underflow-rising": r"lost parameter gradients of .* have been rising",
     "scale-low": r"the loss scale \(2\^-?\d+\) has been too low .* are lost",
-    "scale-collapse": r"the loss scale collapsed .* from 2\^\d+ to 2\^-?\d+",
+    "scale-collapse": r"the loss scale fell from 2\^\d+ to 2\^-?\d+ at steps?",
     "scale-oscillation": r"the loss scale has swung .* [\d.]+ % of steps",
     "no-single-scale": r"no single loss scale has served all layers .* needs 2\^19, .* bears 2\^10",
     "overflow-ahead": r"came within .* of the format's largest value",
@@ -38,7 +38,7 @@ WORDS: Mapping[str, str] = {
     "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",
     "loss-spike": r"the loss (spiked|rose)",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
-    "dead-layer": r"all (outputs|gradients) of .* have been zero",
+    "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",
     "untrained-parameters": r"parameters of .* are in no optimizer",
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
@@ -46,7 +46,7 @@ WORDS: Mapping[str, str] = {
     "decay-lost": r"rounding has undone the weight decay of",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }
-BEGINS = {"alarm": "Stop: ", "warning": "Watch it: ", "info": "Healthy up to step 199, but note: "}
+BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy up to step 199, but note: "}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -58,7 +58,7 @@ def test_the_verdict_names_what_and_since_when(fault: Fault, tmp_path: Path) -> 
     assert sentence.startswith(BEGINS[gravest]) and sentence.endswith(".") and len(sentence) <= LONGEST
     lead = leading([f for f in found if f.severity == gravest], 199) if gravest != "info" else found[0]
     assert re.search(WORDS[lead.rule], sentence), sentence
-    steps = [int(step) for step in re.findall(r"step (\d+)", sentence)]
+    steps = [int(step) for step in re.findall(r"steps? (\d+)", sentence)]
     assert lead.since_step in steps and lead.severity == gravest
     assert lead.since_step <= max(fault.first, fault.last)
     if fault.layer is not None and lead.rule == fault.rule and len(lead.where) == 1:
@@ -73,19 +73,20 @@ def test_sentences_as_they_are(tmp_path: Path) -> None:
         return summary(by_name[name].write(tmp_path / name)).verdict
 
     assert said("scale frozen low after hard batches") == (
-        "Stop: the loss scale collapsed at step 60, from 2^10 to 2^-4, and 18 % of gradients have been lost since; "
-        "repeat with a SpectralScaler or in BF16."
+        "Problem: the loss scale fell from 2^10 to 2^-4 at steps 60 to 199, and 18 % of parameter and 18 % of "
+        "activation gradient values underflowed at steps 60 to 195; use a SpectralScaler or BF16."
     )
     assert said("one layer x 1e-4") == (
-        f"Stop: FP16 has flushed up to 44 % of the gradients of {A} to zero since step 0; raise the loss scale."
+        f"Problem: FP16 has flushed up to 44 % of the parameter gradients of {A} to zero since step 0; raise the loss "
+        "scale to between 2^16 and 2^22."
     )
     assert said("layers part at 100") == (
-        f"Stop: no single loss scale has served all layers since step 100, {A}.weight needs 2^19, {B}.weight bears "
+        f"Problem: no single loss scale has served all layers since step 100, {A} needs 2^19, {B} bears "
         "2^10; use a LayerScaler or BF16."
     )
     assert said("attention explodes") == (
-        f"Stop: activations of {A} came within a factor of two of the format's largest value at step 170, and NaN or "
-        "Inf came at step 180; run the layer in BF16 or clamp it."
+        f"Problem: activations of {A} came within a factor of two of the format's largest value at step 170, and NaN "
+        "or Inf came at step 180; run the layer in BF16 or clamp it."
     )
 
 
@@ -124,7 +125,7 @@ def test_warnings_that_say_less_lead_only_alone() -> None:
 def test_a_rule_of_ones_own_is_named(tmp_path: Path) -> None:
     view = View(Run(SOUND.write(tmp_path / "run", until=5)))
     own = finding("too-blue", "warning", 3, where=("sky",))
-    assert verdict(view, [own]) == "Watch it: too-blue holds in sky since step 3."
+    assert verdict(view, [own]) == "Warning: too-blue holds in sky since step 3."
 
 
 @pytest.mark.parametrize("rule", WORDS)
@@ -143,18 +144,18 @@ def test_no_verdict_is_longer_however_long_the_names(rule: str, tmp_path: Path) 
 
 def test_health_says_how_far_and_how_much_is_lost(tmp_path: Path) -> None:
     small = told(scale=lambda step: 1.0, gradient_std=constant(2.0**-17)).write(tmp_path / "small")
-    found = re.fullmatch(r"Healthy up to step 199: at most ([\d.]+) % of any layer's gradients are lost\.",
-                         summary(small).verdict)  # fmt: skip
+    share = r"at most ([\d.]+) % of any layer's parameter gradients were lost to underflow"
+    found = re.fullmatch(rf"Healthy up to step 199: {share}\.", summary(small).verdict)
     assert found and 0.1 < float(found[1]) < 1
     assert summary(SOUND.write(tmp_path / "sound")).verdict == (
-        "Healthy up to step 199: none of any layer's gradients are lost."
+        "Healthy up to step 199: no parameter gradient was lost to underflow."
     )
 
 
 def test_weights_at_rest_are_noted(tmp_path: Path) -> None:
     still = told(unmoved=constant(1.0)).write(tmp_path / "run")
     assert summary(still).verdict == (
-        "Healthy up to step 199, but note: 100 % of the weights of 12 layers have not moved since step 0."
+        "Healthy up to step 199, but note: 100 % of the weights of 12 tensors have not moved since step 0."
     )
 
 
@@ -210,7 +211,7 @@ def test_findings_that_are_given_count(tmp_path: Path) -> None:
     given = [finding("scale-collapse", since=7, evidence={"from": 2.0, "to": 1.0})]
     found = summary(path, given)
     assert found.state == "alarm" and found.counts == {"alarm": 1, "warning": 0, "info": 0}
-    assert "collapsed at step 7" in found.verdict and summary(path, []).state == "healthy"
+    assert "fell from 2^1 to 2^0 at steps 7 to 199" in found.verdict and summary(path, []).state == "healthy"
 
 
 def test_damage_is_told_of(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_damage_is_told_of(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="damaged"):
         found = summary(path)
     assert found.state == "warning" and part.name in found.problems[0]
-    assert found.verdict.startswith("Watch it: parts of the run are missing or were not measured since step 0, so this")
+    assert found.verdict.startswith("Warning: parts of the run are missing or were not measured since step 0, so this")
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
@@ -236,8 +237,7 @@ def test_a_loss_that_came_back_late_is_not_said_to_be_up_still(tmp_path: Path) -
     up = {fault.name: fault for fault in FAULTS}["loss stays up and comes back"].story
     whole = summary(up.write(tmp_path / "whole"))
     assert whole.verdict == (
-        "Watch it: the loss rose from 2.03 at step 90 to 9 and came back only after step 129; "
-        "look at the batches there."
+        "Warning: the loss rose from 2.03 at step 90 to 9 and came back only after step 129; look at the batches there."
     )
     assert "did not come back" in summary(tmp_path / "whole", until=125).verdict
     finding = next(f for f in whole.findings if f.rule == "loss-spike")

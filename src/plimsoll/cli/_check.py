@@ -15,7 +15,7 @@ from rich.text import Text
 from plimsoll.cli._place import Opened, opened, refuse_empty, said
 from plimsoll.cli._terminal import console
 from plimsoll.errors import ArgumentError
-from plimsoll.text import number
+from plimsoll.text import counted, number
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Finding, View
@@ -75,8 +75,10 @@ class _Judged:
         return any(finding.severity == "alarm" for finding in self.found)
 
     def to_dict(self) -> dict[str, object]:
-        verdict = "alarm" if self.alarm else "healthy"
-        facts = {"run": self.one.called, "verdict": verdict, "last_step": self.view.last_step}
+        from plimsoll.report._verdict import state_of, verdict
+
+        state, sentence = state_of(self.view, self.found), verdict(self.view, self.found)
+        facts = {"run": self.one.called, "state": state, "verdict": sentence, "last_step": self.view.last_step}
         return {**facts, "ended": _ended(self.view), "findings": [finding.to_dict() for finding in self.found]}
 
 
@@ -92,11 +94,11 @@ def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds
 
 
 def _of_script(place: str, judged: list[_Judged]) -> dict[str, object]:
-    """The answer for the models of a script: the worst verdict, and each run's."""
-    verdict = "alarm" if any(each.alarm for each in judged) else "healthy"
+    """The answer for the models of a script: state and verdict of the worst, and each run's."""
     last = max(each.view.last_step for each in judged)
     runs = [{"model": each.one.model, **each.to_dict()} for each in judged]
-    return {"run": said(place), "verdict": verdict, "last_step": last, "runs": runs}
+    worst = min(runs, key=lambda run: ("alarm", "warning", "healthy", "empty").index(str(run["state"])))
+    return {"run": said(place), "state": worst["state"], "verdict": worst["verdict"], "last_step": last, "runs": runs}
 
 
 def _assignment(text: str) -> tuple[str, float]:
@@ -119,8 +121,12 @@ def _print(judged: _Judged, target: Console) -> None:
 
     found, view = judged.found, judged.view
     ended = "" if (ending := _early_end(view)) is None else f"; {shown(str(ending))}"
-    head = f": {_verdict(found)}, {_reach(view.last_step)}{ended}"
+    head = f": {_counts(found)}, {_reach(view.last_step)}{ended}"
     target.print(Text.assemble((judged.one.called, "bold"), head), soft_wrap=True)
+    if view.last_step >= 0:
+        from plimsoll.report._verdict import verdict
+
+        target.print(Text(verdict(view, found)))
     for finding in found:
         target.print()
         for line in _lines(finding):
@@ -138,10 +144,9 @@ def _ended(view: "View") -> dict[str, object] | None:
     return None if ending is None else {"by": ending.how, "step": ending.step, "message": ending.message}
 
 
-def _verdict(found: "list[Finding]") -> str:
+def _counts(found: "list[Finding]") -> str:
     counts = [(sum(f.severity == s for f in found), s) for s in ("alarm", "warning")]
-    told = [f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in counts if n]
-    return ", ".join(told) or "healthy"
+    return ", ".join(counted(n, severity) for n, severity in counts if n) or "healthy"
 
 
 def _reach(last_step: int) -> str:
@@ -149,17 +154,14 @@ def _reach(last_step: int) -> str:
 
 
 def _lines(finding: "Finding") -> list[Text | Padding]:
-    from plimsoll.diagnosis import grouped
+    from plimsoll.report import _summary_words as words
 
-    head = Text.assemble((f"{finding.severity:<8}", _COLOURS[finding.severity]), (finding.rule, "bold"))
-    head.append(f"  steps {finding.since_step:,} to {finding.until_step:,}")
-    if finding.collection:
-        head.append(f", {finding.collection}")
-    lines: list[Text | Padding] = [head]
+    head = Text.assemble((f"{finding.severity:<8}", _COLOURS[finding.severity]), (words.heading(finding), "bold"))
+    lines: list[Text | Padding] = [head.append(f"  {words.when(finding)}")]
     if finding.where:
-        lines.append(_indented(Text(grouped(finding.where), style="cyan")))
+        lines.append(_indented(Text(words.where(finding), style="cyan")))
     lines.append(_indented(Text(finding.meaning)))
-    told = ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in finding.evidence.items())
+    told = ". ".join(f"{label}: {value}" for label, value in words.evidence(finding) if label != "Where")
     if told:
         lines.append(_indented(Text(told, style="dim")))
     lines.append(_indented(Text(f"-> {finding.advice}")))
@@ -168,16 +170,6 @@ def _lines(finding: "Finding") -> list[Text | Padding]:
 
 def _indented(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 8))
-
-
-def _value(value: float | int | str) -> str:
-    from plimsoll.diagnosis import shown
-
-    if isinstance(value, str):
-        return shown(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return number(value) if math.isfinite(value) else str(value)
 
 
 def _print_rules(thresholds: dict[str, float], output: str) -> None:

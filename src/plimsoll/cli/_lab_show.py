@@ -24,9 +24,13 @@ def show(result: "Result", target: Console) -> None:
     target.print()
     if result.measured.trainings:
         target.print(_trainings(result.measured.trainings, target))
+    if result.measured.legend:
+        target.print(Text(result.measured.legend, style="dim"))
     for training in result.measured.trainings[:1]:
         for line in _found(training):
             target.print(line, no_wrap=True, overflow="ellipsis")
+        for line in _headline(training):
+            target.print(line)
     target.print()
     for sentence in result.measured.said:
         target.print(Text(sentence))
@@ -78,13 +82,17 @@ def _found(training: "Training") -> list[Text]:
     return [Text(""), head, *(_finding(finding) for finding in findings)]
 
 
+def _headline(training: "Training") -> list[Text]:
+    return [Text(training.headline, style="bold")] if training.headline else []
+
+
 def _finding(finding: "Finding") -> Text:
-    from plimsoll.diagnosis import grouped
+    from plimsoll.report import _summary_words as words
 
     line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (f"{finding.rule:<14}", "bold"))
-    line.append(f" since {finding.since_step:,}")
+    line.append(f" {words.when(finding)}")
     if finding.where:
-        line.append(f" in {grouped(finding.where, 1)}", style="cyan")
+        line.append(f", {words.where(finding, 1)}", style="cyan")
     return line
 
 

@@ -172,6 +172,8 @@ def _table(plan: "Plan", groups: dict[tuple[str, str], list[str]], width: int) -
         cells = [_of_role(plan, names, role) for role in ROLES]
         told, kinds = grouped(names).replace(", ", ",\n"), "\n".join(dict.fromkeys(formats))
         table.add_row(told, str(len(names)), kinds, *cells, end_section=True)
+    table.caption = "lost: the largest share of a module's values that may be, over all steps; zeros in doubt count"
+    table.caption_justify = "left"
     return table
 
 
@@ -179,8 +181,12 @@ def _of_role(plan: "Plan", names: list[str], role: Role) -> str:
     """At which scales the values are cast, and the largest fraction that is lost."""
     losses = [plan.predicted[name][role][2] for name in names if role in plan.predicted.get(name, {})]
     scales = [plan.scales[name][role] for name in names if role in plan.scales.get(name, {})]
-    lost = f"{percent(max(losses))} lost" if losses else "unknown"
+    lost = f"{_at_most(max(losses))} lost" if losses else "unknown"
     return f"at {_range(scales)}\n{lost}" if scales else lost
+
+
+def _at_most(share: float) -> str:
+    return f"up to {percent(share)}" if share >= 1e-4 else percent(share)
 
 
 def _print_reasons(plan: "Plan", target: Console) -> None:

@@ -19,6 +19,7 @@ from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.ending_rules import RunEnded
+from plimsoll.diagnosis.remedies import with_remedy
 from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
@@ -61,7 +62,7 @@ def diagnose(
     else:
         view = View(run if isinstance(run, Run) else Run(run), until)
     found = unexplained([f for rule in _with_causes(chosen) for f in rule.findings(view)], {r.id: r for r in chosen})
-    found = [f for f in found if f.rule in {rule.id for rule in chosen}]
+    found = [f for f in with_remedy(view, found) if f.rule in {rule.id for rule in chosen}]
     return sorted(found, key=lambda f: (-SEVERITIES.index(f.severity), f.since_step))
 
 

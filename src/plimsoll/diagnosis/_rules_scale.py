@@ -16,6 +16,7 @@ from plimsoll.diagnosis._scales import Scales
 from plimsoll.diagnosis._view import View, log2
 
 _SAMPLES = "a single sample proves nothing"
+_CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,11 @@ class ScaleLow(Rule):
 
     id = "scale-low"
     says = "gradients underflow although the loss scale has room to rise"
-    meaning = "The loss scale is far lower than it need be: small gradients are zero and nothing overflows."
-    advice = "Raise the loss scale: a static one by the free binades less one, or use SpectralScaler."
+    meaning = "The loss scale is far lower than necessary: small gradients are zero and nothing overflows."
+    advice = (
+        "Raise the loss scale. If it is static, multiply it by 2 to the number of free binades less one. Or use a "
+        "SpectralScaler."
+    )
     actions = ("raise_scale",)
     figure = "scale_window"
     explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
@@ -57,6 +61,8 @@ class ScaleLow(Rule):
         spots.sort(key=lambda spot: -spot.value)
         spent = free[known[spans[0][0] : spans[0][1] + 1]]
         evidence = {
+            "layers": len(spots),
+            "of_layers": len(names),
             "free_binades": float(np.nanmin(spent)),
             "worst_lost": spots[0].value,
             "scale": float(view.scale_at(cells.steps[[first]])[0]),
@@ -130,7 +136,7 @@ class NoSingleScale(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCollapse(Rule):
-    """A fall of the loss scale within few steps, after it had once settled.
+    """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back.
 
     The search from a high first scale down to the one that serves is no collapse: steps before the scale has stayed
     the same for `settled` steps do not count. A scale that has fallen below `floor` counts always.
@@ -138,7 +144,7 @@ class ScaleCollapse(Rule):
 
     id = "scale-collapse"
     says = "the loss scale falls far within few steps"
-    meaning = "Step after step overflowed and was skipped; at the scale that is left, small gradients are zero."
+    meaning = "Many steps in a row overflowed and were skipped. At the scale that is left, small gradients are zero."
     advice = (
         "Look at the batches from there on. Lower the learning rate or clip; a scaler that regrows "
         "(DynamicScaler's regrowth_interval, SpectralScaler) recovers, and a closure repeats the lost batches."
@@ -173,7 +179,14 @@ class ScaleCollapse(Rule):
         before = float(scale[begin : first + 1].max())
         lowest = float(scale[first : last + 1].min())
         evidence = {"from": before, "to": lowest, "binades": float(np.log2(before / lowest))}
-        return self.finding("alarm", (), evidence, since_step=int(steps[first]), until_step=int(steps[last]))
+        since, until = int(steps[first]), int(steps[last])
+        low = np.flatnonzero(scale[last:] < before / 2.0**self.binades)  # as far below as makes a collapse
+        if scale[-1] < self.floor or (len(low) and last + low[-1] == len(scale) - 1):
+            return self.finding("alarm", (), evidence, since_step=since, until_step=until)
+        back = int(steps[last + (int(low[-1]) + 1 if len(low) else 0)])
+        return self.finding(
+            "warning", (), {**evidence, "back_at_step": back}, since_step=since, until_step=until, meaning=_CAME_BACK
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, wo
 from plimsoll.diagnosis._scales import Scales
 from plimsoll.diagnosis._trend import Trend, looks, trend
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.remedies import by_scales
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = (
@@ -35,7 +36,7 @@ class UnderflowHigh(Rule):
 
     id = "underflow-high"
     says = "much of a layer's values, or of many layers, are flushed to zero by a narrow format"
-    meaning = "Values that the format cannot hold are zero, and what they should have taught is lost."
+    meaning = "Values too small for the format became zero, so their contribution to the update is lost."
     advice = (
         "Raise the loss scale; if that overflows, scale layers apart (LayerScaler), or use BF16. "
         "A shadow step (shadow_every) confirms which zeros are lost values."
@@ -101,7 +102,7 @@ class UnderflowRising(Rule):
     id = "underflow-rising"
     says = "the part of gradients that is flushed to zero grows"
     meaning = "Gradients shrink below what the format holds, more at every look: the run is on its way to stall."
-    advice = "Watch it: look again after as many steps as so far."
+    advice = "Keep watching: look again after as many steps as so far."
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_over_time"
     explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
@@ -165,19 +166,9 @@ class UnderflowRising(Rule):
         return last, since, until
 
     def _with_verdict(self, found: Finding, view: View) -> Finding:
-        scales = Scales.of(view, until=found.until_step)
-        if scales is not None and scales.one_serves:
-            verdict, advice = "raise the scale", f"Raise the loss scale to {scales.shown}: that serves all layers."
-            actions = ("raise_scale",)
-        elif scales is not None and scales.each_serves:
-            verdict = "scale per layer"
-            advice = "No single scale serves, but one for each layer does: use LayerScaler, or BF16."
-            actions = ("layer_scale", "to_bf16")
-        else:
-            verdict, advice = "change to BF16", "No scale serves even single layers: change to BF16 now."
-            actions = ("to_bf16",)
+        verdict, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
         evidence = {**found.evidence, "verdict": verdict}
-        return replace(found, evidence=evidence, advice=advice, actions=actions)
+        return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
 
 
 def _format_of(cells: Cells, name: str) -> str:

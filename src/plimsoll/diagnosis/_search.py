@@ -196,7 +196,7 @@ class Search:
         if parts:
             of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
             reason = (
-                f"root mean square {number(of_a)} in A, {number(of_b)} in B; {number(apart)} apart where "
+                f"root mean square {of_a:.4g} in A, {of_b:.4g} in B; {number(apart)} apart where "
                 f"{number(allowed)} is explained"
             )
             return made("values", of_a, of_b, apart, allowed, reason)

@@ -12,10 +12,11 @@ from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
 from plimsoll.diagnosis._prediction import Prediction, Tally, summed
 from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
+from plimsoll.diagnosis.wording import value_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval
-from plimsoll.text import percent
+from plimsoll.text import percent, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +112,9 @@ class WhatIf(NotebookRepr):
         if not self.censored:
             return said
         hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
-        return f"Judged by what the run's own format has kept ({percent(hidden / (hidden + held))} are zeros): {said}"
+        which = " and ".join(value_words(collection) for collection in self.collections)
+        of = f"{percent(hidden / (hidden + held))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
+        return f"Judged by what the run's own format has kept ({of} are zeros there and cannot be judged): {said}"
 
     def at(self, name: str, step: int) -> Fit:
         """What becomes of one layer at one step."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.diagnosis import View
+from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
 
 Floats = NDArray[np.float64]
 _CONFIDENCE = 0.95
@@ -71,18 +72,19 @@ def largest(values: Iterable[float]) -> float:
 
 
 def lost_at(view: View) -> tuple[NDArray[np.int64], Floats]:
-    """Of the gradients of activations that are held in a narrow format, the part it has lost, at each sample.
-
-    Norms and residual sums have gradients in FP32, and BF16 has FP32's range: these lose nothing, and do not count.
-    """
+    """The underflow rate of activation gradients at each sample; BF16 loses none, and has none."""
     narrow = view.narrow("activation_gradients")
-    if narrow is None:
-        return np.empty(0, dtype=np.int64), np.empty(0)
-    cells, held = narrow.cells, narrow.censors
-    samples = len(cells.steps)
-    lost = np.bincount(cells.at[held], np.nan_to_num(narrow.lost[held]), samples)
-    there = np.bincount(cells.at[held], cells.nonzero[held], samples)
-    return cells.steps, lost / np.maximum(lost + there, 1.0)
+    if narrow is not None and not narrow.censors.any():
+        return narrow.cells.steps, np.zeros(len(narrow.cells.steps))
+    return underflow_by_step(view, "activation_gradients")
+
+
+def share_lost(view: View, since_step: int) -> float:
+    """The underflow rate of activation gradients from a step on: 0 in BF16, NaN where none was recorded."""
+    rate = underflow_rate(view, "activation_gradients", since_step)
+    if rate is not None:
+        return rate.share
+    return 0.0 if view.cells("activation_gradients") is not None else math.nan
 
 
 def lost(view: View) -> dict[str, float]:

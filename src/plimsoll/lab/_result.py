@@ -16,7 +16,7 @@ class Training:
     - `name`: of its run folder; `title`: for people; `run`: the folder.
     - `numbers`: what was measured, by name. `verdict`: what became of it, in a few words; `good`: whether that is well.
     - `series`: what its picture in one line shows, `series_of` in words: the loss since some step, say.
-    - `findings`: of `diagnose`, the gravest first.
+    - `findings`: of `diagnose`, the gravest first; `headline`: the run's verdict, as every other surface says it.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Training:
     series: Sequence[float] = ()
     series_of: str = ""
     findings: tuple[Finding, ...] = ()
+    headline: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """The training as JSON-able data."""
@@ -41,16 +42,21 @@ class Training:
             "series": [plain(value) for value in self.series],
             "series_of": self.series_of,
             "findings": [finding.to_dict() for finding in self.findings],
+            "headline": self.headline,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an experiment's own code gives back: its trainings, its claims, and sentences about what was found."""
+    """What an experiment's own code gives back: its trainings, its claims, and sentences about what was found.
+
+    `legend`: what the numbers in the table of trainings are of.
+    """
 
     trainings: tuple[Training, ...]
     claims: tuple[Claim, ...]
     said: tuple[str, ...] = ()
+    legend: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis._cells import Floats
+from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.wording import value_words
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_heatmap import view_formats
 from plimsoll.report._figure_parts import (
@@ -24,7 +26,6 @@ from plimsoll.report._figure_parts import (
 from plimsoll.report._figure_statistics import Matrix, underflow
 from plimsoll.report._figure_words import capital, joined, of, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE, PURPLE, RED
-from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -62,9 +63,9 @@ def underflow_over_time(
     if matrix is None or np.isnan(matrix.values).all():
         return nothing("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
     columns = Columns.of(matrix.steps)
-    everything, layers = _overall(view, collection), _share_of_layers(matrix)
+    everything, layers = _overall(view, collection, matrix), _share_of_layers(matrix)
     traces = [
-        _line(columns, everything, "of all values", BLUE, 3.0),
+        _line(columns, everything, f"of all {value_words(collection)} in narrow formats", BLUE, 3.0),
         _line(columns, layers, "of layers, those that lose over 5 %", GREY, 1.5, "dot"),
         *_single(matrix, columns, focus),
     ]
@@ -80,19 +81,16 @@ def underflow_over_time(
         "margin": {"r": 40},
     }
     formats = f"recorded in {', '.join(view_formats(view, collection))}"
-    subtitle = joined([_verdict(view, collection, findings, everything), formats, columns.said("max")])
+    subtitle = joined([_verdict(view, collection, findings), formats, columns.said("max")])
     return made("underflow_over_time", title, subtitle, traces, layout, meta)
 
 
-def _overall(view: View, collection: str) -> Floats:
-    """Of all layers' values that would be nonzero, the part that was lost, step by step."""
-    narrow = view.narrow(collection)
-    if narrow is None:
-        return np.empty(0)
-    lost = np.nansum(narrow.lost_of_cell, axis=0)
-    kept = np.nansum(narrow.cells.total(narrow.cells.nonzero), axis=0)
-    with np.errstate(all="ignore"):
-        return np.where(lost + kept > 0, lost / (lost + kept), 0.0)
+def _overall(view: View, collection: str, matrix: Matrix) -> Floats:
+    """The collection's underflow rate, step by step; 0 in formats that lose nothing."""
+    at, share = underflow_by_step(view, collection)
+    everything = np.zeros(len(matrix.steps))
+    everything[np.searchsorted(matrix.steps, at)] = share
+    return everything
 
 
 def _share_of_layers(matrix: Matrix) -> Floats:
@@ -137,18 +135,22 @@ def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
     return shapes, notes
 
 
-def _verdict(view: View, collection: str, findings: Sequence[Finding] | None, everything: Floats) -> str:
-    """The early rule's verdict, in words."""
+def _verdict(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
+    """The early rule's verdict in words, with the underflow rate since the finding began, or of the last quarter."""
     if collection != "gradients":
         return ""
-    told = diagnose(view, rules=["underflow-rising"]) if findings is None else findings
+    told = diagnose(view, rules=["underflow-rising", "underflow-high"]) if findings is None else findings
     rising = next((f for f in told if f.rule == "underflow-rising"), None)
     if rising is not None:
         verdict = safe(str(rising.evidence.get("verdict", "watch")))
         return f"<b>verdict: {verdict}</b> (rising since step {rising.since_step:,})"
-    last = everything[-max(len(everything) // 4, 1) :]
-    level = float(np.median(last)) if len(last) else 0.0
-    if level < _LEVELS[0][0]:
-        return f"<b>verdict: stay</b> ({percent(level)} lately, no steady rise)"
-    verdict = "watch" if level < _LEVELS[1][0] else "too much is lost"
-    return f"<b>verdict: {verdict}</b> ({percent(level)} lately, no steady rise)"
+    high = next((f for f in told if f.rule == "underflow-high" and f.collection == collection), None)
+    at, _ = underflow_by_step(view, collection)
+    rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
+    if high is not None:
+        rate = underflow_rate(view, collection, high.since_step, high.until_step)
+    if rate is None or rate.share < _LEVELS[0][0]:
+        verdict = "stay"
+    else:
+        verdict = "watch" if rate.share < _LEVELS[1][0] else "too much is lost"
+    return f"<b>verdict: {verdict}</b> ({'nothing' if rate is None else rate.words_with_steps}, no steady rise)"

@@ -10,17 +10,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from plimsoll.diagnosis import shown
+from plimsoll.diagnosis.wording import collection_words
 
 _SIGNS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;"})
 MINUS = "\N{MINUS SIGN}"
-_COLLECTIONS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "activations": "activations",
-    "activation_gradients": "gradients of activations",
-    "updates": "updates",
-    "optimizer": "optimizer state",
-}
 
 
 def safe(text: str, most: int = 60) -> str:
@@ -49,7 +42,7 @@ def labels(texts: Iterable[str], most: int = 40) -> list[str]:
 
 def of(collection: str) -> str:
     """What a collection is called within a sentence."""
-    return _COLLECTIONS.get(collection, safe(collection))
+    return safe(collection_words(collection))
 
 
 def capital(text: str) -> str:

@@ -7,7 +7,7 @@ verdict has them, every sign that Markdown knows is escaped, and addresses and m
 import re
 from collections.abc import Sequence
 
-from plimsoll.diagnosis import Finding, grouped
+from plimsoll.diagnosis import Finding
 from plimsoll.report import _summary_words as words
 from plimsoll.report._figure_parts import Source
 from plimsoll.report._summary import Summary, summary
@@ -70,7 +70,7 @@ def _page(told: Summary, most: int) -> str:
     lines[-1] += f" · steps {told.first_step:,} to {told.last_step:,}" if told.last_step >= 0 else ""
     kept = told.findings[:most]
     if kept:
-        lines += ["", "| | rule | steps | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
+        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
     left = len(told.findings) - len(kept)
     if left:
         lines += ["", f"And {left} more: `plimsoll check` lists them."]
@@ -83,25 +83,15 @@ def _page(told: Summary, most: int) -> str:
 
 
 def _row(finding: Finding) -> str:
-    place = grouped(finding.where) if finding.where else "the run"
-    kind = f"{escaped(finding.collection.replace('_', ' '))} of " if finding.collection and finding.where else ""
-    where = f"{kind}{code(place, in_table=True)}" if finding.where else place
+    where = code(words.where(finding), in_table=True) if finding.where else "the run"
     sign = f"{_SIGNS[finding.severity]} {finding.severity}"
-    return f"| {sign} | {code(finding.rule, in_table=True)} | {_steps(finding)} | {where} |"
-
-
-def _steps(finding: Finding) -> str:
-    return (
-        f"{finding.since_step:,}"
-        if finding.since_step == finding.until_step
-        else f"{finding.since_step:,} to {finding.until_step:,}"
-    )
+    return f"| {sign} | {code(words.heading(finding), in_table=True)} | {words.when(finding)} | {where} |"
 
 
 def _details(finding: Finding) -> list[str]:
-    numbers = ", ".join(f"{escaped(label.lower())} {_value(value)}" for label, value in words.evidence(finding)[:12])
-    lines = [f"**{escaped(words.heading(finding))}** ({code(finding.rule)}, since step {finding.since_step:,})", ""]
-    lines += [escaped(finding.meaning), ""]
+    numbers = ", ".join(f"{escaped(label.lower())}: {_value(value)}" for label, value in words.evidence(finding)[:12])
+    lines = [f"**{code(words.heading(finding))}**, {words.when(finding)}", ""]
+    lines += [escaped(f"{words.explanation(finding)} {finding.meaning}".strip()), ""]
     lines += [f"*Evidence:* {numbers}", ""] if numbers else []
     return [*lines, f"*What to do:* {escaped(finding.advice)}", ""]
 

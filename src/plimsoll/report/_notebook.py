@@ -54,7 +54,7 @@ def _page(told: Summary) -> str:
     if told.last_step >= 0:
         facts += f", steps {told.first_step:,} to {told.last_step:,}"
     if told.loss is not None:
-        facts += f", last loss {number(told.loss)}"
+        facts += f", loss {number(told.loss)} at step {told.last_step:,}"
     parts = [
         f'<div style="border-left:4px solid {colour};padding:2px 12px">',
         f"<p><strong>{_text(told.verdict)}</strong><br>{_text(words.STATES[told.state])}: {facts}</p>",

@@ -12,12 +12,13 @@ from plimsoll.diagnosis._whatif import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.formats._catalogue import BLOCKS, ELEMENTS
+from plimsoll.report import _summary_words as words
 from plimsoll.report._live import Live
 from plimsoll.report._live_verdicts import Verdict, Verdicts
 from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import Listed, within
 from plimsoll.report._server_figures import drawn, drawn_of_two, needs_findings, whole
-from plimsoll.report._summary import Summary, jsonable, summary
+from plimsoll.report._summary import Summary, jsonable, median_loss, summary
 from plimsoll.runs import Event
 
 _ROWS = 50  # layers of a what-if
@@ -170,7 +171,10 @@ class Answers:
 
     def _told(self, found: Summary) -> dict[str, object]:
         problems = [within(problem, self.root) for problem in found.problems]
-        return {**found.to_dict(), "path": within(found.path, self.root), "problems": problems}
+        findings = [{**finding.to_dict(), "shown": words.shown_as(finding)} for finding in found.findings]
+        return {
+            **found.to_dict(), "path": within(found.path, self.root), "problems": problems, "findings": findings
+        }  # fmt: skip
 
     def _judged(self, run: Listed) -> Summary | str:
         """What is said of a run, or why nothing can be."""
@@ -200,6 +204,7 @@ def _renewed(found: Summary, view: View) -> Summary:
         ranks=len(run.ranks),
         closed=run.closed,
         loss=float(last["loss"][-1]) if len(last["loss"]) else None,
+        median_loss=median_loss(last["loss"]),
         scale=float(last["scale"][-1]) if len(last["scale"]) else None,
         problems=tuple(run.problems),
         dropped=run.dropped,

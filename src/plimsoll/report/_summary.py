@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import cast
 
+import numpy as np
+
 from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
+from plimsoll.diagnosis._cells import Floats
 from plimsoll.diagnosis._finding import plain
 from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._verdict import State, state_of, verdict
 from plimsoll.runs import Run
+
+LOSS_STEPS = 60  # of the median loss at the end of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,7 @@ class Summary:
     - `tensors`: how many series, by collection; `formats`: those they were held in, by collection; `scalars`.
     - `ranks` of `world_size`; `closed`: the writers ended in order; `created`, in Unix seconds, and `seconds` from then
       to the end, both None where the manifest does not say.
-    - `loss` and `scale`: the last ones recorded, None for none.
+    - `loss` and `scale`: the last ones recorded, None for none; `median_loss`: of the last 60 steps.
     - `versions` and `settings` of the writer; `problems` and `dropped`: what of the record is missing.
     """
 
@@ -45,6 +50,7 @@ class Summary:
     created: float | None
     seconds: float | None
     loss: float | None
+    median_loss: float | None
     scale: float | None
     versions: Mapping[str, str]
     settings: Mapping[str, object]
@@ -71,6 +77,7 @@ class Summary:
             "created": self.created,
             "seconds": self.seconds,
             "loss": None if self.loss is None else plain(self.loss),
+            "median_loss": None if self.median_loss is None else plain(self.median_loss),
             "scale": None if self.scale is None else plain(self.scale),
             "versions": dict(self.versions),
             "settings": jsonable(self.settings),
@@ -111,12 +118,19 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         created=begun,
         seconds=_seconds(recorded, begun),
         loss=_last(view, "loss"),
+        median_loss=median_loss(view.scalar("loss")[1]),
         scale=_last(view, "scale"),
         versions={str(k): str(v) for k, v in _mapping(recorded.manifest.get("versions")).items()},
         settings=recorded.settings,
         problems=tuple(recorded.problems),
         dropped=recorded.dropped,
     )
+
+
+def median_loss(losses: Floats) -> float | None:
+    """Return the median of the last 60 losses; one that is no number counts as Inf. None without losses."""
+    last = losses[-LOSS_STEPS:]
+    return float(np.median(np.where(np.isfinite(last), last, np.inf))) if len(last) else None
 
 
 def jsonable(value: object) -> object:

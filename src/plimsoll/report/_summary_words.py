@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from plimsoll.diagnosis import RULES, Finding, grouped, shown
-from plimsoll.report._summary import Summary, jsonable
+from plimsoll.diagnosis import RULES, Finding, shown
+from plimsoll.diagnosis.wording import collection_words, how_many, layer_name, located
+from plimsoll.report._summary import LOSS_STEPS, Summary, jsonable
 from plimsoll.runs import Event
-from plimsoll.text import number, percent, power
+from plimsoll.text import counted as several, number, percent, power, steps
 
 STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
 _SAYS = {rule.id: rule.says for rule in RULES}
@@ -19,6 +20,20 @@ _SHARES = frozenset({"worst_lost", "lost", "unmoved", "share", "confidence", "ze
 _SHARES_OF = {"underflow-rising": frozenset({"from", "to", "per_1000_steps"})}
 _SCALES = frozenset({"scale", "scale_that_serves"})
 _SCALES_OF = {"scale-collapse": frozenset({"from", "to"}), "scale-oscillation": frozenset({"lowest", "highest"})}
+_CHANGES = {"scale-collapse": "Loss scale", "underflow-rising": "Underflow rate"}
+# Shares that are the worst layer's, with what they are of.
+_WORST = {"worst_lost": " lost", "zeros": " zero", "unmoved": " unmoved", "in_top_binade": " in the top binade",
+          "below_epsilon": " below epsilon", "times_the_usual_update": " times the usual update"}  # fmt: skip
+_ONLY_IF_ANY = frozenset({"never_alive", "steps_with_loss", "steps_with_gradients"})  # counts that 0 adds nothing to
+_LABELS = {
+    "worst_lost": "Lost at most", "free_binades": "Free below overflow, in powers of two", "scale": "Loss scale",
+    "back_at_step": "Back at step", "steps": "Steps with NaN or Inf", "steps_with_loss": "Of these with the loss",
+    "steps_with_gradients": "Of these with gradients", "first_seen_in": "First seen in",
+    "first_seen_at": "First seen at step", "never_alive": "Never alive", "usual": "Usual loss", "loss": "Loss",
+    "level": "Called a spike above", "spikes": "Steps above that", "first": "First",
+    "needs_scale": "Scale that it needs", "bears_scale": "Scale that it overflows above",
+    "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps", "at_step": "At step",
+}  # fmt: skip
 _JUDGED_BY = {
     "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
     "updates-swallowed": "Unmoved", "saturated-fp8": "In the top binade", "epsilon-dominates": "Below epsilon",
@@ -28,33 +43,69 @@ _JUDGED_BY = {
 }  # fmt: skip
 _JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros", "Saturated",
                               "With fewer digits"})  # fmt: skip
+_SPOTS = 60  # layers of a finding that the live page may list
 _LONGEST = 300  # characters of a setting or a message
 
 
+def shown_as(finding: Finding) -> dict[str, object]:
+    """A finding in words, for the live page, which has no words of its own for it."""
+    return {
+        "title": heading(finding),
+        "explanation": explanation(finding),
+        "when": when(finding),
+        "where": where(finding, 1),
+        "evidence": [list(pair) for pair in evidence(finding)],
+        "spots": [spot_value(finding, spot.value) for spot in finding.spots[:_SPOTS]],
+    }
+
+
 def heading(finding: Finding) -> str:
-    """What a finding's rule says, as a heading."""
-    return sentence_case(_SAYS.get(finding.rule, finding.rule))
+    """What a finding is called: its rule's id, on every surface."""
+    return finding.rule
+
+
+def explanation(finding: Finding) -> str:
+    """What its rule looks for, as a sentence; nothing for a rule that is not Plimsoll's."""
+    says = _SAYS.get(finding.rule, "")
+    return f"{sentence_case(says)}." if says else ""
 
 
 def when(finding: Finding) -> str:
-    """Since when, and until when."""
-    if finding.since_step == finding.until_step:
-        return f"At step {finding.since_step:,}"
-    return f"Steps {finding.since_step:,} to {finding.until_step:,}"
+    """Since when, and until when: "steps 301 to 310"."""
+    return steps(finding.since_step, finding.until_step)
 
 
-def where(finding: Finding) -> str:
-    """The layers, grouped, with what of them is meant."""
+def where(finding: Finding, most: int = 3) -> str:
+    """What of which layers is meant: "parameter gradients of 15 of 35 layers: ..."."""
     if not finding.where:
         return ""
-    kind = f"{finding.collection.replace('_', ' ')} of " if finding.collection else ""
-    return kind + grouped(finding.where)
+    kind = f"{collection_words(finding.collection)} of " if finding.collection else ""
+    return kind + located(finding, most)
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """The numbers behind a finding, named and written in words."""
-    return [(sentence_case(name.replace("_", " ")), _evident(finding.rule, name, v)) for name, v in
-            finding.evidence.items()]  # fmt: skip
+    """The numbers behind a finding, named and written in words; numbers that belong together are one."""
+    left = dict(finding.evidence)
+    told: list[tuple[str, str]] = []
+    if "layers" in left and finding.where:
+        told.append(("Where", how_many(finding)))
+        del left["layers"]
+        left.pop("of_layers", None)
+    if "from" in left and "to" in left:
+        first, last = (_evident(finding.rule, name, left.pop(name)) for name in ("from", "to"))
+        binades = left.pop("binades", None)
+        fall = f", {number(float(binades))} powers of two" if binades is not None else ""
+        told.append((_CHANGES.get(finding.rule, "Changed"), f"from {first} to {last}{fall}"))
+    worst = left.pop("worst", None)
+    if worst is not None:
+        share = next((name for name in _WORST if name in left), None)
+        value = f": {_evident(finding.rule, share, left.pop(share))}{_WORST[share]}" if share else ""
+        name = layer_name(str(worst)) if finding.collection == "gradients" else str(worst)
+        told.append(("Worst", f"{cut(name)}{value}"))
+    for name, value in left.items():
+        if not (value == 0 and name in _ONLY_IF_ANY):
+            told.append((_LABELS.get(name, sentence_case(name.replace("_", " "))), _evident(finding.rule, name, value)))
+    return told
 
 
 def spot_heading(finding: Finding) -> str:
@@ -83,8 +134,7 @@ def _evident(rule: str, name: str, value: float | int | str) -> str:
 
 def counted(summary: Summary) -> str:
     """How many findings of each severity: "2 alarms, 1 warning"."""
-    told = ((summary.counts[s], s) for s in ("alarm", "warning") if summary.counts[s])
-    return ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in told)
+    return ", ".join(several(summary.counts[s], s) for s in ("alarm", "warning") if summary.counts[s])
 
 
 def facts(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -93,21 +143,27 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Steps", f"{summary.first_step:,} to {summary.last_step:,}"
     yield "Tensors", f"{sum(summary.tensors.values()):,}"
     if summary.samples:
-        yield "Samples of each", f"{summary.samples:,}"
+        yield "Samples", f"{summary.samples:,}"
     if summary.world_size > 1 or summary.ranks != 1:
         yield "Ranks", f"{summary.ranks} of {summary.world_size}"
     for collection in ("weights", "gradients", "activations"):
         if summary.formats.get(collection):
             yield f"{sentence_case(collection)} in", ", ".join(f.upper() for f in summary.formats[collection][:3])
+    yield from _at_the_end(summary)
+    if summary.seconds is not None and summary.seconds >= 1:
+        yield "Duration", duration(summary.seconds)
+    yield "Record", "closed" if summary.closed else "not closed: it goes on, or was killed"
+    if "torch" in summary.versions:
+        yield "torch", cut(summary.versions["torch"])
+
+
+def _at_the_end(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.scale is not None:
         yield "Loss scale at the end", power(summary.scale)
     if summary.loss is not None:
-        yield "Loss at the end", number(summary.loss)
-    if summary.seconds is not None and summary.seconds >= 1:
-        yield "Duration", duration(summary.seconds)
-    yield "Recording", "closed" if summary.closed else "not closed: it goes on, or was killed"
-    if "torch" in summary.versions:
-        yield "torch", cut(summary.versions["torch"])
+        yield f"Loss at step {summary.last_step:,}", number(summary.loss)
+    if summary.median_loss is not None:
+        yield f"Median loss of the last {LOSS_STEPS} steps", number(summary.median_loss)
 
 
 def record(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -121,7 +177,7 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.scalars:
         yield "Scalars", cut(", ".join(shown(name) for name in summary.scalars))
     if summary.created is not None:
-        yield "Begun", moment(summary.created)
+        yield "Started", moment(summary.created)
     for package, version in summary.versions.items():
         yield cut(package), cut(version)
     for reason, lost in summary.dropped.items():

@@ -18,7 +18,8 @@ from plimsoll.text import percent
 State = Literal["healthy", "warning", "alarm", "empty"]
 LONGEST = 200  # characters of a verdict, about two lines of a terminal
 
-_BEGINS = {"alarm": "Stop", "warning": "Watch it"}
+_BEGINS = {"alarm": "Problem", "warning": "Warning"}
+_BEGINS_LIVE = {**_BEGINS, "alarm": "Stop"}  # only a run that still goes on can be stopped
 _TOLD_WHEN_HEALTHY = (
     "updates-swallowed",
     "run-ended",
@@ -43,7 +44,12 @@ def verdict(view: View, findings: Sequence[Finding]) -> str:
     if state == "healthy":
         return _healthy(view, findings)
     lead = leading(findings, view.last_step)
-    return _fitted(_BEGINS[state], said(lead, view, findings), _followed(lead, findings, view))
+    begins = _BEGINS_LIVE if _is_live(view) else _BEGINS
+    return _fitted(begins[state], said(lead, view, findings), _followed(lead, findings, view))
+
+
+def _is_live(view: View) -> bool:
+    return view.until is None and not view.run.closed and view.ending is None
 
 
 def leading(findings: Sequence[Finding], last_step: int) -> Finding:
@@ -105,5 +111,5 @@ def _kept(view: View) -> str:
     would_be = lost + np.nansum(modules.total(narrow.cells.total(narrow.cells.nonzero)), axis=1)
     worst = float(np.max(lost[would_be > 0] / would_be[would_be > 0], initial=0.0))
     if worst == 0:
-        return "none of any layer's gradients are lost"
-    return f"at most {percent(worst)} of any layer's gradients are lost"
+        return "no parameter gradient was lost to underflow"
+    return f"at most {percent(worst)} of any layer's parameter gradients were lost to underflow"

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from plimsoll.diagnosis import Finding, View, shown
-from plimsoll.text import number, percent, power
+from plimsoll.diagnosis.remedies import scale_remedy
+from plimsoll.diagnosis.underflow_rate import underflow_rate
+from plimsoll.diagnosis.wording import collection_words, how_many, layer_name
+from plimsoll.text import number, percent, power, steps
 
 _LONGEST_NAME = 48  # characters of a layer's name in a sentence
 
@@ -46,13 +47,7 @@ class Case:
     @property
     def place(self) -> str:
         """The layers: one by its name, several by their number."""
-        where, evidence = self.finding.where, self.finding.evidence
-        if len(where) == 1:
-            return self.layer
-        of = evidence.get("of_layers")
-        if of == len(where):
-            return f"all {of} layers"
-        return f"{len(where)} of {of} layers" if of else f"{len(where)} layers"
+        return self.layer if len(self.finding.where) == 1 else how_many(self.finding)
 
     @property
     def layer(self) -> str:
@@ -60,12 +55,18 @@ class Case:
         name = self.finding.where[0]
         if self.finding.collection == "optimizer":
             name = name.rpartition(":")[0] or name
-        return short(name.removesuffix(".weight").removesuffix(":output"))
+        return short(layer_name(name))
 
     @property
     def tensors(self) -> str:
         """What kind of tensor."""
-        return (self.finding.collection or "values").replace("_", " ")
+        return collection_words(self.finding.collection)
+
+    @property
+    def remedy(self) -> str:
+        """The run's one remedy of the loss scale."""
+        found = scale_remedy(self.view, self.others)
+        return "" if found is None else found.action
 
     def number(self, name: str) -> float:
         """A number of the evidence; NaN where there is none."""
@@ -94,25 +95,17 @@ def short(name: str) -> str:
     return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
 
 
-def lost_since(view: View, step: int) -> float:
-    """Of the gradient values that would be nonzero, the share that was flushed to zero from a step on."""
-    narrow = view.narrow("gradients")
-    if narrow is None:
-        return 0.0
-    later = narrow.cells.steps > step
-    lost = float(np.nansum(narrow.lost_of_cell[:, later]))
-    left = float(np.nansum(narrow.cells.total(narrow.cells.nonzero)[:, later]))
-    return lost / (lost + left) if lost else 0.0
-
-
 def _scale_collapse(case: Case) -> Said:
-    lost = lost_since(case.view, case.finding.since_step)
+    found, back = case.finding, case.number("back_at_step")
     fall = f"from {power(case.number('from'))} to {power(case.number('to'))}"
-    return Said(
-        what=f"the loss scale collapsed {case.at}, {fall}",
-        effect=f"and {percent(lost)} of gradients have been lost since" if lost >= 0.01 else "",
-        remedy="repeat with a SpectralScaler or in BF16",
-    )
+    what = f"the loss scale fell {fall} at {steps(found.since_step, found.until_step)}"
+    if math.isfinite(back):
+        return Said(what=f"{what} and was back at step {back:,.0f}", remedy=f"if it happens again, {case.remedy}")
+    rates = [underflow_rate(case.view, name, found.since_step) for name in ("gradients", "activation_gradients")]
+    told = [rate for rate in rates if rate is not None and rate.share >= 0.01]
+    shares = " and ".join(rate.words for rate in told).replace(" gradient values and", " and", 1)
+    since = f"and {shares} underflowed at {steps(told[0].first_step, told[0].last_step)}" if told else ""
+    return Said(what=what, effect=since, remedy=case.remedy)
 
 
 def _nonfinite(case: Case) -> Said:
@@ -135,12 +128,14 @@ def _nonfinite(case: Case) -> Said:
 
 def _no_single_scale(case: Case) -> Said:
     evidence = case.finding.evidence
-    smallest, largest = (shown(str(evidence.get(name, "")))[:30] for name in ("smallest_layer", "largest_layer"))
+    smallest, largest = (
+        shown(layer_name(str(evidence.get(name, ""))))[:30] for name in ("smallest_layer", "largest_layer")
+    )
     needs, bears = (str(evidence.get(name, "")).split(" ")[0] for name in ("needs_scale", "bears_scale"))
     return Said(
         what=f"no single loss scale has served all layers {case.since}",
         effect=f"{smallest} needs {needs}, {largest} bears {bears}",
-        remedy="use a LayerScaler or BF16",
+        remedy=case.remedy,
     )
 
 
@@ -158,17 +153,15 @@ def _underflow_high(case: Case) -> Said:
 def _against_underflow(case: Case) -> str:
     if case.finding.collection == "activations":
         return "run the layer in BF16" if len(case.finding.where) == 1 else "run these layers in BF16"
-    if case.has("no-single-scale"):
-        return "no single scale serves, so use a LayerScaler or BF16"
-    return "raise the loss scale" if case.has("scale-low") else "raise the loss scale or use BF16"
+    return case.remedy
 
 
 def _underflow_rising(case: Case) -> Said:
     to, rate = case.number("to"), case.number("per_1000_steps")
-    advised = str(case.finding.evidence.get("verdict", ""))
-    remedy = "look again after as many steps as so far" if advised == "watch" else advised
+    watch = case.finding.evidence.get("verdict", "watch") == "watch"
+    remedy = "look again after as many steps as so far" if watch else case.remedy
     return Said(
-        what=f"lost gradients of {case.place} have been rising, seen {case.since}, to {percent(to)}",
+        what=f"lost parameter gradients of {case.place} have been rising, seen {case.since}, to {percent(to)}",
         effect=f"by {percent(rate / 10)} in 100 steps" if rate < 10 else "",
         remedy=remedy,
     )
@@ -178,9 +171,9 @@ def _scale_low(case: Case) -> Said:
     lost, free = percent(case.number("worst_lost")), case.number("free_binades")
     return Said(
         what=f"the loss scale ({power(case.number('scale'))}) has been too low {case.since}: up to {lost} of the "
-        f"gradients of {case.place} are lost",
+        f"parameter gradients of {case.place} are lost",
         effect=f"with {free:.0f} binades free" if math.isfinite(free) else "",
-        remedy="raise it, or use a SpectralScaler",
+        remedy=case.remedy,
     )
 
 
@@ -312,7 +305,7 @@ def _spike_forerunner(case: Case) -> Said:
     what = (
         f"an update of {_first(case)} was {jump:,.0f} times its usual size {case.at}"
         if math.isfinite(jump)
-        else f"gradients of {_first(case)} outran Adam's second moment {case.at}"
+        else f"parameter gradients of {_first(case)} outran Adam's second moment {case.at}"
     )
     effect = f"and the loss rose at step {rose:,.0f}" if math.isfinite(rose) else ""
     return Said(what=what, effect=effect, remedy="clip, and check the batches there")
@@ -397,9 +390,8 @@ def _run_ended(case: Case) -> Said:
 
 
 def _first(case: Case) -> str:
-    """The worst layer, and how many others."""
-    rest = len(case.finding.where) - 1
-    return case.layer + (f" and {rest} more" if rest else "")
+    """The layer, or how many there are and the worst of them."""
+    return case.layer if len(case.finding.where) == 1 else f"{how_many(case.finding)}, {case.layer} most,"
 
 
 _PHRASES: dict[str, Callable[[Case], Said]] = {

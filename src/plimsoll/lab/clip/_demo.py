@@ -15,7 +15,7 @@ from plimsoll.lab._claim import Claim
 from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._result import Measured, Training
 from plimsoll.lab._workers import workers_for
-from plimsoll.lab.clip._judge import judged
+from plimsoll.lab.clip._judge import TAIL, judged
 from plimsoll.lab.clip._kinds import DEMO_KINDS
 from plimsoll.lab.clip._train import Setup, described, setup_for
 from plimsoll.lab.clip._workers import train_all
@@ -35,7 +35,9 @@ def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
     train_all(DEMO_KINDS, setup, bench, workers)
     trainings = [judged(kind, setup, Run(bench.runs / kind.name)) for kind in DEMO_KINDS]
     numbers = [training.numbers for training in trainings]
-    return Measured(trainings=tuple(trainings), claims=claims(setup, *numbers), said=said(*trainings))
+    return Measured(
+        trainings=tuple(trainings), claims=claims(setup, *numbers), said=said(*trainings), legend=legend(setup)
+    )  # fmt: skip
 
 
 def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
@@ -130,18 +132,25 @@ def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers
     )  # fmt: skip
 
 
+def legend(setup: Setup) -> str:
+    """What the columns of the table hold."""
+    return (
+        f"lost: of the activation gradient values that FP16 held, at steps after the {setup.hard_batches} hard batches "
+        f"(from {setup.hard_end}, repetitions apart). loss: the median of the last {TAIL} steps."
+    )
+
+
 def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) -> tuple[str, ...]:
     """What was found, and the advice that the measurement gives."""
     serves, wholly = spectral.good, layer.good and layer.numbers["lost_for_steps"] == 0
     found = (
         f"In FP16 the scale falls from 2^{fp16.numbers['scale_before']:.0f} to 2^{fp16.numbers['scale_end']:.0f}, and "
-        f"{percent(fp16.numbers['lost_after'], 0)} of what FP16 holds of gradients is zero from then on. No error, "
-        "no NaN in a "
-        "weight."
+        f"{percent(fp16.numbers['lost_after'])} of the activation gradient values underflow from then on. No error, no "
+        "NaN in a weight."
     )
     advice = {
-        (True, True): "LayerScaler serves best: one layer's scale gives way, all others keep theirs. SpectralScaler "
-        f"gets out too, after {spectral.numbers['lost_for_steps']:.0f} steps of lost gradients. Or train in BF16.",
+        (True, True): "LayerScaler is best here: one layer's scale falls, all others keep theirs. SpectralScaler "
+        f"recovers too, after {spectral.numbers['lost_for_steps']:.0f} steps of lost gradients. Or train in BF16.",
         (True, False): "SpectralScaler gets FP16 out; LayerScaler did not here. Or train in BF16.",
         (False, True): "LayerScaler keeps FP16 going; SpectralScaler did not here. Or train in BF16.",
         (False, False): "Neither scaler kept FP16 going here: train in BF16.",

@@ -7,16 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.lab._measures import columns, lost_at, mean, median
+from plimsoll.lab._measures import columns, lost_at, mean, median, share_lost
 from plimsoll.lab._result import Training
 from plimsoll.lab.clip._kinds import Kind
-from plimsoll.lab.clip._model import GLOBAL_BATCH
 from plimsoll.lab.clip._train import Setup
+from plimsoll.report._summary import LOSS_STEPS
+from plimsoll.report._verdict import verdict as headline
 from plimsoll.runs import Run
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
-TAIL = 60  # steps that a loss is the median of
+TAIL = LOSS_STEPS  # that a loss is the median of, as in a run's summary
 LOST = 0.05  # T6: above 5 % is not sound
 _OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-rising", "no-single-scale")
 
@@ -27,12 +28,13 @@ def judged(kind: Kind, setup: Setup, run: Run) -> Training:
     findings = tuple(diagnose(view))
     numbers = measured(view, setup, findings)
     verdict, good = _verdict(numbers)
-    steps, loss = losses(view, setup)
+    steps, loss = view.scalar("loss")
     start = setup.hard_at // 2
     later = steps >= start
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
         series=columns(steps[later], loss[later], median), series_of=f"loss since step {start}", findings=findings,
+        headline=headline(view, findings),
     )  # fmt: skip
 
 
@@ -40,14 +42,14 @@ def measured(view: View, setup: Setup, findings: Sequence[Finding]) -> dict[str,
     """By name: losses, the scale, what was lost of gradients and batches, and since when rules have told of it."""
     repeated = int(np.nansum(view.scalar("retries")[1]))
     end = setup.hard_end + repeated  # a repetition is a step of the run
-    steps, loss = losses(view, setup)
+    steps, loss = view.scalar("loss")
     before = median(loss[(steps < setup.hard_at) & (steps >= setup.hard_at - TAIL)])
     lost_steps, lost = lost_at(view)
     found: dict[str, float] = {
         "loss_before": before,
         "loss_end": median(loss[-TAIL:]),
         "lost_before": mean(lost[(lost_steps > min(setup.warmup, setup.hard_at // 2)) & (lost_steps < setup.hard_at)]),
-        "lost_after": mean(lost[lost_steps >= end]),
+        "lost_after": share_lost(view, end),
         "lost_end": mean(lost[lost_steps > view.last_step - TAIL]),
         "lost_for_steps": _time_lost(lost_steps, lost, end),
         "skipped": float(sum(event.kind == "skip" for event in view.events)),
@@ -79,12 +81,6 @@ def of_parameters(view: View) -> dict[str, float]:
         "scale_bytes": float(taken[-1]),
         "scale_bytes_per_weight": float(taken[-1]) / max(weights, 1),
     }
-
-
-def losses(view: View, setup: Setup) -> Series:
-    """The loss of each batch as a mean over its own pairs; of a batch that was repeated, the last."""
-    steps, loss = view.scalar("loss")
-    return steps, loss * (GLOBAL_BATCH / setup.batch)
 
 
 def _time_lost(steps: NDArray[np.int64], lost: NDArray[np.float64], end: int) -> float:

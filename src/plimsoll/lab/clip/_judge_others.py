@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.lab._measures import columns, lost_at, mean, median
+from plimsoll.lab._measures import columns, lost_at, mean, median, share_lost
 from plimsoll.lab._result import Training
-from plimsoll.lab.clip._judge import LOST, TAIL, losses, of_parameters
+from plimsoll.lab.clip._judge import LOST, TAIL, of_parameters
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._train import Setup
 from plimsoll.runs import Run
@@ -21,13 +21,13 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     view = View(run)
     findings = tuple(diagnose(view))
     steps, lost = lost_at(view)
-    (_, loss), (_, scale), (_, norms) = losses(view, setup), view.scalar("scale"), view.scalar("grad_norm")
+    (_, loss), (_, scale), (_, norms) = view.scalar("loss"), view.scalar("scale"), view.scalar("grad_norm")
     total = setup.steps_of(kind)
     early = (steps >= setup.warmup) & (steps < total // 6)
     told = [f.since_step for f in findings if f.rule.startswith("underflow") and f.severity != "info"]
     numbers = {
         "lost_before": mean(lost[early]),
-        "lost_after": mean(lost[steps >= total * 3 // 4]),
+        "lost_after": share_lost(view, total * 3 // 4),
         "loss_end": median(loss[-TAIL:]),
         "scale_before": float(np.log2(scale[0])),
         "scale_end": float(np.log2(scale[-1])),
@@ -37,18 +37,18 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     good = numbers["lost_after"] <= LOST
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=findings,
-        verdict="gradients whole" if good else f"{percent(numbers['lost_after'], 0)} of gradients lost",
+        verdict="gradients whole" if good else f"{percent(numbers['lost_after'])} of activation gradient values lost",
         series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip
 
 
-def judged_always(kind: Kind, setup: Setup, run: Run) -> Training:
+def judged_always(kind: Kind, _setup: Setup, run: Run) -> Training:
     """T7: what the scale does where every batch overflows at any, and what is lost."""
     view = View(run)
     steps, lost = lost_at(view)
-    (_, loss), (scaled_at, scale) = losses(view, setup), view.scalar("scale")
+    (_, loss), (scaled_at, scale) = view.scalar("loss"), view.scalar("scale")
     numbers = {
-        "lost_after": mean(lost[steps >= view.last_step // 2]),
+        "lost_after": share_lost(view, view.last_step // 2),
         "lost_end": mean(lost[steps > view.last_step - TAIL]),
         "loss_end": median(loss[-TAIL:]),
     } | of_parameters(view)  # fmt: skip

@@ -6,8 +6,8 @@ how well it learns; all of them matter to FP16:
 - *Loud activations.* Normed activations are multiplied by 2^11, as large networks' activations lie far above 1. What
   follows is linear, ReLU or normalised, so that the factor cancels in the output, and gradients of activations are
   2^-11 times as large.
-- *The mean over a large batch.* CLIP's loss is a mean over 32,768 pairs. A device that holds 32 of them has the sum of
-  their losses, divided by 32,768.
+- *The mean over a large batch.* CLIP's loss is a mean over 32,768 pairs. A device that holds 32 of them reports their
+  mean, as training scripts do; of the gradient of the whole mean its part is 2^-10 of its own mean's.
 - *Patches count by direction only*: their embeddings are normalised, with an epsilon of 1e-8. The gradient of a patch
   is divided by its brightness, and by 1e-8 if it is black.
 """
@@ -110,10 +110,15 @@ class Clip(nn.Module):
 
 
 def contrastive_loss(similarity: Tensor) -> Tensor:
-    """Which caption belongs to each picture, and which picture to each caption: this device's part of the mean."""
+    """Which caption belongs to each picture, and which picture to each caption: the mean over this device's pairs.
+
+    Its gradient is this device's part of that of the mean over the whole batch.
+    """
     pairs = torch.arange(len(similarity), device=similarity.device)
     both = [functional.cross_entropy(side, pairs, reduction="sum") for side in (similarity, similarity.T)]
-    return (both[0] + both[1]) / (2 * GLOBAL_BATCH)
+    mean = (both[0] + both[1]) / (2 * len(similarity))
+    part = mean * (len(similarity) / GLOBAL_BATCH)
+    return mean.detach() + (part - part.detach())
 
 
 def _linear(inputs: int, outputs: int, layers: int | None = None) -> nn.Linear:

@@ -6,7 +6,7 @@ import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
 import { Stream } from "./stream.js";
-import { badge, number, prose, title, whole } from "./words.js";
+import { badge, collectionWords, number, prose, title, whole } from "./words.js";
 
 const COLLECTIONS = ["gradients", "activations", "activation_gradients", "weights", "optimizer", "updates"];
 const SHOWN = 20; // partings that are listed
@@ -72,7 +72,7 @@ export class ComparePage {
     this.changed = el("dl", { class: "settings" });
     this.others = el("section", { "aria-labelledby": "changed-title", hidden: true }, el("h2", { id: "changed-title" }, "What else differs"), this.changed);
     this.collection = el("select", { id: "compare-collection", onchange: () => this.#chosen() },
-      [...new Set([...COLLECTIONS, collection])].map((name) => el("option", { value: name }, clean(title(name)))));
+      [...new Set([...COLLECTIONS, collection])].map((name) => el("option", { value: name }, clean(collectionWords(name)))));
     this.collection.value = collection;
     const figure = (name, values = () => ({})) => new Picture({
       address: () => address(["compare", "figure", name], { a: this.a, b: this.b, ...values() }), question: () => `${name} ${JSON.stringify(values())}`,
@@ -118,7 +118,7 @@ export class ComparePage {
     const partings = (diff?.partings ?? (diff?.first ? [diff.first] : [])).slice(0, SHOWN);
     this.parted.hidden = partings.length === 0;
     keep(this.partings, partings, (each) => JSON.stringify(each), (each) => el("tr", {},
-      el("th", { scope: "row" }, `step ${whole(each.step)}, ${clean(title(each.collection)).toLowerCase()} `, each.name ? this.#links(each) : ""),
+      el("th", { scope: "row" }, `step ${whole(each.step)}, ${clean(collectionWords(each.collection)).toLowerCase()} `, each.name ? this.#links(each) : ""),
       el("td", {}, clean(each.reason ?? each.kind ?? "").slice(0, 200)),
       ["a", "b", "distance", "allowed"].map((key) => el("td", { class: "number" }, each[key] === undefined ? "" : number(each[key])))));
     const rows = [

@@ -8,7 +8,7 @@ export class EventsPart {
     this.rows = el("tbody");
     this.none = el("p", { class: "soft" });
     this.table = el("table", { class: "events" }, el("caption", { class: "unseen" }, "Events, the latest first"),
-      el("thead", {}, el("tr", {}, ["Step", "What", "Told", "When"].map((text) => el("th", { scope: "col" }, text)))), this.rows);
+      el("thead", {}, el("tr", {}, ["Step", "What", "Message", "When"].map((text) => el("th", { scope: "col" }, text)))), this.rows);
     this.settings = el("dl", { class: "settings" });
     this.element = el("div", {},
       el("section", { "aria-labelledby": "events-title" }, el("h2", { id: "events-title" }, "Events"), this.none, this.table),

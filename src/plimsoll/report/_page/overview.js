@@ -5,7 +5,7 @@ import { clean, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
-import { badge, many, number, prose, title, whole } from "./words.js";
+import { badge, collectionWords, prose, whole } from "./words.js";
 
 const STATISTICS = {
   underflow: "underflow", zero: "zeros", nonfinite: "non-finite values", headroom: "room to the top", norm: "norm",
@@ -101,7 +101,7 @@ export class OverviewPart {
   #controls() {
     const collections = Object.keys(this.run.collections);
     const before = this.collection.value;
-    keep(this.collection, collections, (name) => name, (name) => el("option", { value: name }, title(name)));
+    keep(this.collection, collections, (name) => name, (name) => el("option", { value: name }, collectionWords(name)));
     const first = ["gradients", "activation_gradients"].find((name) => collections.includes(name)) ?? collections[0] ?? "";
     this.collection.value = collections.includes(before) ? before : first;
     const tensor = this.#shownTensor();
@@ -137,14 +137,9 @@ export class OverviewPart {
     node.firstElementChild.setAttribute("href", to.finding(this.page.id, index));
     if (mark.dataset.state !== finding.severity) mark.replaceChildren(badge(finding.severity));
     mark.dataset.state = finding.severity;
-    say(name, title(finding.rule));
-    say(since, `since step ${whole(finding.since_step)}`);
-    const [first, ...rest] = finding.where;
-    const text = first === undefined ? "the whole run" : JSON.stringify([first, rest.length]);
-    if (where.dataset.text !== text) {
-      where.replaceChildren(...(first === undefined ? [text] : [named(first, 40), rest.length ? ` and ${rest.length} more` : ""]));
-    }
-    where.dataset.text = text;
+    say(name, finding.shown.title);
+    say(since, finding.shown.when);
+    say(where, clean(finding.shown.where) || "the whole run");
   }
 
   /** Marks the chosen finding in the list and tells all of it. */
@@ -177,15 +172,15 @@ export class OverviewPart {
 
   #body(finding) {
     const { id } = this.page;
-    const evidence = Object.entries(finding.evidence).map(([name, value]) =>
-      el("div", {}, el("dt", {}, clean(title(name))), el("dd", {}, typeof value === "number" ? number(value) : clean(value).slice(0, 200))));
-    const spots = finding.spots.slice(0, SPOTS).map((spot) => el("li", {}, this.#tensorLink(finding.collection, spot.name),
-      el("span", { class: "soft" }, ` since step ${whole(spot.since_step)}, ${number(spot.value)}`)));
+    const { shown } = finding;
+    const evidence = shown.evidence.map(([name, value]) => el("div", {}, el("dt", {}, clean(name)), inTag("dd", value)));
+    const spots = finding.spots.slice(0, SPOTS).map((spot, index) => el("li", {}, this.#tensorLink(finding.collection, spot.name),
+      inTag("span", ` since step ${whole(spot.since_step)}${shown.spots[index] ? `, ${shown.spots[index]}` : ""}`)));
     const left = finding.spots.length - spots.length;
     return el("div", { class: "finding-body" },
-      el("h2", {}, title(finding.rule)),
-      el("p", { class: "soft" }, `Since step ${whole(finding.since_step)}`, finding.until_step > finding.since_step ? ` until step ${whole(finding.until_step)}` : "",
-        finding.where.length ? `, in ${many(finding.where.length, "layer")}` : ""),
+      el("h2", {}, clean(shown.title)),
+      el("p", { class: "soft" }, clean(shown.explanation)),
+      el("p", { class: "soft" }, `At ${shown.when}`, shown.where ? `, ${clean(shown.where)}` : ""),
       told("meaning", finding.meaning),
       told("advice", `What to do: ${finding.advice}`),
       evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
@@ -230,6 +225,12 @@ export function tensorOf(point, collections) {
 
 function told(kind, text) {
   const element = el("p", { class: kind });
+  prose(element, text);
+  return element;
+}
+
+function inTag(tag, text) {
+  const element = el(tag);
   prose(element, text);
   return element;
 }

@@ -178,11 +178,12 @@ function factsOf({ summary, steps, live }) {
     ["Ranks", summary.world_size > summary.ranks ? `${summary.ranks} of ${summary.world_size}` : whole(summary.ranks)],
   ];
   if (summary.loss !== null && summary.loss !== undefined) facts.push(["Loss", number(summary.loss)]);
+  if (typeof summary.median_loss === "number") facts.push(["Median loss of the last 60 steps", number(summary.median_loss)]);
   if (typeof summary.scale === "number" && summary.scale !== 1) {
     const exponent = Math.log2(summary.scale);
     facts.push(["Loss scale", Number.isInteger(exponent) ? power(exponent) : number(summary.scale)]);
   }
-  if (summary.created) facts.push(["Begun", moment(summary.created)]);
+  if (summary.created) facts.push(["Started", moment(summary.created)]);
   facts.push(["Record", summary.closed ? "closed" : live ? "being written" : "not closed"]);
   return facts;
 }

@@ -5,7 +5,7 @@ import { el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
-import { many, title, whole } from "./words.js";
+import { collectionWords, many, whole } from "./words.js";
 
 const MOST = 500; // names shown at once
 
@@ -66,7 +66,7 @@ export class TensorPart {
 
   renew(run) {
     this.run = run;
-    keep(this.collection, Object.keys(run.collections), (name) => name, (name) => el("option", { value: name }, title(name)));
+    keep(this.collection, Object.keys(run.collections), (name) => name, (name) => el("option", { value: name }, collectionWords(name)));
     keep(this.boxes, run.formats, (name) => name,
       (name) => el("label", {}, el("input", { type: "checkbox", value: name, onchange: () => this.#lines() }), name));
     if (!this.route) return;

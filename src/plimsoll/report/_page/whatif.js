@@ -5,7 +5,7 @@ import { clean, drawn, el, keep, named, say } from "./dom.js";
 import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
-import { between, estimate, power, powerValue, prose, title, whole } from "./words.js";
+import { between, collectionWords, estimate, power, powerValue, prose, title, whole } from "./words.js";
 
 const WAIT = 60; // milliseconds that the slider must rest before the server is asked
 const LOWEST = -24, HIGHEST = 40; // of the slider, unless a shift lies beyond
@@ -37,7 +37,7 @@ export class WhatIfPart {
     const { collections, formats } = this.run;
     const collection = values.get("collection") ?? (collections.gradients ? "gradients" : Object.keys(collections)[0] ?? "");
     this.#options(this.format, [...new Set([...formats, values.get("format") ?? "fp16"])], values.get("format") ?? "fp16");
-    this.#options(this.collection, [...new Set([...Object.keys(collections), collection])], collection, title);
+    this.#options(this.collection, [...new Set([...Object.keys(collections), collection])], collection, collectionWords);
     const shift = values.get("shift");
     this.shift = shift !== null && /^-?\d{1,4}$/.test(shift) ? Number(shift) : null;
     this.name = values.get("name");

@@ -14,7 +14,7 @@ const STATES = {
   empty: ["\u2013", "Empty"],
   unreadable: ["?", "Unreadable"],
   unknown: ["\u2026", "Not judged yet"],
-  info: ["i", "Note"],
+  info: ["i", "Info"],
 };
 
 /** How grave a state is: the gravest first. */
@@ -97,6 +97,14 @@ export function moment(seconds) {
 /** "1 step", "2 steps". */
 export function many(count, name) {
   return `${whole(count)} ${name}${count === 1 ? "" : "s"}`;
+}
+
+// What a collection is called, as plimsoll/diagnosis/wording.py has it.
+const COLLECTIONS = { gradients: "Parameter gradients", activation_gradients: "Activation gradients", optimizer: "Optimizer state" };
+
+/** What a collection is called. */
+export function collectionWords(name) {
+  return COLLECTIONS[name] ?? title(name);
 }
 
 /** A rule's or figure's id as words: "underflow-high" is "Underflow high". */
