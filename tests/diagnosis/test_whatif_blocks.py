@@ -16,7 +16,7 @@ from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Fit
 from tests.runs.test_blocks import wide_rows
 
-FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4")
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_single")
 STEPS = 3
 Trained = tuple[Path, dict[tuple[str, str, int], Tensor]]
 

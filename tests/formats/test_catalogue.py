@@ -39,6 +39,7 @@ BLOCK_TABLE = {
     "mxfp6_e2m3": ("e2m3", 32, "e8m0", False, 6.25),
     "mxfp4": ("e2m1", 32, "e8m0", False, 4.25),
     "nvfp4": ("e2m1", 16, "e4m3", True, 4.5),
+    "nvfp4_single": ("e2m1", 16, "e4m3", False, 4.5),
 }
 
 
@@ -229,8 +230,7 @@ def test_a_format_may_reach_the_ends_of_float64_and_no_further():
     [
         ({"block": 0}, "a block of at least one value"),
         ({"element": formats.E8M0}, "signed elements"),
-        ({"scale": E4M3}, "either a pure-exponent scale"),
-        ({"tensor_scale": True}, "either a pure-exponent scale"),
+        ({"tensor_scale": True}, r"a scale with a mantissa \(as E4M3\) under an FP32 tensor scale"),
     ],
 )
 def test_impossible_blocks_are_refused_with_the_reason(fields, reason):

@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from plimsoll import cast, kernels, pack
-from plimsoll.formats import BLOCKS, E4M3, E8M0, ELEMENTS, NVFP4, BlockFormat, Format, get, get_element
+from plimsoll.formats import BLOCKS, E4M3, E8M0, ELEMENTS, NVFP4, NVFP4_SINGLE, BlockFormat, Format, get, get_element
 from plimsoll.kernels import _noise
 from tests.formats import scalar_reference as scalar
 from tests.formats.edge_values import edges
 
 GENERIC = [get_element(name, "test") for name in ("e5m7", "e8m5", "e3m4", "e4m0", "e2m0", "e6m9", "e11m4", "e11m40")]
-MX = [fmt for fmt in BLOCKS if fmt is not NVFP4]
+MX = [fmt for fmt in BLOCKS if not fmt.scale.signed]
 RULES: tuple[scalar.Rule, ...] = ("floor", "ceil", "rceil", "even")
 OVERFLOWS = [
     (fmt, saturate)
@@ -313,7 +313,33 @@ def test_adversarial_nvfp4_tensors(backend, name, rule):
     assert pack(x, NVFP4).tensor_scale == scalar.tensor_scale(x.to(torch.float64).flatten().tolist())
 
 
-@pytest.mark.parametrize("fmt", [get("mxfp8_e4m3"), get("mxfp4"), NVFP4], ids=name_of)
+@functools.cache
+def without_tensor_scale(rule: scalar.Rule) -> list[list[scalar.Block]]:
+    return [[scalar.quantize_nvfp4(block, 1.0, rule) for block in row] for row in split(nvfp4_tensors()["all"], 16)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_adversarial_blocks_without_a_tensor_scale(backend, rule):
+    x = nvfp4_tensors()["all"]
+    check_blocks(x, NVFP4_SINGLE, rule, without_tensor_scale(rule))
+    assert pack(x, NVFP4_SINGLE).tensor_scale is None
+
+
+def test_blocks_without_a_tensor_scale_follow_the_published_formula(backend):
+    x = torch.from_numpy(np.random.default_rng(4).standard_normal((32, 64)).astype(np.float32))
+    blocks = x.reshape(32, 4, 16)
+    scales = (blocks.abs().amax(dim=2) / 6).to(torch.float8_e4m3fn)
+    packed = pack(x, NVFP4_SINGLE)
+    assert torch.equal(packed.scales, scales.view(torch.uint8))
+    assert packed.codes.shape == (32, 32) and packed.nbytes == 32 * 64 * 4.5 / 8
+    held = cast(x, NVFP4_SINGLE).reshape(32, 4, 16) / scales.float()[:, :, None]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    wanted = blocks / scales.float()[:, :, None]
+    nearest = (wanted.abs()[..., None] - values).abs().amin(dim=-1)
+    torch.testing.assert_close((held - wanted).abs(), torch.maximum(nearest, wanted.abs() - 6))
+
+
+@pytest.mark.parametrize("fmt", [get("mxfp8_e4m3"), get("mxfp4"), NVFP4, NVFP4_SINGLE], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
 def test_blocks_of_other_dtypes_have_the_values_that_float32_has(backend, fmt, dtype):
     x = torch.from_numpy(np.random.default_rng(2).standard_normal((8, 69)).astype(np.float32)).to(dtype)

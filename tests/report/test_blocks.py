@@ -31,7 +31,7 @@ def written(path: Path, block: int) -> Path:
 
 @pytest.mark.parametrize(
     ("block", "offered"),
-    [(0, []), (16, ["nvfp4"]), (32, ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4"])],
+    [(0, []), (16, ["nvfp4", "nvfp4_single"]), (32, ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4"])],
 )
 def test_the_page_offers_what_the_run_can_answer(tmp_path: Path, block: int, offered: list[str]) -> None:
     written(tmp_path / "runs" / "run", block)

@@ -22,6 +22,7 @@ from plimsoll.formats import (
     MXFP8_E4M3,
     MXFP8_E5M2,
     NVFP4,
+    NVFP4_SINGLE,
     BlockFormat,
     Format,
     get,
@@ -148,6 +149,23 @@ def test_the_truth_lies_within_an_nvfp4_fit(x: torch.Tensor, columns: int) -> No
         block_truth(x.to(torch.float64), NVFP4, tensor_scale).check(uncensored(s).fit(NVFP4))
 
 
+@settings(max_examples=200)
+@given(
+    x=tensors(widest=30.0, columns=16),
+    shift=st.sampled_from([0, 0, 0, 1, -7, 9, -20, 25]),
+    columns=st.sampled_from([16, 20, 48]),
+)
+@example(x=torch.tensor([3136.0, 3135.0, 2688.0, 6.0]), shift=0, columns=16)
+@example(x=torch.tensor([6 * 2.0**-10, 6 * 2.0**-9, 1.0]), shift=0, columns=16)
+@example(x=torch.tensor([1e300, 1e-300], dtype=torch.float64), shift=0, columns=16)
+def test_the_truth_lies_within_a_fit_without_a_tensor_scale(x: torch.Tensor, shift: int, columns: int) -> None:
+    x = torch.nn.functional.pad(x.double(), (0, -x.numel() % columns)).reshape(-1, columns).to(x.dtype)
+    s = measure(x, block=16)
+    if s.nonzero:
+        truth = block_truth(x.to(torch.float64) * 2.0**shift, NVFP4_SINGLE, torch.ones(()))
+        truth.check(uncensored(s).fit(NVFP4_SINGLE, shift))
+
+
 def uncensored(s: Spectrum) -> Spectrum:
     """The spectrum with its grid, and a source that says nothing was lost before: zeros count nowhere."""
     return Spectrum.from_dict({**s.to_dict(), "source": {"format": "fp32", "scale": 1.0}})
@@ -182,14 +200,14 @@ def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, 
     assert fit.snr_db == pytest.approx(truth_db, abs=tolerance)
 
 
-@pytest.mark.parametrize("fmt", [*MX, NVFP4])
+@pytest.mark.parametrize("fmt", [*MX, NVFP4, NVFP4_SINGLE])
 @pytest.mark.parametrize(("data", "fraction", "decibels"), [(EVEN, 0.02, 0.5), (GAUSSIAN, 0.025, 3.5)])
 def test_estimates_and_noise_come_close_in_blocks(
     fmt: BlockFormat, data: torch.Tensor, fraction: float, decibels: float
 ) -> None:
     x = data.float().double().reshape(64, -1)
     s = measure(x.float(), block=fmt.block)
-    tensor_scale = torch.tensor(s.absmax / 2688) if fmt.tensor_scale else None
+    tensor_scale = torch.tensor(s.absmax / 2688) if fmt.tensor_scale else torch.ones(()) if fmt.scale.signed else None
     fit, truth = s.fit(fmt), block_truth(x, fmt, tensor_scale)
     for name in ("lost", "subnormal", "overflow"):
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=fraction)

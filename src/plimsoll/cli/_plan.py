@@ -27,7 +27,7 @@ def plan(
     run: RunPlace,
     target: Annotated[
         str | None,
-        typer.Option("--target", help="fp16, bf16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, or cheapest."),
+        typer.Option("--target", help="fp16, bf16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, nvfp4_single, or cheapest."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Where to write the plan, a TOML file.")] = None,
     check: Annotated[

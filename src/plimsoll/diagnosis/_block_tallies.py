@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._block_cells import BlockCells
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._noise import Noise
-from plimsoll.diagnosis._tallies import Populations, Tallies
+from plimsoll.diagnosis._tallies import Populations, Tallies, ordinals
 from plimsoll.formats import FP32, BlockFormat, Format
 from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum import _tensor_scale_fit
@@ -35,6 +35,7 @@ from plimsoll.spectrum._source import Grid
 
 _NO_GRID = -1
 _HIGHEST = layout.LOWEST_BINADE + layout.BINADES - 1
+_BEYOND_ALL = 2.0**1000
 _SLACK = 2.0**-20  # as in `_tensor_scale_fit`
 
 
@@ -57,7 +58,7 @@ class BlockTallies:
 
     def fit(self, fmt: BlockFormat, shift: int) -> BlockFit:
         """What the format makes of the true values times ``2**shift`` (`Spectrum.fit`), row by row."""
-        found = self._with_tensor_scale(fmt, shift) if fmt.tensor_scale else self._with_powers_of_two(fmt, shift)
+        found = self._with_tensor_scale(fmt, shift) if fmt.scale.signed else self._with_powers_of_two(fmt, shift)
         lost, subnormal, overflow, noise = found
         poisoned = self.blocks.poisoned
         beyond = Tallies(
@@ -181,7 +182,23 @@ class BlockTallies:
         lost = _within(lost.low + dead, lost.high, lost.estimate * (1 - share) + total * share)
         energy = blocks.by_depth @ table.energy + blocks.blocks * (table.maximum_energy - table.energy[0])
         noise = blocks.by_depth @ table.noise + blocks.blocks * (table.maximum_noise - table.noise[0])
-        return lost, subnormal, overflow, _ratio(noise, energy)
+        ratio = _ratio(noise, energy)
+        if fmt.tensor_scale:
+            return lost, subnormal, overflow, ratio
+        values, point = self._populations, self._stored(_tensor_scale_fit.top_of_scales(fmt), shift)
+        held = values.below(ordinals(point), inclusive=not fmt.element.overflow_at_threshold)
+        count = self.blocks.cells.nonzero
+        highest = Tallies(low=count - held.high, high=count - held.low, estimate=count - held.estimate)
+        large = highest.high > 0
+        overflow = self._at_least(overflow, highest, large)
+        at_end = _ratio(*self._noise.of(fmt.element, shift - fmt.scale.max_exponent))
+        return lost, subnormal, overflow, np.where(large, np.maximum(ratio, at_end), ratio)
+
+    def _stored(self, value: float, shift: int) -> Floats:
+        """A magnitude before it is shifted, as each row's values are stored."""
+        with np.errstate(all="ignore"):
+            found = np.ldexp(value, -int(np.clip(shift, -2200, 2200))) * self.blocks.cells.scale
+        return np.minimum(found, _BEYOND_ALL)
 
     def _small_scales(self, fmt: BlockFormat, shift: int) -> tuple[Floats, Floats, Floats]:
         """Values in blocks whose scale is coarse or zero, blocks whose scale surely is zero, and their part."""
@@ -191,10 +208,14 @@ class BlockTallies:
             true = np.ldexp(absmax / cells.scale, int(np.clip(shift, -2200, 2200)))
         scale = true / (fmt.element.max * fmt.scale.max)
         in_range = (scale >= FP32.smallest_normal * (1 + _SLACK)) & (scale <= FP32.max * (1 - _SLACK))
-        coarse = _above(absmax * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK))
+        in_range |= not fmt.tensor_scale
+        reach = absmax if fmt.tensor_scale else self._stored(fmt.element.max * fmt.scale.max, shift)
+        coarse = _above(reach * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK))
         unsure = blocks.maxima_below(np.where(low, np.maximum(coarse, layout.LOWEST_BINADE + 1), coarse))
-        unsure = unsure + np.where(high & (coarse <= _HIGHEST), self._maxima_from(_HIGHEST), 0.0)
-        zero = absmax * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
+        large = np.full_like(coarse, _HIGHEST + 1) if fmt.tensor_scale else _above(reach * (1 - _SLACK) / 2)
+        large = np.where(high & (coarse <= _HIGHEST), np.minimum(large, _HIGHEST), large)
+        unsure = unsure + self._maxima_from(large)
+        zero = reach * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
         gone = _above(zero * (1 - _SLACK) / 2)
         dead = blocks.maxima_below(np.where(high, np.minimum(gone, _HIGHEST), gone))
         fraction, exponent = np.frexp(zero)  # a binade that begins at the half of zero or below is lost whole

@@ -23,6 +23,7 @@ _PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "mxfp6": tuple((f, b) for f in ("mxfp6_e2m3", "mxfp6_e3m2") for b in ("mxfp6_e2m3", "mxfp6_e3m2")),
     "mxfp4": (("mxfp4", "mxfp4"),),
     "nvfp4": (("nvfp4", "nvfp4"),),
+    "nvfp4_single": (("nvfp4_single", "nvfp4_single"),),
 }
 _CHEAPEST = ("mxfp4", "nvfp4", "mxfp6", "fp8", "mxfp8")  # by bits per value
 TARGETS = (*_PAIRS, "cheapest")
@@ -52,8 +53,9 @@ def plan(
     - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
       each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
       for weights and activations, E5M2 for gradients, with a power of two for each of the three in each module.
-      "mxfp8", "mxfp6", "mxfp4", "nvfp4": blocks, by the run's block records (`plimsoll.watch` with `block`), or without
-      by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16) with the fewest bits.
+      "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_single": blocks, by the run's block records (`plimsoll.watch` with
+      `block`), or without by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16
+      and nvfp4_single) with the fewest bits.
     - `margin_binades`: how many binades scales leave between the largest recorded value and overflow. None: 1, and
       scales of FP8 casts leave more where steps were not recorded, by how many these are and how far largest values
       moved from sample to sample, as long as the tolerance holds. A number: just so many.

@@ -209,9 +209,21 @@ def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
     element = fmt.element
     with np.errstate(all="ignore"):
         absmax = np.nan_to_num(cells.column("absmax") / cells.scale)
+        if fmt.scale.signed and not fmt.tensor_scale:
+            return _flushed_without_tensor_scale(absmax, fmt) * cells.scale
         if fmt.tensor_scale:
             scale = absmax / element.max * _SLACK
         else:
             exponent = np.frexp(absmax)[1].astype(np.int64) - 1 - element.max_exponent
             scale = np.ldexp(1.0, np.clip(exponent, fmt.scale.min_exponent, fmt.scale.max_exponent).astype(np.int32))
         return np.where(absmax > 0, element.smallest_subnormal / 2 * scale * cells.scale, 0.0)
+
+
+def _flushed_without_tensor_scale(absmax: Floats, fmt: BlockFormat) -> Floats:
+    """The same, of true values, where a block's scale is its own absmax over the element's, with a mantissa."""
+    element, scale = fmt.element, fmt.scale
+    ideal = np.minimum(absmax / element.max, scale.max)
+    rounded = ideal * (1 + 2.0 ** -(scale.mantissa_bits + 1)) * _SLACK + scale.smallest_subnormal / 2
+    # Blocks below this have a scale of zero.
+    dead = np.minimum(absmax, element.max * scale.smallest_subnormal / 2)
+    return np.where(absmax > 0, np.maximum(element.smallest_subnormal / 2 * rounded, dead), 0.0)

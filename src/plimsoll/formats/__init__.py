@@ -27,6 +27,7 @@ from plimsoll.formats._catalogue import (
     MXFP8_E4M3 as MXFP8_E4M3,
     MXFP8_E5M2 as MXFP8_E5M2,
     NVFP4 as NVFP4,
+    NVFP4_SINGLE as NVFP4_SINGLE,
     TF32 as TF32,
     get as get,
     get_element as get_element,

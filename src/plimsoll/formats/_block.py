@@ -29,10 +29,10 @@ class BlockFormat:
             raise FormatError(f"BlockFormat: expected a block of at least one value; got {self!r}")
         if not self.element.signed:
             raise FormatError(f"BlockFormat: expected signed elements; got {self!r}")
-        if self.scale.signed != self.tensor_scale:
+        if self.tensor_scale and not self.scale.signed:
             raise FormatError(
-                "BlockFormat: expected either a pure-exponent scale (as E8M0) alone, or a scale with a mantissa "
-                f"(as E4M3) under an FP32 tensor scale; got {self!r}"
+                "BlockFormat: expected a scale with a mantissa (as E4M3) under an FP32 tensor scale; got a pure "
+                f"exponent in {self!r}"
             )
 
     @property

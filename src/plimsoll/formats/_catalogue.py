@@ -2,7 +2,7 @@
 
 Sources: IEEE 754-2019 (FP16, FP32, FP64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling
 Formats 1.0 (E3M2, E2M3, E2M1, E8M0 and the MX blocks); Noune et al. 2022, arXiv:2206.02915 (the FNUZ pair);
-NVIDIA's NVFP4 recipe, arXiv:2509.25149.
+NVIDIA's NVFP4 recipe, arXiv:2509.25149; NVFP4 without the tensor's scale is the default of torchao's NVFP4.
 """
 
 import difflib
@@ -38,11 +38,12 @@ MXFP6_E3M2 = BlockFormat(name="mxfp6_e3m2", element=E3M2, block=32, scale=E8M0)
 MXFP6_E2M3 = BlockFormat(name="mxfp6_e2m3", element=E2M3, block=32, scale=E8M0)
 MXFP4 = BlockFormat(name="mxfp4", element=E2M1, block=32, scale=E8M0)
 NVFP4 = BlockFormat(name="nvfp4", element=E2M1, block=16, scale=E4M3, tensor_scale=True)
+NVFP4_SINGLE = BlockFormat(name="nvfp4_single", element=E2M1, block=16, scale=E4M3)
 
 ELEMENTS: tuple[Format, ...] = (
     FP64, FP32, TF32, FP16, BF16, E5M2, E4M3, E5M2FNUZ, E4M3FNUZ, E3M2, E2M3, E2M1, E8M0,
 )  # fmt: skip
-BLOCKS: tuple[BlockFormat, ...] = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4)
+BLOCKS: tuple[BlockFormat, ...] = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4, NVFP4_SINGLE)
 
 # Other names for the same thing: torch's dtypes, everyday words, and the fields of the wider formats.
 ALIASES: dict[str, Format | BlockFormat] = {

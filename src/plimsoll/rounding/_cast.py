@@ -48,8 +48,9 @@ def cast(
             read on its device.
         scale_rule: how a block's power-of-two scale comes from its largest magnitude: "floor" (OCP MX: its exponent),
             "ceil" (its exponent rounded up), "rceil" (the smallest scale at which it does not overflow), "even" (its
-            exponent after rounding it to the element's precision). For NVFP4, whose E4M3 scale is no power of two,
-            "floor" and "even" are the nearest scale to largest / 6, as specified, "ceil" and "rceil" the next above.
+            exponent after rounding it to the element's precision). For NVFP4 and nvfp4_single, whose E4M3 scale is no
+            power of two, "floor" and "even" are the nearest scale to largest / 6, as specified, "ceil" and "rceil" the
+            next above.
         axis: along which blocks run; a last block may be short.
         generator: for stochastic rounding, a CPU torch.Generator, an int, or an int64 key tensor (the form for
             torch.compile and CUDA graphs). None draws from torch's default generator.
@@ -142,10 +143,11 @@ def from_rows(matrix: Tensor, shape: torch.Size, axis: int) -> Tensor:
 def tensor_scale(matrix: Tensor, fmt: BlockFormat, scale: float, scale_tensor: Tensor | None) -> Tensor | None:
     """NVFP4's FP32 scale for the tensor, which brings its largest finite magnitude to the largest scale and element.
 
-    float32(absmax / (6 * 448)), held to positive float32 numbers; 1 for a tensor of zeros.
+    float32(absmax / (6 * 448)), held to positive float32 numbers; 1 for a tensor of zeros, and for a format without
+    such a scale whose blocks' scales have a mantissa. None where they are powers of two.
     """
     if not fmt.tensor_scale:
-        return None
+        return torch.ones((), device=matrix.device) if fmt.scale.signed else None
     absmax = kernels.ops.absmax(matrix) * (scale if scale_tensor is None else scale_tensor)
     ideal = (absmax / (fmt.element.max * fmt.scale.max)).clamp(_SMALLEST_TENSOR_SCALE, _LARGEST_TENSOR_SCALE)
     return torch.where(absmax == 0, 1.0, ideal).to(torch.float32)

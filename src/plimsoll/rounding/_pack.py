@@ -94,6 +94,7 @@ def pack(
     if isinstance(plan.format, BlockFormat):
         over = tensor_scale(matrix, plan.format, numbers.scale, numbers.scale_tensor)
         codes, scales = kernels.ops.block_pack(matrix, plan.ints, over, *rest)
+        over = over if plan.format.tensor_scale else None
         scales = _unflatten(scales, x.shape, axis) if x.shape else scales.reshape(1)
     else:
         _check_element(x, plan.format)

@@ -17,7 +17,7 @@ from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum import _fit, _tensor_scale_fit
 from plimsoll.spectrum._blocks import BlockRecord
 from plimsoll.spectrum._merge import BEYOND, LOWEST
-from plimsoll.spectrum._population import BINADE, Population, Tally, snr_db
+from plimsoll.spectrum._population import BINADE, Population, Tally, ordinal, snr_db
 from plimsoll.spectrum._source import Grid
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> _fit.Fit:
         return _fit.nothing_to_lose(s, fmt.name, shift)
     record = _record(s, fmt)
     misplaced = _misplaced(s, record)
-    if fmt.tensor_scale:
-        found = _tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
+    if fmt.scale.signed:
+        found = _with_mantissa(s, record, fmt, shift, misplaced)
     else:
         found = _power_of_two(s, record, fmt, shift, misplaced)
     lost, subnormal, overflow, noise_db = found
@@ -62,6 +62,23 @@ def _misplaced(s: "Spectrum", record: BlockRecord) -> int:
     low = int(s.binades[0]) if s.absmin < LOWEST else 0
     high = int(record.maxima[-1]) * record.block if s.absmax >= BEYOND else 0
     return low + high
+
+
+def _with_mantissa(
+    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+) -> tuple[Tally, Tally, Tally, float]:
+    lost, subnormal, overflow, noise_db = _tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
+    if fmt.tensor_scale:
+        return lost, subnormal, overflow, noise_db
+    # Values that overflow at the largest scale are in blocks that have it.
+    values, total = _fit.population(s), int(record.depths.sum())
+    point = ordinal(_tensor_scale_fit.top_of_scales(fmt)) - shift * BINADE
+    held = values.below(point, inclusive=not fmt.element.overflow_at_threshold)
+    at_highest = held.out_of(values.total)
+    if at_highest.high:
+        overflow = _at_least(overflow, at_highest, record.poisoned, total)
+        noise_db = min(noise_db, snr_db(values, fmt.element, shift - fmt.scale.max_exponent))
+    return lost, subnormal, overflow, noise_db
 
 
 def _power_of_two(

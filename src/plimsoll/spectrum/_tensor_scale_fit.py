@@ -1,9 +1,10 @@
-"""Block formats whose scale has a mantissa, under one FP32 scale for the whole tensor (NVFP4).
+"""Block formats whose scale has a mantissa, under one FP32 scale for the whole tensor (NVFP4) or under none.
 
-The tensor's scale is t = absmax / (element max * scale max), over the finite values, and a block's scale is its own
-absmax over (element max * t), rounded to the scale's format. So a value at depth d lands at ``element max * u/v *
-2**-d`` with u, v in [1, 2) the significands of the value and of its block's absmax, times the scale's relative
-rounding. Which depths that leaves undecided follows from the ends of these ranges; the estimates average over them.
+The tensor's scale is t = absmax / (element max * scale max), over the finite values, and 1 where there is none. A
+block's scale is its own absmax over (element max * t), rounded to the scale's format. So a value at depth d lands at
+``element max * u/v * 2**-d`` with u, v in [1, 2) the significands of the value and of its block's absmax, times the
+scale's relative rounding. Which depths that leaves undecided follows from the ends of these ranges; the estimates
+average over them.
 """
 
 import functools
@@ -52,7 +53,7 @@ def tallies(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SmallScales:
-    """Blocks so far below the tensor's absmax that their scale is subnormal, coarsely rounded, or zero.
+    """Blocks so small that their scale is subnormal, coarsely rounded, or zero; or so large that it is at its end.
 
     `unsure`: how many values they may hold. `dead_blocks`: those whose scale is surely zero; `dead_share`: the part of
     all blocks that this is true of, by estimate.
@@ -66,13 +67,16 @@ class _SmallScales:
 def _small_scales(s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int) -> _SmallScales:
     total = int(record.depths.sum())
     tensor_scale = times_power(s.absmax, shift) / (fmt.element.max * fmt.scale.max)
-    if not FP32.smallest_normal * (1 + _SLACK) <= tensor_scale <= FP32.max * (1 - _SLACK):
+    if fmt.tensor_scale and not FP32.smallest_normal * (1 + _SLACK) <= tensor_scale <= FP32.max * (1 - _SLACK):
         return _SmallScales(unsure=total, dead_blocks=0, dead_share=0.0)
     starts = np.ldexp(1.0, np.arange(layout.BINADES) + layout.LOWEST_BINADE)
-    coarse = starts < s.absmax * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK)
+    reach = s.absmax if fmt.tensor_scale else times_power(fmt.element.max * fmt.scale.max, -shift)
+    coarse = starts < reach * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK)
+    if not fmt.tensor_scale:
+        coarse |= 2 * starts > reach * (1 - _SLACK)  # the largest scale is too small for these blocks
     coarse[0] |= s.absmin < LOWEST
     coarse[-1] |= s.absmax >= BEYOND
-    zero = s.absmax * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
+    zero = reach * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
     dead = (2 * starts < zero * (1 - _SLACK)) & np.array([True] * (layout.BINADES - 1) + [s.absmax < BEYOND])
     share = np.clip(zero / starts - 1, 0.0, 1.0)  # of a binade's maxima, evenly spread
     return _SmallScales(
@@ -99,6 +103,11 @@ class Outcomes:
     noise: _Floats
     maximum_energy: float
     maximum_noise: float
+
+
+def top_of_scales(fmt: BlockFormat) -> float:
+    """The magnitude that overflows at the largest scale, where there is no scale of the tensor."""
+    return fmt.element.overflow_threshold * fmt.scale.max
 
 
 @functools.lru_cache(maxsize=16)
