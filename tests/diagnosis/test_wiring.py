@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.runs import Run
 
 RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
 
@@ -111,6 +112,18 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_training_is_silent(name: str, tmp_path: Path) -> None:
     assert [str(f) for f in train(tmp_path / "run", **RIGHT[name])] == []
+
+
+def test_an_optimizer_that_is_gone_when_the_watch_closes_has_stepped(tmp_path: Path) -> None:
+    model = mlp()
+    with pl.watch(model, run=tmp_path / "run", every=2):
+        optimizer = adam(model)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        del optimizer
+    assert [e for e in Run(tmp_path / "run").events() if e.kind == "wiring"] == []
 
 
 # -- what is wrong is named

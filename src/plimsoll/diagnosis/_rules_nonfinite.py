@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -16,6 +17,16 @@ _BEYOND_REPAIR = (
     "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
     "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
     "steps with such gradients be skipped, by a loss scaler or prepare."
+)
+_OF_GRADIENTS = ("activation_gradients", "optimizer")  # an overflow that a scaler skips is seen there too
+_OF_PLACE = {
+    "input": "Look at the data: the batch of that step holds NaN or Inf already.",
+    "loss": "Look at the loss function and its targets: a mean over no element is NaN, and so is the log of 0.",
+    "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
+}
+_BETWEEN_SAMPLES = (
+    'To find the place, train again with recorder=("loss", "scale", "nonfinite", "weights", "activations") in '
+    "plimsoll.watch (plimsoll run --recorder), which measures these at every step."
 )
 
 
@@ -43,11 +54,11 @@ class Nonfinite(Rule):
         """One, of the whole run; it names the first place."""
         losses = _bad(view.scalar("loss"), lambda values: ~np.isfinite(values))
         gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
-        places = _places(view)
+        places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):
             return
         excused = view.scaled and not len(losses)
-        excused = excused and not any(collection in ("weights", "activations") for _, collection, _ in places)
+        excused = excused and all(collection in ("gradients", *_OF_GRADIENTS) for _, collection, _ in places)
         excused = excused and not self._on_and_on(view)
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
         evidence: dict[str, float | int | str] = {
@@ -55,17 +66,25 @@ class Nonfinite(Rule):
             "steps_with_loss": len(losses),
             "steps_with_gradients": len(gradients),
         }
+        if len(losses) and len(gradients):
+            evidence["broke_first"] = "loss" if losses[0] <= gradients[0] else "gradients"
         spots: list[Spot] = []
         collection = None
-        if places:
-            first, collection, names = places[0]
-            evidence |= {"first_seen_in": f"{collection} {names[0]}", "first_seen_at": first}
-            spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names]
         advice = None
+        if places:
+            first, where, names = places[0]
+            place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
+            evidence |= {"first_seen_in": place, "first_seen_at": first}
+            spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names if where != "loss"]
+            collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
+            advice = _OF_PLACE.get(where)
+        if not excused and (not places or places[0][0] > steps[0]):
+            evidence["place"] = "not recorded: it began between samples"
+            advice = _BETWEEN_SAMPLES
         held = next((step for step, where, _ in places if where == "weights"), None)
         if held is not None:
             evidence["weights_since"] = held
-            advice = _BEYOND_REPAIR
+            advice = f"{advice} {_BEYOND_REPAIR}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if not excused:
             yield self.finding(
@@ -102,6 +121,21 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
             ordered = layers[::-1] if collection == "gradients" else layers
             found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
     return [(step, collection, names) for step, _, collection, names in sorted(found)]
+
+
+def _of_loss(names: list[str]) -> str:
+    """Where a loss broke though all outputs were finite, or all up to the last that was left to be looked at."""
+    return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
+
+
+def _traced(view: View) -> list[tuple[int, str, list[str]]]:
+    """The same of the places that the watch has traced back when something broke (`plimsoll.watch.origin`)."""
+    found: list[tuple[int, str, list[str]]] = []
+    for event in view.events:
+        names = event.details.get("names")
+        if event.kind == "origin" and isinstance(names, list):
+            found.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
+    return found
 
 
 def _nonfinite(cells: Cells) -> Mask:

@@ -38,6 +38,7 @@ class Due:
         self.weights = self.gradients = self.optimizer = self.updates = False
         self.activations = self.activation_gradients = False
         self.forward = False  # either of the two above: what a tap asks first
+        self.traced = False  # taps keep references to what they do not measure (`origin`)
 
 
 class Core:

@@ -23,6 +23,7 @@ from plimsoll.watch._names import unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._recorder import Facts, Recorder
 from plimsoll.watch._taps import Taps
+from plimsoll.watch.origin import Origin
 from plimsoll.watch.wiring import Wiring
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
@@ -36,6 +37,7 @@ class Steps:
         self.taps: Taps | None = None
         self.casts: Casts | None = None
         self.wiring: Wiring | None = None
+        self.origin: Origin | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
         self._ended = False
         self._sealed = False

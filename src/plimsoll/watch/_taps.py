@@ -56,6 +56,7 @@ class Taps:
     ) -> None:
         self.core, self._begin, self._narrowed = core, begin, narrowed
         self.compiled = CompiledTaps(core, _devices(modules), len(modules))
+        self.trace: Callable[[str, Any], None] = _pass_by
         self.saw_eval_forward = False
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
@@ -221,6 +222,8 @@ class _After(_Tap):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self.due.forward:
+            if self.due.traced and not torch.compiler.is_compiling():
+                self.taps.trace(self.name, output)
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.outputs(self.name, output)
@@ -232,6 +235,10 @@ class _After(_Tap):
 
 
 inlined_only(_Before.__call__, _After.__call__)
+
+
+def _pass_by(name: str, output: Any) -> None:
+    """What a tap does with an output that nobody asks for."""
 
 
 def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:

@@ -27,6 +27,7 @@ from plimsoll.watch._reduce import reducing_writer
 from plimsoll.watch._settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._taps import ModuleHook, Taps
+from plimsoll.watch.origin import Origin
 from plimsoll.watch.wiring import Wiring
 
 _ROOT_BESIDE_MODEL = "(model)"  # the root's name where a submodule is called "model"
@@ -131,6 +132,9 @@ class Watch:
         _seams.listen(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
         _seams.listen(self._steps.wiring)
+        self._steps.origin = origin = Origin(core, parameters, root)
+        self._steps.taps.trace = origin.sees
+        _seams.listen(origin)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
         self._end = weakref.finalize(root, _close, core, self._steps, (begin, end))
 
@@ -223,6 +227,8 @@ class _RootBegins(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self.steps.forward_begins(module)
+            if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
+                origin.forward_begins(args, kwargs)
             if (core := self.steps.core).shadow is not None and core.live:
                 core.shadow.forward_begins(module, args, kwargs)
 
@@ -245,8 +251,9 @@ def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
     while core.at_close:
         core.at_close.pop()()
     _seams.forget(steps)
-    if steps.wiring is not None:
-        _seams.forget(steps.wiring)
+    for listener in (steps.wiring, steps.origin):
+        if listener is not None:
+            _seams.forget(listener)
     for end in core.at_close:
         end()
     steps.settle_if_ended()

@@ -121,6 +121,7 @@ class Wiring:
         self._ungraded: dict[int, str] = {}  # and those to have no gradient
         self._backwards = 0
         self._since_step = 0  # backwards since any optimizer has stepped
+        self._steps = 0  # the most of any optimizer, which may be gone when the watch closes
         self._scaler: weakref.ref[Any] | None = None
         self._scaled: weakref.ref[Tensor] | None = None  # the loss that was scaled last
         self._of_scaled = False  # the backward that runs is its
@@ -152,7 +153,7 @@ class Wiring:
                     self._say_unscaled(known)
             for followed in known.followed:
                 followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
-        if self._since_step == _PATIENCE and not any(known.steps for known in self._known.values()):
+        if self._since_step == _PATIENCE and not self._steps:
             self._say_no_step()
 
     @contained
@@ -192,6 +193,7 @@ class Wiring:
         if known is None or self._idle():
             return
         known.steps += 1
+        self._steps = max(self._steps, known.steps)
         has = known.had_gradients or _has_gradients(optimizer)  # a closure makes them inside the step
         known.empty = 0 if has or not self._since_step else known.empty + 1
         self._since_step = 0
@@ -225,6 +227,7 @@ class Wiring:
         if known is not None:
             known.was_scaled, known.scaled = False, 0
             known.steps += not known.steps  # a step that a scaler skips is one
+            self._steps = max(self._steps, known.steps)
 
     def graph_replays(self) -> None:
         """A CUDA graph runs again."""
@@ -305,10 +308,9 @@ class Wiring:
         )
 
     def _say_no_step(self) -> None:
-        never = [known.name for known in self._known.values() if not known.steps]
-        if never or not self._known:
+        never, some = [known.name for known in self._known.values() if not known.steps], self._steps > 0
+        if never or not some:
             who = ", ".join(never) or "no optimizer with the model's parameters"
-            some = any(known.steps for known in self._known.values())
             self._say(
                 "never stepped",
                 f"{who}: not a step in {self._backwards:,} backward passes"
@@ -360,10 +362,9 @@ class Wiring:
         """The watch closes: what was to be judged later is judged by what there is."""
         if self._backwards < _FEWEST:
             return
-        steps = max((known.steps for known in self._known.values()), default=0)
-        if steps >= _FEWEST and not self._judged:
+        if self._steps >= _FEWEST and not self._judged:
             self._judge(warn=False)
-        if not steps or steps >= _JUDGED_STEPS:
+        if not self._steps or self._steps >= _JUDGED_STEPS:
             self._say_no_step()
 
     # -- what there is

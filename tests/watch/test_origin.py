@@ -1,0 +1,170 @@
+"""NaN and Inf that begin between samples: the first place is found at the step itself, and training is as without."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
+
+
+class Net(nn.Module):
+    """Two layers around a norm, whose output may be broken at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.middle = Middle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.middle(self.norm(self.first(x)).relu()))
+
+
+class Middle(nn.Module):
+    """Passes its input on, as `change` makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x * 1)
+
+
+class Wild(torch.autograd.Function):
+    """An identity whose backward gives Inf."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return g * math.inf
+
+
+def weight(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model.norm.weight.data[3] = math.nan
+
+
+def batch(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    x[2, 1] = math.nan
+
+
+def values(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model.middle.change = lambda z: (z - 1e9).sqrt()
+
+
+def targets(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    y.fill_(-100)
+
+
+def backward(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model.middle.change = Wild.apply
+
+
+def state(model: Net, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.second.weight]["exp_avg"][0, 0] = math.inf
+
+
+def train(
+    path: Path, breaks: Callable[..., None] | None, *, steps: int = 30, at: int = 13, watched: bool = True
+) -> tuple[list[Finding], list[float]]:
+    """A training that breaks at an unsampled step; what the rule says, and the losses."""
+    model, losses = Net(), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = pl.watch(model, optimizer, run=path, every=10) if watched else None
+    for step in range(steps):
+        x = torch.randn(16, 8)
+        y = x[:, :4].argmax(dim=1)
+        if step == at and breaks is not None:
+            breaks(model, x, y, optimizer)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if watch is None:
+        return [], losses
+    watch.close()
+    return diagnose(path, rules=["nonfinite"]), losses
+
+
+@pytest.mark.parametrize(
+    ("breaks", "place", "at", "broke_first"),
+    [
+        (weight, "weights norm.weight", 13, "loss"),
+        (batch, "input model:input", 13, "loss"),
+        (values, "activations middle:output", 13, "loss"),
+        (targets, "the loss, of outputs that were finite", 13, None),
+        (backward, "gradients norm.weight", 13, "gradients"),
+        (state, "weights second.weight", 14, "loss"),
+    ],
+)
+def test_the_place_is_found_between_samples(
+    breaks: Callable[..., None], place: str, at: int, broke_first: str | None, tmp_path: Path
+) -> None:
+    (found,), losses = train(tmp_path / "run", breaks)
+    assert found.severity == "alarm"
+    assert (found.evidence["first_seen_in"], found.evidence["first_seen_at"]) == (place, at)
+    assert found.evidence.get("broke_first") == broke_first
+    assert "place" not in found.evidence and "recorder=" not in found.advice
+    assert [repr(x) for x in losses] == [repr(x) for x in train(tmp_path / "bare", breaks, watched=False)[1]]
+
+
+def test_a_sound_training_is_silent_and_nothing_is_kept_alive(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", None)[0] == []
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "other", every=10) as watch:
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        origin = watch._steps.origin
+        assert origin is not None and len(origin.outputs) == 5
+        assert [ref() for *_, ref in origin.outputs] == [None] * 5
+
+
+def test_where_the_place_is_not_known_the_finding_says_how_to_get_it(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10, collect=["weights"]) as watch:
+        watch._core.due.traced = False  # as for a model on a device
+        for step in range(30):
+            x = torch.randn(16, 8) * (math.nan if step == 13 else 1.0)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert found.evidence["place"] == "not recorded: it began between samples"
+    assert 'recorder=("loss", "scale", "nonfinite", "weights", "activations")' in found.advice
+
+
+class Normed(nn.Module):
+    """A batch norm in FP16 with a mask of infinities beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8).half(), nn.Linear(8, 4)
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x.half()).float()) + self.mask.exp().sum()
+
+
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+def test_running_statistics_that_overflow_are_named(size: float, tmp_path: Path) -> None:
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(32, 8) * size).square().mean().backward()
+            optimizer.step()
+    found = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert [f.evidence["first_seen_in"] for f in found] == (["buffers norm.running_var"] if size > 1 else [])
