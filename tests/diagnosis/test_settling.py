@@ -62,3 +62,18 @@ def test_the_size_told_is_that_of_the_end(tmp_path: Path) -> None:
     largest = cells.true_absmax[cells.names.index(found.where[0])]
     assert largest[-8] <= found.evidence["absmax"] <= largest.max()
     assert found.evidence["absmax"] >= 1024
+
+
+def test_values_that_settled_below_the_top_are_a_note(tmp_path: Path) -> None:
+    (still,) = of_rule("overflow-ahead", tmp_path / "on", lambda layer, s: 2.0 ** (3 + 0.05 * s), "fp16")
+    assert still.severity == "warning"
+    (over,) = of_rule("overflow-ahead", tmp_path / "over", lambda layer, s: 2.0 ** (3 + 0.1 * min(s, 70)), "fp16")
+    assert over.severity == "info" and over.actions == ()
+
+
+def test_gradients_that_underflow_because_the_loss_is_zero_are_no_fault(tmp_path: Path) -> None:
+    sizes = {"gradient_std": lambda layer, s: 2.0**-8 if s < 80 else 2.0**-35}
+    rules = ["underflow-*", "scale-low"]
+    solved = told(**sizes, loss=lambda s: 2.0 if s < 80 else 1e-9)
+    assert diagnose(solved.write(tmp_path / "solved"), rules=rules) == []
+    assert diagnose(told(**sizes).write(tmp_path / "not"), rules=rules) != []

@@ -13,7 +13,7 @@ from plimsoll.diagnosis import View, plan, whatif
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
-from plimsoll.spectrum import Fit
+from plimsoll.spectrum import Fit, Interval
 from tests.runs.test_blocks import wide_rows
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_single")
@@ -223,3 +223,11 @@ def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path
     for name in ("without", "other"):
         told = plan(tmp_path / name, "mxfp4", include=["a"])
         assert told.formats == {"a": "bf16"} and "what blocks hold is not recorded" in told.notes["a"]
+
+
+def test_an_interval_of_blocks_is_shown_from_end_to_end_where_it_is_wide() -> None:
+    from plimsoll.diagnosis._whatif_result import _range
+
+    assert _range(Interval(low=0.0, high=0.16, estimate=0.028)) == "0 % to 16 %"
+    assert _range(Interval(low=0.0275, high=0.0285, estimate=0.028)) == "2.8 %"
+    assert _range(Interval(low=0.0, high=0.0, estimate=0.0)) == "0 %"

@@ -9,11 +9,10 @@ import numpy as np
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._rule import Mask, Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
 from plimsoll.diagnosis._trend import goes_on, looks, trend
 from plimsoll.diagnosis._view import View, log2
 
-_NOTHING = 1e-6  # of the loss that a run began with: what gradients are left say nothing of its layers
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
 
@@ -65,7 +64,7 @@ class DeadLayer(Rule):
         silent = (values > 0) & (nonzero == 0) & (lost == 0)
         alive = np.array([name not in dead for name in modules.names])[:, None]
         # NaN is no zero; and a loss of zero has no gradient, which says nothing about a layer.
-        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~_solved(view, cells)[None, :]
+        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~view.solved(cells.steps)[None, :]
         found = spells(silent & alive, judged, self.samples)
         if not found:
             return
@@ -183,18 +182,6 @@ class Drift(Rule):
         on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
         until = int(cells.steps[known[-1]]) if on else until
         return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
-
-
-def _solved(view: View, cells: Cells) -> Mask:
-    """The steps of a collection at which the loss is zero, or next to nothing of what it began with."""
-    steps, loss = view.scalar("loss")
-    known = np.isfinite(loss)
-    steps, loss = steps[known], loss[known]
-    if not len(loss):
-        return np.zeros(len(cells.steps), dtype=bool)
-    place = np.minimum(np.searchsorted(steps, cells.steps), len(steps) - 1)
-    nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
-    return (steps[place] == cells.steps) & nothing
 
 
 def _levels(values: Floats) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ from plimsoll.diagnosis._view import View, log2
 from plimsoll.formats import FP16, get_element
 
 _SAMPLES = "a single sample proves nothing"
+_FEW = 8  # samples without which there is no trend
 _WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
 
 
@@ -75,7 +76,22 @@ class OverflowAhead(Rule):
         until = max(until for *_, until in found)
         spots = [spot for spot, *_ in found]
         meaning = "At the present trend these values leave the format within the time that the run has taken so far."
+        if not any(self._comes(cells, distance[cells.names.index(spot.name)]) for spot in spots):
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection=cells.collection, actions=(), advice="Nothing.",
+                meaning="These values rose toward the top of their format and have settled below it.",
+            )  # fmt: skip
+            return
         yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
+
+    def _comes(self, cells: Cells, distance: Floats) -> bool:
+        """Whether values still come nearer in the second half of the record, fast enough to arrive within it again."""
+        known = np.flatnonzero(~np.isnan(distance))
+        half = known[len(known) // 2 :] if len(known) >= 2 * _FEW else known
+        rise = trend(cells.steps[half], -distance[half])
+        if rise is None or rise.confidence < self.confidence or rise.low <= 0:
+            return False
+        return rise.steps_to(0.0) <= float(cells.steps[known[-1]] - cells.steps[known[0]])
 
     def _trend_of(self, cells: Cells, distance: Floats, name: str) -> list[tuple[Spot, Trend, int]]:
         known = np.flatnonzero(~np.isnan(distance))

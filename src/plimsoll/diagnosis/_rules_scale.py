@@ -45,7 +45,7 @@ class ScaleLow(Rule):
         if narrow is None or not narrow.censors.any():
             return
         cells, modules = narrow.cells, Modules.of(narrow.cells)
-        lost = modules.underflow(narrow)
+        lost = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
         most = np.fmax.reduce(lost, axis=0, initial=np.nan)
         free = self._free(view, cells)
         holds = (most > self.lost) & (free >= self.binades)

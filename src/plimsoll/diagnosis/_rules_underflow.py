@@ -61,12 +61,13 @@ class UnderflowHigh(Rule):
             cells = narrow.cells
             if collection == "gradients":
                 modules = Modules.of(cells)
-                fractions = modules.underflow(narrow)
+                fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
                 kept = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
                 yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
             else:
                 backward = collection == "activation_gradients"
-                for found in self._judged(cells, narrow.fraction, cells.names, collection, alone and backward):
+                fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
+                for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
                     yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
 
     def _judged(
@@ -117,7 +118,7 @@ class UnderflowRising(Rule):
         if narrow is None or not narrow.censors.any():
             return
         cells, modules = narrow.cells, Modules.of(narrow.cells)
-        fractions = modules.underflow(narrow)
+        fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
         names = modules.main_layers(cells)
         rising = [
             (i, *self._rise(cells, fractions[i]))

@@ -20,6 +20,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast, Event, Run
 
+_NOTHING = 1e-6  # of the loss that a run began with
 _NARROWER_THAN_FP32 = 24  # bits; FP32 has 32, TF32 19 with FP32's range
 _SUCCESS = ("SystemExit: 0", "SystemExit: None", "SystemExit: ", "GeneratorExit: ")  # leave a block, and are no failure
 
@@ -135,6 +136,17 @@ class View:
         place = np.searchsorted(known, steps, side="right") - 1
         found = values[np.maximum(place, 0)]
         return np.where(np.isfinite(found) & (found > 0), found, 1.0)
+
+    def solved(self, steps: Ints) -> NDArray[np.bool_]:
+        """Whether the loss is zero at a step, or next to nothing of what it began with: its gradients are too, then."""
+        known, loss = self.scalar("loss")
+        finite = np.isfinite(loss)
+        known, loss = known[finite], loss[finite]
+        if not len(loss):
+            return np.zeros(len(steps), dtype=bool)
+        place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+        nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
+        return (known[place] == steps) & nothing
 
     def narrow(self, collection: str) -> Narrow | None:
         """What narrow formats did to a collection; None where it was not recorded."""

@@ -21,6 +21,8 @@ from plimsoll.text import percent, steps
 if TYPE_CHECKING:
     from rich.table import Table
 
+_NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is told as a point
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
@@ -223,10 +225,10 @@ class WhatIf(NotebookRepr):
 
     def __str__(self) -> str:
         """The sentence, and what is lost at the shift."""
-        fit = self.overall.fit
+        fit, written = self.overall.fit, _range if self.block else _fraction
         return (
-            f"{self.sentence} At 2^{self.shift}: lost {_fraction(fit.lost)}, subnormal {_fraction(fit.subnormal)}, "
-            f"overflow {_fraction(fit.overflow)}."
+            f"{self.sentence} At 2^{self.shift}: lost {written(fit.lost)}, subnormal {written(fit.subnormal)}, "
+            f"overflow {written(fit.overflow)}."
         )
 
     def _rows(self, names: Sequence[str], p: Prediction, low: Floats, high: Floats) -> list[Row]:
@@ -277,12 +279,23 @@ def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
     if in_blocks:
         window = "no" if row.window is None else "yes"
     noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
-    return [shown(row.name), *(_fraction(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
+    written = _range if in_blocks else _fraction
+    return [shown(row.name), *(written(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
 
 
 def _fraction(interval: Interval) -> str:
     """An interval as its estimate in per cent."""
     return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
+
+
+def _range(interval: Interval) -> str:
+    """An interval in per cent as its estimate, or from end to end where it is too wide for a point to say anything.
+
+    Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
+    """
+    if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
+        return _fraction(interval)
+    return f"{percent(interval.low)} to {percent(interval.high)}"
 
 
 def _reduced(choose: "np.ufunc", values: Floats, axis: int) -> Floats:
