@@ -243,7 +243,8 @@ def test_what_is_trained_later_is_named_no_more(tmp_path: Path) -> None:
     assert [f.where for f in diagnose(path, rules=RULES, until=14)] == [("0.weight", "0.bias")]
 
 
-def test_two_models_that_train_in_turn_are_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_none", [False, True])
+def test_two_models_that_train_in_turn_are_right(to_none: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     makes, judges = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), mlp()
     made, judged = adam(makes), adam(judges)
@@ -251,10 +252,10 @@ def test_two_models_that_train_in_turn_are_right(tmp_path: Path) -> None:
     second = pl.watch(judges, judged, run=tmp_path / "judges", every=2)
     for _ in range(15):
         fake = makes(torch.randn(8, 4))
-        judged.zero_grad(set_to_none=False)
+        judged.zero_grad(set_to_none=to_none)
         (judges(torch.randn(8, 8)).mean() - judges(fake.detach()).mean()).backward()
         judged.step()
-        made.zero_grad(set_to_none=False)
+        made.zero_grad(set_to_none=to_none)
         judges(fake).mean().backward()  # gradients of the judge that its next zero_grad removes
         made.step()
     first.close()

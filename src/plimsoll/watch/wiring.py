@@ -65,7 +65,7 @@ class _Followed:
         g = self.gradient()
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
         if g is None or self.kept is None or self.kept() is not g:
-            self.kept = None
+            self.kept, self.carried = None, False
         elif self.before_backward != self.after_step:  # set to zero, or changed by whoever knows why
             self.kept, self.carried = None, False
         elif measure and not self.carried:
