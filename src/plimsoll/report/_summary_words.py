@@ -30,9 +30,10 @@ _LABELS = {
     "back_at_step": "Back at step", "steps": "Steps with NaN or Inf", "steps_with_loss": "Of these with the loss",
     "steps_with_gradients": "Of these with gradients", "first_seen_in": "First seen in",
     "first_seen_at": "First seen at step", "never_alive": "Never alive", "usual": "Usual loss", "loss": "Loss",
-    "level": "Called a spike above", "spikes": "Steps above that", "first": "First",
+    "level": "Called a spike above", "spikes": "Spikes", "first": "First",
     "needs_scale": "Scale that it needs", "bears_scale": "Scale that it overflows above",
-    "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps", "at_step": "At step",
+    "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps",
+    "at_step": "At step", "began_at": "Loss at the start", "now": "Loss now",
 }  # fmt: skip
 _JUDGED_BY = {
     "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
