@@ -145,7 +145,7 @@ def test_the_whole_answer(trained: dict[int, Trained]) -> None:
     assert (good.shift, good.chosen, good.block, good.unrecorded) == (0, True, 32, 0)
     assert good.sentence == "MXFP8_E5M2 serves at all steps."
     assert [row.window for row in good.rows] == [(0, 0)] * len(good.rows)
-    assert bad.sentence == "MXFP4 may lose 1% or more of some layer at all steps." and bad.rows[0].window is None
+    assert bad.sentence == "MXFP4 may lose 1 % or more of some layer at all steps." and bad.rows[0].window is None
     assert good.overall.fit.lost.high < bad.overall.fit.lost.low
     data = json.loads(json.dumps(bad.to_dict(), allow_nan=False))
     assert data["stretches"] == [{"from_step": 0, "to_step": STEPS - 1, "window": None}]
