@@ -64,9 +64,8 @@ class _Followed:
     def backward_begins(self, measure: bool) -> None:
         g = self.gradient()
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
-        if g is None or self.kept is None or self.kept() is not g:
-            self.kept, self.carried = None, False
-        elif self.before_backward != self.after_step:  # set to zero, or changed by whoever knows why
+        same = g is not None and self.kept is not None and self.kept() is g
+        if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
             self.kept, self.carried = None, False
         elif measure and not self.carried:
             # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
