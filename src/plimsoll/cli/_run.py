@@ -38,6 +38,9 @@ def run(
     warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
     block: Annotated[int | None, typer.Option(help="Measure in blocks of 32 (MX) or 16 (NVFP4) too.")] = None,
     recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
+    max_tensors: Annotated[int, typer.Option(min=1, help="The most tensors that one sample has.")] = 100_000,
+    max_bytes: Annotated[int, typer.Option(min=1, help="The most memory of one sample.")] = 1 << 30,
+    queue_bytes: Annotated[int, typer.Option(min=1, help="The most memory of samples that wait.")] = 64 << 20,
     precision: Annotated[str | None, typer.Option(help="Train at a level: amp-bf16, fp8-tensor, ...")] = None,
 ) -> None:
     """Watch a training script as it is: python SCRIPT ARGS, recorded."""
@@ -48,6 +51,9 @@ def run(
         "exclude": exclude or None,
         "warmup": warmup,
         "block": _block(block),
+        "max_tensors": max_tensors,
+        "max_bytes": max_bytes,
+        "queue_bytes": queue_bytes,
         "recorder": _names("--recorder", recorder, (*FACTS, *COLLECTIONS)),
     }
     if precision is not None and precision.lower() not in PRECISIONS:

@@ -23,6 +23,7 @@ from plimsoll.runs._registry import Registry
 from plimsoll.runs._tables import chunk
 
 _OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest is taken as it is
+_NUMBERS_BYTES = 64 << 20  # of numbers and events that wait: room of their own, so that no spectra push them out
 _IDLE_SECONDS = 15.0  # how often the lock is renewed while nothing is written
 
 
@@ -48,8 +49,19 @@ class _Mark:
 _Item = Record | _Produce | _Change | _Mark
 
 
+class _Room:
+    """A bound on what waits in the queue, and how much does."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound, self.used = bound, 0
+
+    def takes(self, size: int) -> bool:
+        """Whether there is room; for one item always."""
+        return self.used == 0 or self.used + size <= self.bound
+
+
 class Worker:
-    """The thread and its queue of at most `queue_bytes`."""
+    """The thread and its queue: at most `queue_bytes` of spectra, and numbers and events beside them."""
 
     def __init__(
         self,
@@ -63,10 +75,10 @@ class Worker:
     ) -> None:
         self._keeper, self._feed, self._losses, self._registry = keeper, feed, losses, registry
         self._buffer = Buffer(queue_bytes, losses)
-        self._flush_seconds, self._bound = flush_seconds, queue_bytes
-        self._queue: queue.SimpleQueue[tuple[_Item, int]] = queue.SimpleQueue()
+        self._flush_seconds = flush_seconds
+        self._queue: queue.SimpleQueue[tuple[_Item, int, _Room]] = queue.SimpleQueue()
         self._guard = threading.RLock()
-        self._queued_bytes = 0
+        self._spectra, self._numbers = _Room(queue_bytes), _Room(_NUMBERS_BYTES)
         self._steps: dict[int, Entries] = {}
         self._deadline: float | None = None
         self._running = True
@@ -78,24 +90,23 @@ class Worker:
 
     def put(self, record: Record) -> None:
         """Queues a record."""
-        self._offer(record, size_bytes(record))
+        self._offer(record, size_bytes(record), self._spectra if isinstance(record, Batch) else self._numbers)
 
-    def produce(self, produce: Callable[[], Iterable[Record]], size: int) -> bool:
-        """Queues a call that makes records; False where there is no room."""
-        return self._offer(_Produce(produce), size)
+    def produce(self, produce: Callable[[], Iterable[Record]], size: int, *, numbers: bool) -> bool:
+        """Queues a call that makes records, or numbers and events alone; False where there is no room."""
+        return self._offer(_Produce(produce), size, self._numbers if numbers else self._spectra)
 
     def change(self, entries: dict[str, Any]) -> None:
         """Queues a change of the manifest."""
-        self._offer(_Change(entries), 1000)
+        self._offer(_Change(entries), 1000, self._numbers)
 
-    def _offer(self, item: _Item, size: int) -> bool:
+    def _offer(self, item: _Item, size: int, room: _Room) -> bool:
         with self._guard:
-            room = self._queued_bytes == 0 or self._queued_bytes + size <= self._bound
-            accepted = room and not self._closed
+            accepted = room.takes(size) and not self._closed
             if accepted:
-                self._queued_bytes += size
+                room.used += size
         if accepted:
-            self._queue.put((item, size))
+            self._queue.put((item, size, room))
         elif self._closed:
             self._losses.count("closed", 1, f"plimsoll: the writer of {self._keeper.path} is closed; records are lost.")
         else:
@@ -108,7 +119,7 @@ class Worker:
         if self._closed or threading.current_thread() is self._thread:
             return self._closed and not len(self._buffer)
         mark = _Mark(threading.Event(), [])
-        self._queue.put((mark, 0))
+        self._queue.put((mark, 0, self._numbers))
         return mark.done.wait(timeout) and mark.result == [True]
 
     def close(self, timeout: float | None) -> None:
@@ -118,7 +129,7 @@ class Worker:
                 return
             self._closed = True
         mark = _Mark(threading.Event(), [], closing=True)
-        self._queue.put((mark, 0))
+        self._queue.put((mark, 0, self._numbers))
         if threading.current_thread() is not self._thread and not mark.done.wait(timeout):
             message = (
                 f"plimsoll: {self._keeper.path} could not be closed within {timeout} s; its last records may be lost."
@@ -139,13 +150,13 @@ class Worker:
         self._remember(self._keeper.events())
         while self._running:
             try:
-                item, size = self._queue.get(timeout=self._patience())
+                item, size, room = self._queue.get(timeout=self._patience())
             except queue.Empty:
                 self._write()
                 continue
             self._contained(item)
             with self._guard:
-                self._queued_bytes -= size
+                room.used -= size
             del item  # its arrays are not kept alive while the thread waits
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._write()

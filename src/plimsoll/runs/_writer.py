@@ -32,7 +32,8 @@ class RunWriter:
       and after is replaced at once.
     - `rank`, `world_size`: each rank writes its own parts to the same folder.
     - `flush_seconds`: how much a killed process may lose. `compact_above`: how many parts may lie side by side before
-      they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on what waits.
+      they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on spectra that
+      wait to be written; scalars and events have 64 MB of their own.
     - `sinks`: are given every step as well.
 
     Raises `ArgumentError` where another writer holds this run and rank, or for a URI; `RunError` for a folder that
@@ -106,12 +107,13 @@ class RunWriter:
         """Queues a record. Its arrays are the writer's from now on."""
         self._worker.put(record)
 
-    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int) -> bool:
+    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int, *, numbers: bool = False) -> bool:
         """Queues a call that makes records on the background thread; False, and one loss counted, without room.
 
-        `size_bytes` is the memory that the call keeps until it has run.
+        `size_bytes` is the memory that the call keeps until it has run. `numbers` says that it makes scalars and events
+        alone, which wait in room of their own.
         """
-        return self._worker.produce(produce, size_bytes)
+        return self._worker.produce(produce, size_bytes, numbers=numbers)
 
     def write_manifest(self, **more: object) -> None:
         """Adds entries to this rank's manifest, at the next flush. What JSON cannot hold is written as text."""

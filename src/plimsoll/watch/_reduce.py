@@ -86,9 +86,9 @@ class Collector(RunWriter):
         else:
             super().write(record)
 
-    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int) -> bool:
+    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int, *, numbers: bool = False) -> bool:
         """Queues a call that makes records, the same way."""
-        return super().submit(lambda: self._sorted(produce()), size_bytes)
+        return super().submit(lambda: self._sorted(produce()), size_bytes, numbers=numbers)
 
     def _sorted(self, records: Iterable[Record]) -> Iterator[Record]:
         for record in records:

@@ -13,6 +13,7 @@ FACTS = ("loss", "scale", "nonfinite")
 BLOCKED = ("weights", "gradients", "activations", "activation_gradients")  # what `block` measures in blocks
 BLOCKS = (16, 32)  # NVFP4's block length, and MX's
 SHADOWED = ("gradients", "activations", "activation_gradients")
+_BOUNDS = ("max_tensors", "max_bytes", "queue_bytes")
 Pattern = str | type[nn.Module]
 
 
@@ -30,6 +31,7 @@ class Settings:
     ranks: Literal["each", "reduce"] = "each"
     max_tensors: int = 100_000
     max_bytes: int = 1 << 30
+    queue_bytes: int = 64 << 20
     block: int = 0  # length of the blocks that are recorded; 0 for none
 
     def block_of(self, collection: str) -> int:
@@ -41,11 +43,11 @@ class Settings:
         """The collections that the flight recorder keeps at every step."""
         return tuple(name for name in self.recorder if name in COLLECTIONS)
 
-    def due(self, collection: str, step: int) -> bool:
-        """Whether the schedule asks for the collection at that step."""
-        every = self.intervals.get(collection)
+    def due(self, collection: str, step: int, number: int | None = None) -> bool:
+        """Whether the schedule asks for the collection at that step; `number` is what its turn counts (see `turns`)."""
+        every, number = self.intervals.get(collection), step if number is None else number
         shadowed = collection in SHADOWED and self.shadows(step)
-        return every is not None and (step < self.warmup or step % every == 0 or shadowed)
+        return every is not None and (number < self.warmup or number % every == 0 or shadowed)
 
     def shadows(self, step: int) -> bool:
         """Whether the step has a shadow."""
@@ -64,6 +66,7 @@ class Settings:
             "ranks": self.ranks,
             "max_tensors": self.max_tensors,
             "max_bytes": self.max_bytes,
+            "queue_bytes": self.queue_bytes,
             "block": self.block or None,
         }
 
@@ -81,6 +84,7 @@ def checked(
     ranks: object,
     max_tensors: object,
     max_bytes: object,
+    queue_bytes: object,
     block: object = None,
 ) -> Settings:
     """The settings; `ArgumentError` names the first argument that cannot be."""
@@ -96,6 +100,7 @@ def checked(
         ranks=_ranks(ranks),
         max_tensors=_at_least("max_tensors", max_tensors, 1),
         max_bytes=_at_least("max_bytes", max_bytes, 1),
+        queue_bytes=_at_least("queue_bytes", queue_bytes, 1),
         block=_block(block, intervals),
     )
 
@@ -143,7 +148,7 @@ def _at_least(argument: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(
             f"watch: expected {argument} to be an integer of {least} or more; got {argument}={value!r}. "
-            "Intervals count optimizer steps."
+            f"{'Give a whole number.' if argument in _BOUNDS else 'Intervals count optimizer steps.'}"
         )
     return value
 

@@ -52,6 +52,7 @@ def watch(
     start_step: int | None = None,
     max_tensors: int = 100_000,
     max_bytes: int = 1 << 30,
+    queue_bytes: int = 64 << 20,
     block: Literal[16, 32] | None = None,
 ) -> "Watch":
     """Records a model's numbers while it trains, every so many optimizer steps, into the folder `run`.
@@ -65,6 +66,7 @@ def watch(
       and parameter names, or module types; a module stands for all that is in it.
     - `scaler`: only for one that neither is a `torch.amp.GradScaler` nor derives from it.
     - `warmup`: so many first steps are sampled whole. `max_tensors`, `max_bytes`: the bound on one sample.
+      `queue_bytes`: the bound on the samples that wait to be written.
     - `shadow_every`: every so many steps the batch is repeated in FP32, to tell underflow from structural zeros.
     - `recorder`: what is kept of every one of the last `recorder_steps` steps and written when something breaks; naming
       a collection means to measure it at every step (`Watch.recorder_bytes` says what it holds).
@@ -82,7 +84,7 @@ def watch(
     settings = checked(
         every=every, collect=collect, include=include, exclude=exclude, warmup=warmup, shadow_every=shadow_every,
         recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
-        block=block,
+        queue_bytes=queue_bytes, block=block,
     )  # fmt: skip
     _check_model(model)
     optimizers = _optimizers(optimizer)
@@ -256,7 +258,7 @@ def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
             _seams.forget(listener)
     for end in core.at_close:
         end()
-    steps.settle_if_ended()
+    steps.settle_if_ended(closing=True)
     steps.recorder.send_facts()
     for handle in handles:
         handle.remove()
@@ -330,6 +332,7 @@ def _writer(
         rank=place.rank,
         world_size=place.world,
         resume_from=start_step,
+        queue_bytes=settings.queue_bytes,
         sinks=[as_sink(sink) for sink in sinks] if place.rank == 0 else [],  # one rank alone feeds them
     )
 
