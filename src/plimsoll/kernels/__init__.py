@@ -147,3 +147,27 @@ def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArr
         )
     groups, rows = np.ascontiguousarray(groups, np.int64), np.ascontiguousarray(rows)
     _backend.choose_for_host().merge_rows(target, groups, rows)
+
+
+def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
+    """Adds each row j to row ``targets[j]`` of the bank, on its device, as `merge_rows` does; without waiting for it.
+
+    On a GPU the float64 sums of several rows with one target are added in any order.
+    """
+    if bank.device.type == "cpu":
+        merge_rows(bank.numpy(), np.array(targets, np.int64), rows.numpy())
+        return
+    index = torch.tensor(targets)
+    if bank.is_cuda:
+        index = index.pin_memory()
+    add_rows_by_torch(bank, index.to(bank.device, non_blocking=True), rows)
+
+
+def add_rows_by_torch(bank: Tensor, targets: Tensor, rows: Tensor) -> None:
+    """The same by torch's own operators, on any device."""
+    extremes, sums = slice(_layout.POSITIVE, _layout.SUM), slice(_layout.SUM, _layout.HISTOGRAM)
+    for part in (slice(0, _layout.POSITIVE), slice(_layout.HISTOGRAM, None)):
+        bank[:, part].index_add_(0, targets, rows[:, part])
+    bank.view(torch.float64)[:, sums].index_add_(0, targets, rows.view(torch.float64)[:, sums])
+    keys = rows[:, extremes]
+    bank[:, extremes].scatter_reduce_(0, targets[:, None].expand_as(keys), keys, "amax")

@@ -6,7 +6,7 @@ here raises into training: `contained` turns any failure into one warning and an
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -65,9 +65,9 @@ class Core:
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._said: set[str] = set()
 
-    def plan(self, step: int) -> None:
-        """Sets what is due at the step."""
-        wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step)}
+    def plan(self, step: int, number: int | None = None) -> None:
+        """Sets what is due at the step; `number` is what the intervals count, where that is not the step."""
+        wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
         wanted &= self.settings.intervals.keys()
         kept = frozenset(self.settings.recorded) - wanted
         for name in COLLECTIONS:
@@ -79,10 +79,19 @@ class Core:
         else:
             self.sample = None
 
-    def plan_forward(self, step: int) -> None:
+    def take(self, collection: str) -> None:
+        """Makes one more collection due in the present step."""
+        if not self.open or self.muted:
+            return
+        setattr(self.due, collection, True)
+        self.ring_only -= {collection}
+        if self.sample is None:
+            self.sample = Sample(self.step, self.pool)
+
+    def plan_forward(self, step: int, number: int | None = None) -> None:
         """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
         for name in _FORWARD:
-            scheduled = self.on_request > 1 or self.settings.due(name, step)
+            scheduled = self.on_request > 1 or self.settings.due(name, step, number)
             asked = (scheduled and name in self.settings.intervals) or name in self.settings.recorded
             setattr(self.due, name, self.open and asked)
         self.due.forward = self.due.activations or self.due.activation_gradients
@@ -116,6 +125,10 @@ class Core:
         self._series[key] = number
         return number
 
+    def series_in(self, collections: Collection[str]) -> set[int]:
+        """The numbers of all series of these collections."""
+        return {number for number, name in enumerate(self.collections) if name in collections}
+
     def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
         """The plain tensor to be measured; None, said once, where there is none to read. Not detached.
 
@@ -134,12 +147,12 @@ class Core:
         """Measures a plain tensor into a fresh row of the sample; returns the rows and the row's number."""
         assert self.sample is not None
         rows = self.sample.rows(x.device)
-        bank, row = rows.take()
+        bank, row, number = rows.take()
         if self.settings.block:  # what is measured one by one is activations and gradients
             kernels.measure_into([x], bank, [row], accumulate=False, block=self.settings.block)
         else:
             rows.measure_one(x, bank, row)
-        return rows, rows.used - 1
+        return rows, number
 
     def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
         """Whether the sample may take so many more tensors and bytes; said once when not."""
@@ -149,6 +162,8 @@ class Core:
         many, much = sample.entries + tensors, sample.size_bytes + size_bytes
         if many <= self.settings.max_tensors and much <= self.settings.max_bytes:
             return True
+        if sample.fold():
+            return self.has_room(tensors, size_bytes)
         self.say(
             "capped",
             f"a sample of {many:,} tensors or {much / 2**20:,.0f} MB is more than max_tensors="

@@ -5,6 +5,7 @@ optimizer is given (after unscaling and clipping), read before its step, or afte
 backward (a closure). A step that a scaler skips is read when the skip is known, non-finite gradients and all.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -19,6 +20,8 @@ from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
 from plimsoll.watch._updates import Updates
 
+_FEW = 3  # modules that a name lists
+
 
 class Parameters:
     """What one watch reads of the parameters of its model and of their optimizers."""
@@ -32,6 +35,7 @@ class Parameters:
         self._kept: dict[int, tuple[object, dict[str, Tensor], set[int]]] = {}  # by optimizer
         self._kinds = Kinds(core)
         self._updates = Updates(core)
+        self._read_early: set[int] = set()
         self.start_step()
         self._learn()
 
@@ -41,6 +45,7 @@ class Parameters:
         self._brought_up: set[int] = set()  # parameters of optimizers that have entered, which may be gone by the end
         self._graded: set[int] = set()
         self._left: set[int] = set()
+        self._read_early.clear()
         self._updates.forget()
         self.backwards = 0
         self.nonfinite: dict[torch.device, Tensor] = {}
@@ -64,6 +69,8 @@ class Parameters:
     def enter(self, optimizer: Any) -> None:
         """The optimizer is about to step."""
         key = id(optimizer)
+        if self._read_early:
+            self._drop_early()
         if key not in self._entered:
             self._entered.add(key)
             params, ids = self._known(optimizer)
@@ -101,6 +108,35 @@ class Parameters:
         scale = getattr(optimizer, "grad_scale", None)
         scaled = isinstance(scale, Tensor) and not getattr(scale, "plimsoll_unscaled", False)
         self._read_gradients_of(params, scaled=scaled, masters=masters)
+
+    # -- without an optimizer ------------------------------------------------------------------------------------------
+
+    @contained
+    def read_early(self) -> None:
+        """Reads weights and gradients when a backward has ended: where no optimizer steps, nothing else says when."""
+        self._drop_early()
+        core, params = self.core, self._all()
+        if core.due.weights:
+            self._read_weights(params)
+        if core.due.updates:
+            self._updates.keep(params)
+        self._read_gradients_of(params, scaled=False)
+        self._brought_up |= {id(p) for p in params.values()}
+        self._read_early = core.series_in(("weights", "gradients"))
+
+    def _drop_early(self) -> None:
+        """Forgets what was read early: there is another backward of the same step, or an optimizer after all."""
+        if self._read_early and self.core.sample is not None:
+            self.core.sample.drop_series(self._read_early)
+        self._read_early = set()
+        self._brought_up.clear()
+        self.nonfinite.clear()
+
+    @contained
+    def leave_early(self) -> None:
+        """The weights were changed by the script itself."""
+        if self.core.due.updates:
+            self._updates.read(self._all())
 
     @contained
     def finish_step(self) -> None:
@@ -192,7 +228,7 @@ class Parameters:
         if not core.has_room():
             return
         rows, row = core.measure(values.detach())
-        missing, here = g.numel() - values.numel(), rows.banks[-1][row % len(rows.banks[-1])]
+        missing, here = g.numel() - values.numel(), rows.row(row)
         here[[layout.COUNT, layout.ZEROS]] += missing
         if core.settings.block and g.dense_dim():
             length = max(g.shape[-1], 1)
@@ -222,6 +258,33 @@ class Parameters:
         return self.nonfinite[device]
 
     # -- names ---------------------------------------------------------------------------------------------------------
+
+    def members(self) -> list[tuple[int, Tensor]]:
+        """The model's parameters by identity, those that are not selected too."""
+        found = [(key, self._names[key][0]()) for key in self._members]
+        if any(p is None for _, p in found):
+            self._learn()
+            found = [(key, self._names[key][0]()) for key in self._members]
+        return [(key, p) for key, p in found if p is not None]
+
+    def ids_of(self, optimizer: Any) -> set[int]:
+        """The identities of the parameters that an optimizer steps."""
+        return {id(p) for p in parameters_of(optimizer)}
+
+    def label_of(self, ids: set[int]) -> str:
+        """The module that has just these parameters of the model, or the few that have; empty if there is none."""
+        model = self.core.model()
+        named = [(clean(raw), id(p) in ids) for raw, p in model.named_parameters()] if model is not None else []
+        paths = [name.split(".") for name, has in named if has]
+        levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+        shared = [level[0] for level in levels]
+        shared = shared[: len(paths[0]) - 1] if paths else []  # the last part is the parameter's own
+        for depth in range(1, len(shared) + 1):
+            module = ".".join(shared[:depth])
+            if all(has for name, has in named if name.startswith(f"{module}.")):
+                return module
+        tops = list(dict.fromkeys(path[0] for path in paths))
+        return ".".join(shared) or ("+".join(tops) if len(tops) <= _FEW else "")
 
     def _learn(self) -> None:
         """Finds the model's parameters by identity; again when some turn up that are not known."""

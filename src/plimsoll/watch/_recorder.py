@@ -11,7 +11,8 @@ loop, and a signal; for one reason at most once in as many steps as it keeps.
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from plimsoll.runs import Event, Record, Scalars
 from plimsoll.watch._core import Core
@@ -34,17 +35,19 @@ class Facts:
 
     step: int
     loss: float | Later | None = None
+    other_losses: Mapping[str, float | Later] = field(default_factory=dict[str, "float | Later"])
     scale: float | Later | None = None
     nonfinite: float | Later | None = None
     skipped: float | Later | None = None
 
     def ready(self) -> bool:
         """Whether all are known without waiting."""
-        return ready(self.loss) and ready(self.scale) and ready(self.nonfinite) and ready(self.skipped)
+        known = (self.loss, self.scale, self.nonfinite, self.skipped, *self.other_losses.values())
+        return all(ready(value) for value in known)
 
     def values(self) -> dict[str, float]:
         """Those that there are; waits for the device."""
-        found = {"loss": self.loss, "scale": self.scale, "nonfinite": self.nonfinite}
+        found = {"loss": self.loss, **self.other_losses, "scale": self.scale, "nonfinite": self.nonfinite}
         known = {name: resolved(value) for name, value in found.items()}
         return {name: value for name, value in known.items() if value is not None}
 
@@ -82,7 +85,7 @@ class Recorder:
         unsent, self._unsent = self._unsent, []
         if unsent:
             kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
-            self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent))
+            self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
 
     def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
         """Writes what the ring holds, with the reason as an event."""
@@ -127,9 +130,11 @@ class Recorder:
         if skipped:
             message = f"the scaler skipped the step at scale {scale:g}" if scale is not None else "the step was skipped"
             self.core.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
-        if loss is not None and not math.isfinite(loss):
-            self.fire("loss", f"the loss is {loss}", facts.step, loss=str(loss), advice=_ADVICE)
-        elif loss is not None:
+        others = {name: resolved(value) for name, value in facts.other_losses.items()}
+        for name, value in {"loss": loss, **others}.items():
+            if value is not None and not math.isfinite(value):
+                self.fire("loss", f"the {name} is {value}", facts.step, loss=str(value), advice=_ADVICE)
+        if loss is not None and math.isfinite(loss):
             self._look_for_spike(loss, facts.step)
         if nonfinite:
             message = f"{nonfinite:,.0f} gradient values are not finite"
@@ -151,7 +156,7 @@ class Recorder:
 def _scalars(steps: list[Facts], kept: list[str]) -> list[Record]:
     records: list[Record] = []
     for facts in steps:
-        values = {name: value for name, value in facts.values().items() if name in kept}
+        values = {name: value for name, value in facts.values().items() if name.partition(":")[0] in kept}
         if values:
             records.append(Scalars(step=facts.step, values=values))
     return records

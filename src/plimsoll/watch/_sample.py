@@ -2,7 +2,9 @@
 
 Rows are taken one after the other from banks of `BANK_ROWS` rows, one list of banks a device. Each measurement gets a
 row of its own, so that two taps which see one tensor share the row, and a module called twice has two: what belongs to
-one series is added up when the sample is written. Banks go back to a pool and are used again.
+one series is added up when the sample is written. Where modules are called hundreds of times a step (a recurrent cell,
+an optimizer's closure) it is added up before, whenever a bank is full: rows of the same series become one, and the
+others are taken again. Banks go back to a pool and are used again.
 """
 
 import threading
@@ -60,19 +62,91 @@ class Rows:
         self.moves: dict[int, Tensor] = {}  # by bank, of updates
         self.updates: list[int] = []  # entries that are updates
         self.extras: list[tuple[str, int, float | Later]] = []
+        self.folds = 0  # how often rows were added up: numbers of rows from before may be of others since
+        self._distinct: set[int] = set()  # series
+        self._free: list[int] = []  # rows that were added to others
 
     @property
     def used(self) -> int:
         """Rows taken so far."""
         return (len(self.banks) - 1) * BANK_ROWS + self.next
 
-    def take(self) -> tuple[Tensor, int]:
-        """A fresh row: its bank, and its number there."""
+    @property
+    def held(self) -> int:
+        """Rows that hold something."""
+        return self.used - len(self._free)
+
+    @property
+    def repeats(self) -> int:
+        """Entries of series that have another."""
+        return len(self.index) - len(self._distinct)
+
+    def take(self) -> tuple[Tensor, int, int]:
+        """A fresh row: its bank, its number there, and its number among all rows."""
+        if self.next == BANK_ROWS and not self._free and self.repeats >= BANK_ROWS // 2:
+            self.fold()
+        if self._free:
+            number = self._free.pop()
+            return self.banks[number // BANK_ROWS], number % BANK_ROWS, number
         if self.next == BANK_ROWS:
             self._grow()
         row = self.next
         self.next += 1
-        return self.banks[-1], row
+        return self.banks[-1], row, self.used - 1
+
+    def row(self, number: int) -> Tensor:
+        """A row by its number."""
+        return self.banks[number // BANK_ROWS][number % BANK_ROWS]
+
+    def fold(self) -> bool:
+        """Adds up the rows whose entries are of the same series; whether there were any."""
+        entries: dict[int, list[int]] = defaultdict(list)
+        for entry, row in enumerate(self.index):
+            entries[row].append(entry)
+        apart = {*self.updates, *(entry for _, entry, _ in self.extras)}  # what is beside the row cannot be added up
+        scaled, empty = set(self.scaled), set(self.unless_empty)
+        first: dict[object, int] = {}
+        merged: dict[int, int] = {}  # row -> the row that it is added to
+        for row, mine in entries.items():
+            if apart.isdisjoint(mine):
+                key = frozenset(
+                    (self.series[e], e in scaled, e in empty, self.factors.get(e, 1.0)) for e in mine
+                )  # fmt: skip
+                target = first.setdefault(key, row)
+                if target != row:
+                    merged[row] = target
+        if not merged:
+            return False
+        self._add_up(merged)
+        self._forget({entry for row in merged for entry in entries[row]})
+        self._free.extend(merged)
+        self.folds += 1
+        return True
+
+    def drop(self, series: set[int]) -> None:
+        """Forgets what was measured of these series, each of which has rows of its own."""
+        dropped = {entry for entry, number in enumerate(self.series) if number in series}
+        if dropped:
+            self._free.extend({self.index[entry] for entry in dropped})
+            self._forget(dropped)
+
+    def _add_up(self, merged: dict[int, int]) -> None:
+        by_bank: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, target in merged.items():
+            by_bank[target // BANK_ROWS].append((row, target % BANK_ROWS))
+        for position, pairs in by_bank.items():
+            rows = torch.stack([self.row(row) for row, _ in pairs])
+            kernels.add_rows(self.banks[position], [target for _, target in pairs], rows)
+
+    def _forget(self, dropped: set[int]) -> None:
+        kept = [entry for entry in range(len(self.index)) if entry not in dropped]
+        number = {entry: position for position, entry in enumerate(kept)}
+        self.index, self.series = [self.index[e] for e in kept], [self.series[e] for e in kept]
+        self.scaled = [number[e] for e in self.scaled if e in number]
+        self.unless_empty = [number[e] for e in self.unless_empty if e in number]
+        self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
+        self.updates = [number[e] for e in self.updates]
+        self.extras = [(name, number[e], value) for name, e, value in self.extras]
 
     def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
         """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
@@ -102,6 +176,7 @@ class Rows:
         entry = len(self.index)
         self.index.append(row)
         self.series.append(series)
+        self._distinct.add(series)
         if scaled:
             self.scaled.append(entry)
         if unless_empty:
@@ -115,6 +190,7 @@ class Rows:
         entry = len(self.index)
         self.index.extend(range(first, first + len(series)))
         self.series.extend(series)
+        self._distinct.update(series)
         if scaled:
             self.scaled.extend(range(entry, entry + len(series)))
 
@@ -158,8 +234,18 @@ class Sample:
         """About how much memory it holds."""
         count = 0
         for rows in self._rows.values():
-            count += rows.used
+            count += rows.held
         return count * self._pool.row_bytes
+
+    def fold(self) -> bool:
+        """Makes room: adds up what is of the same series, where there is enough of it; whether there was."""
+        worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
+        return sum(rows.fold() for rows in worth) > 0
+
+    def drop_series(self, series: set[int]) -> None:
+        """Forgets what was measured of these series."""
+        for rows in self._rows.values():
+            rows.drop(series)
 
     def rescale(self, factor: float) -> None:
         """Says that the scaled values so far carry one more factor."""

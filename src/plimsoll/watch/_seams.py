@@ -58,6 +58,20 @@ _patched: dict[type, Callable[[], None]] = {}
 _lock = threading.RLock()
 
 
+class _Given(threading.local):
+    seeds: Any = None
+
+
+_given = _Given()
+
+
+def seeds() -> list[Any]:
+    """The gradients that the backward which begins on this thread was given, one for each of its tensors."""
+    given = _given.seeds
+    listed: list[Any] = [] if given is None else [given] if isinstance(given, torch.Tensor) else list(given)
+    return listed if any(seed is not None for seed in listed) else []
+
+
 def factor_of(x: Any) -> float:
     """By how much the gradient of a tensor, in the forward that makes it, is larger than the loss scale makes it."""
     factor = 1.0
@@ -149,7 +163,11 @@ def _patch_backward() -> Callable[[], None]:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        _tell("backward_begins", tensors)
+        _given.seeds = args[0] if args else kwargs.get("grad_tensors")
+        try:
+            _tell("backward_begins", tensors)
+        finally:
+            _given.seeds = None
         original(tensors, *args, **kwargs)
         _tell("backward_ends")
 
@@ -248,11 +266,18 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
+def _acts(scaler: Any) -> bool:
+    """Whether a scaler scales: one with `enabled=False` only passes on, and its scale of 1 says nothing of the step."""
+    enabled = getattr(scaler, "is_enabled", None)
+    return not callable(enabled) or bool(enabled())
+
+
 def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, outputs, *args, **kwargs)
-        _tell("loss_scaled", self, outputs, scaled)
+        if _acts(self):
+            _tell("loss_scaled", self, outputs, scaled)
         return scaled
 
     return scale
@@ -262,7 +287,8 @@ def _stepping(original: Any) -> Any:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, optimizer, *args, **kwargs)
-        _tell("scaler_step_ends", self, optimizer)
+        if _acts(self):
+            _tell("scaler_step_ends", self, optimizer)
         return result
 
     return step
@@ -271,6 +297,8 @@ def _stepping(original: Any) -> Any:
 def _updating(original: Any) -> Any:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _acts(self):
+            return original(self, *args, **kwargs)
         _tell("scaler_update_begins", self)
         result = original(self, *args, **kwargs)
         _tell("scaler_update_ends", self)

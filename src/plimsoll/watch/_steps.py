@@ -8,7 +8,7 @@ before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from plimsoll.watch._names import unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._recorder import Facts, Recorder
 from plimsoll.watch._taps import Taps
+from plimsoll.watch.graph import backward_running, is_scaled_by
+from plimsoll.watch.losses import MAIN, Losses
+from plimsoll.watch.turns import Turns
+from plimsoll.watch.unled import Probe
 from plimsoll.watch.origin import Origin
 from plimsoll.watch.wiring import Wiring
-
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 
 
 class Steps:
@@ -42,18 +44,20 @@ class Steps:
         self._ended = False
         self._sealed = False
         self._inside: list[Any] = []  # optimizers whose step is running
-        self._forwards = 0  # training forwards since the last optimizer step
         self._looks = 2  # forwards at whose beginning it is asked what distributes the model
         self._microbatches = 1
-        self._root_seen = False  # its hook runs: it is not compiled
-        self._others: list[float | Later | None] = []  # losses of backwards that seem to be another model's
         self._trained_forwards = 0  # of this step, with the model in training mode
-        self._losses: list[float | Later] = []
+        self._losses = Losses(core, parameters)
+        self._turns = Turns(core)
+        self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
+        self._probe: Probe | None = None
         self._scale: float | Later | None = None
         self._skipped: float | Later | None = None
         self._scaler: weakref.ref[Any] | None = None
-        self._scaled_loss: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # losses by what a scaler made of them
+        self._scales: weakref.ref[Any] | None = None  # the scaler that made them
         self._stepped_by_scaler: set[int] = set()
+        self._awaits_update = False  # a scaler has stepped one of ours in this step
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
@@ -70,16 +74,14 @@ class Steps:
         taps = self.taps
         if self.core.muted:
             return
-        if taps is None or Core.repeating or not torch.is_grad_enabled() or _backward_running() != -1:
+        if taps is None or Core.repeating or not torch.is_grad_enabled() or backward_running() != -1:
             return
         if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
             taps.saw_eval_forward = True
             return
+        self._end_unled()
         self.begin()
-        self._root_seen = True
-        self._others.clear()
         self._trained_forwards += model.training
-        self._forwards += 1
         self.core.live = True
         if self._looks:
             self._looks -= 1
@@ -121,17 +123,12 @@ class Steps:
     @contained
     def backward_begins(self, tensors: Any) -> None:
         """A backward was asked for, of these tensors."""
-        if self.core.muted or _backward_running() != -1 or is_capturing():
+        if self.core.muted or Core.repeating or backward_running() != -1 or is_capturing():
             return
-        loss = tensors if isinstance(tensors, Tensor) else _only(tensors)
-        value = None
-        if loss is not None and loss.numel() == 1:
-            value = number(self._unscaled(loss))
-        if self._is_ours():
-            self.begin()
-            self._take_backward(value)
-        else:
-            self._others.append(value)
+        self._end_unled()
+        listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        roots = [root for root in listed if isinstance(root, Tensor)]
+        self._losses.backward_begins(self._value(roots) if len(roots) == len(listed) else None, roots)
 
     @contained
     def graph_replays(self) -> None:
@@ -140,38 +137,54 @@ class Steps:
             self.begin()
             self.parameters.backwards += 1
 
+    @contained
     def backward_ends(self) -> None:
         """A backward has ended."""
+        if backward_running() == -1 and self._losses.backward_ends():
+            self.begin()
+            self.parameters.backwards += 1
+            if self._unled:
+                self.parameters.read_early()
+                self._probe = Probe(self.parameters.members())
+        self._shadow_follows()
+
+    def _end_unled(self, *, closing: bool = False) -> None:
+        """Ends a step that no optimizer has made: the script has changed the weights itself since the backward."""
+        if not self._unled or self._probe is None or self._inside:
+            return
+        if self._losses.are_used() or self._probe.is_moved(unknown=closing):
+            self._losses.take_all()
+            self.parameters.leave_early()
+            self._probe = None
+            self._candidate()
+            self.settle()
+
+    def _shadow_follows(self) -> None:
         if self.core.shadow is not None:
             self.core.shadow.backward_ends()
 
-    def _take_backward(self, loss: float | Later | None) -> None:
-        self.parameters.backwards += 1
-        if loss is not None:
-            self._losses.append(loss)
-
-    def _is_ours(self) -> bool:
-        """Whether a backward may be of this model: it has run forward, or its forwards cannot be seen (compiled)."""
-        if self._forwards or not self._root_seen:
-            return bool(self._forwards) or not any(
-                getattr(other, "_forwards", 0) for other in _seams.listeners() if other is not self
-            )
-        return False
-
-    def _claim_backwards(self) -> None:
-        """The optimizer steps, and no forward was seen: the root is compiled by now, and the backwards were ours."""
-        if not self._others:
-            return
-        self._root_seen = False
-        if self._ended:
-            self.settle()
-        for loss in self._others:
-            self._take_backward(loss)
-        self._others.clear()
+    def _value(self, roots: list[Tensor]) -> float | Later | None:
+        """The loss that the script goes back from: a number, or the sum of several."""
+        if not roots or any(root.numel() != 1 for root in roots):
+            return None
+        seeds = _seams.seeds()
+        if len(roots) == 1 and not seeds:
+            return number(self._unscaled(roots[0]))
+        parts = [self._unscaled(root).reshape(()) for root in roots]
+        if len(seeds) == len(parts):  # a loss that is to rise: backward(-one)
+            parts = [
+                x if seed is None else x * seed.detach().reshape(()).sign()
+                for x, seed in zip(parts, seeds, strict=True)
+            ]
+        return number(torch.stack([part.to(parts[0].device) for part in parts]).sum())
 
     def _unscaled(self, loss: Tensor) -> Tensor:
-        if self._scaled_loss is not None and self._scaled_loss[0]() is loss:
-            return self._scaled_loss[1]
+        known = self._scaled.get(id(loss))
+        if known is not None and known[0]() is loss:
+            return known[1]
+        scale = getattr(None if self._scales is None else self._scales(), "_scale", None)
+        if isinstance(scale, Tensor) and is_scaled_by(loss, scale):  # it was divided, or added up, after
+            return loss.detach() / scale
         return loss.detach()
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -179,32 +192,36 @@ class Steps:
     @contained
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step is called."""
-        if not is_capturing() and self._takes(optimizer):
-            self.backward_ends()  # where torch.autograd.grad was called, nobody else has told
-            if not self._forwards:
-                self._claim_backwards()
+        if is_capturing():
+            return
+        if self._takes(optimizer):
+            self._shadow_follows()  # where torch.autograd.grad was called, nobody else has told
+            self._losses.step_begins(optimizer)
             self._inside.append(optimizer)
+            self._turns.enter(optimizer)
             self.parameters.enter(optimizer)
 
     @contained
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
         if optimizer not in self._inside:
+            self._losses.others_step()
             return
         self._inside.remove(optimizer)
         self._stepped_by_scaler.add(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
             self._note_skip(found_inf)
+        self._losses.step_ends(optimizer, alone=_is_alone())
         self.parameters.leave(optimizer)
         self._candidate()
 
     def _takes(self, optimizer: Any) -> bool:
-        if optimizer in self.parameters.optimizers:
-            return True
-        if self._given or not self.parameters.owns(optimizer):
-            return False
-        self.parameters.adopt(optimizer)
+        if optimizer not in self.parameters.optimizers:
+            if self._given or not self.parameters.owns(optimizer):
+                return False
+            self.parameters.adopt(optimizer)
+        self._unled, self._probe = False, None
         return True
 
     # -- scalers -------------------------------------------------------------------------------------------------------
@@ -213,7 +230,9 @@ class Steps:
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """A scaler has scaled a loss."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            self._scaled_loss = (weakref.ref(scaled), loss.detach())
+            self._scaled = {key: known for key, known in self._scaled.items() if known[0]() is not None}
+            self._scaled[id(scaled)] = (weakref.ref(scaled), loss.detach())
+            self._scales = weakref.ref(scaler)
 
     @contained
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
@@ -222,12 +241,16 @@ class Steps:
         if not self._takes(optimizer):
             return
         self._scaler = weakref.ref(scaler)
+        self._awaits_update = True
         if self._scale is None:
             self._scale = _scale_of(scaler)
         if id(optimizer) in self._stepped_by_scaler:
             self._stepped_by_scaler.discard(id(optimizer))
             return
+        self._losses.step_begins(optimizer)
+        self._turns.enter(optimizer)
         self.parameters.enter(optimizer)
+        self._losses.step_ends(optimizer, alone=_is_alone())
         self.parameters.leave(optimizer, stepped=False)
         self._note_skip(True)
         self._candidate()
@@ -235,13 +258,14 @@ class Steps:
     @contained
     def scaler_update_begins(self, scaler: Any) -> None:
         """A scaler is about to change its scale."""
-        if self._scaler is not None and self._scaler() is scaler:
+        if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
             self._scale = _scale_of(scaler)
 
     @contained
     def scaler_update_ends(self, scaler: Any) -> None:
         """A scaler has changed its scale."""
-        if self._scaler is not None and self._scaler() is scaler:
+        if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
+            self._awaits_update = False
             self._stepped_by_scaler.clear()
             self._candidate()
 
@@ -261,34 +285,37 @@ class Steps:
     def _candidate(self) -> None:
         """The step may have ended here."""
         self._ended = True
-        self._forwards = 0
-        self._others.clear()
-        if self._sealed or _backward_running() != -1 or self._inside:
+        if self._sealed or backward_running() != -1 or self._inside:
             return
         self._sealed = True
         if self.taps is not None:
             self.taps.compiled.seal()
         if self.casts is not None:
             self.casts.tell()
-        self.core.plan_forward(self.core.step + 1)
+        self._plan_forward()
+
+    def _plan_forward(self) -> None:
+        step = self.core.step + 1
+        self.core.plan_forward(step, self._turns.number(step))
 
     def settle(self) -> None:
         """The step has ended: what was measured goes to the log, and the next one is planned."""
         core = self.core
         self._hand_over()
+        self._turns.end()
         core.step += 1
         core.on_request = max(0, core.on_request - 1)
-        core.plan(core.step)
+        core.plan(core.step, self._turns.number(core.step))
         self.parameters.start_step()
         self._stepped_by_scaler.clear()
-        self._ended = self._sealed = False
+        self._ended = self._sealed = self._awaits_update = False
         self._trained_forwards = 0
 
     def request(self, steps: int) -> None:
         """Asks for so many steps after the present one to be sampled whole."""
         self.core.on_request = steps + 1
         if self._sealed:  # the next forward may be compiled, and looks at once
-            self.core.plan_forward(self.core.step + 1)
+            self._plan_forward()
 
     @contained
     def _hand_over(self) -> None:
@@ -305,25 +332,30 @@ class Steps:
             core.shadow.end_step()
         self.recorder.end_step(self._facts(), sample)
 
-    def settle_if_ended(self) -> None:
+    def settle_if_ended(self, *, closing: bool = False) -> None:
         """Settles a step whose end is provisional still."""
+        self._end_unled(closing=closing)
         if self._ended and not self._inside:
             self.settle()
 
     def end_by_hand(self) -> None:
         """The user says that the step ends here."""
+        self._unled, self._probe = False, None
+        self._losses.take_all()
         self._candidate()
         self.settle()
 
     def _facts(self) -> Facts:
-        losses, self._losses = self._losses, []
         scale, self._scale = self._scale, None
         skipped, self._skipped = self._skipped, None
         count = self.parameters.count_nonfinite()
         nonfinite = None if count is None else number(count)
         microbatches, self._microbatches = self._microbatches, 1
-        loss = _total(losses, microbatches)
-        return Facts(step=self.core.step, loss=loss, scale=scale, nonfinite=nonfinite, skipped=skipped)
+        losses = self._losses.end_step(microbatches)
+        loss = losses.pop(MAIN, None)
+        return Facts(
+            step=self.core.step, loss=loss, other_losses=losses, scale=scale, nonfinite=nonfinite, skipped=skipped
+        )  # fmt: skip
 
     def _trains_in_eval_mode(self, taps: Taps) -> bool:
         """Whether a step has come of forwards in eval mode alone, which looked like evaluation till then."""
@@ -340,33 +372,9 @@ class Steps:
         self.core.writer.flush(seconds)
 
 
-def _only(tensors: Any) -> Tensor | None:
-    listed = list(tensors)
-    return listed[0] if len(listed) == 1 and isinstance(listed[0], Tensor) else None
-
-
-def _total(losses: list[float | Later], divisor: int) -> float | Later | None:
-    """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
-    if not losses:
-        return None
-    if len(losses) == 1 and divisor == 1:
-        return losses[0]
-    return _Sum(losses, divisor)
-
-
-class _Sum(Later):
-    """Several numbers that are there later, added up and divided."""
-
-    __slots__ = ("_divisor", "_parts")
-
-    def __init__(self, parts: list[float | Later], divisor: int) -> None:
-        self._parts, self._divisor = parts, divisor
-
-    def ready(self) -> bool:
-        return all(not isinstance(part, Later) or part.ready() for part in self._parts)
-
-    def value(self) -> float:
-        return sum(part.value() if isinstance(part, Later) else part for part in self._parts) / self._divisor
+def _is_alone() -> bool:
+    """Whether one model alone is watched."""
+    return sum(isinstance(listener, Steps) for listener in _seams.listeners()) <= 1
 
 
 def _scale_of(scaler: Any) -> float | Later | None:

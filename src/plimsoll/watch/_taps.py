@@ -35,12 +35,12 @@ _HALF = (torch.float16, torch.bfloat16)
 class _Sight:
     """A tensor that was seen in this forward: where its values and its gradient are recorded."""
 
-    __slots__ = ("gradients", "ref", "row", "rows", "version")
+    __slots__ = ("folds", "gradients", "ref", "row", "rows", "version")
 
     def __init__(self, x: Tensor, version: int) -> None:
         self.ref, self.version = weakref.ref(x), version
         self.rows: Rows | None = None
-        self.row = -1
+        self.row = self.folds = -1
         self.gradients: list[str] | None = None
 
 
@@ -147,11 +147,12 @@ class Taps:
         core = self.core
         if core.ranks.mesh is not None:
             x = _dtensors.behind(x)
-        if sight.rows is None:
+        if sight.rows is None or sight.folds != sight.rows.folds:  # else its row was added to that of other names
             plain = core.readable(x, "activations", name)
             if plain is None or not core.has_room():
                 return
             sight.rows, sight.row = core.measure(plain)
+            sight.folds = sight.rows.folds
         sight.rows.enter(sight.row, core.series_of("activations", name, x))
 
     def _hook(self, sight: _Sight, name: str, x: Tensor) -> None:

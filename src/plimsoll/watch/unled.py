@@ -1,0 +1,38 @@
+"""Training without an optimizer: whether a script has changed the weights itself.
+
+``p.data.add_(p.grad, alpha=-lr)`` leaves no trace but the values. On a CPU a few of them are kept and compared. On
+another device that would mean to wait for it, so there only what needs no values is looked at: versions, and whether
+gradients were dropped.
+"""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_TENSORS, _VALUES = 8, 256  # that are compared
+
+
+class Probe:
+    """The weights as they were when a backward ended."""
+
+    def __init__(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
+        found = [(weakref.ref(p), p._version, p) for _, p in parameters if p.grad is not None]  # noqa: SLF001
+        self._versions = [(ref, version) for ref, version, _ in found]
+        near = [p for *_, p in found if p.device.type == "cpu" and type(p.data) is Tensor and p.numel()]
+        near = sorted(near, key=lambda p: p.numel())[:_TENSORS]
+        self._values = [(weakref.ref(p), _some(p).clone()) for p in near]
+
+    def is_moved(self, *, unknown: bool = False) -> bool:
+        """Whether they are others now; `unknown` is the answer where that cannot be seen."""
+        if any((p := ref()) is not None and p._version != version for ref, version in self._versions):  # noqa: SLF001
+            return True
+        if not self._values:
+            return unknown and bool(self._versions)
+        pairs = [(ref(), before) for ref, before in self._values]
+        return any(p is not None and not torch.equal(_some(p), before) for p, before in pairs)
+
+
+def _some(p: Tensor) -> Tensor:
+    return p.detach().reshape(-1)[:_VALUES]
