@@ -64,7 +64,7 @@ def run(
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
     session = _Session(lambda: start / folder if folder else _folder.choose(stem, start), settings, precision)
     atexit.register(session.end)
-    _optimizers.hear(session.note)
+    _optimizers.hear(session.note, session.note_backward)
     raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))
 
 
@@ -76,29 +76,46 @@ class _Session:
         self._finder: Any = None
         self._arithmetic: Any = None
         self._broken = False
+        self._made = False  # an optimizer
         self._process = os.getpid()
 
     def note(self, optimizer: Any) -> None:
         """The script has made an optimizer."""
+        self._made = True
+        self._contain(lambda: self._note(optimizer))
+
+    def _note(self, optimizer: Any) -> None:
+        self._found().note(optimizer)
+        if self._arithmetic is not None:
+            self._arithmetic.note(optimizer)
+
+    def note_backward(self, tensors: Any) -> bool:
+        """A backward begins; whether it need not hear of more: only a script without an optimizer is found by them."""
+        if self._made or self._broken:
+            return True
+        roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)
+        return self._contain(lambda: self._found().note_backward(roots)) is not False
+
+    def _contain(self, work: Callable[[], Any]) -> Any:
         if self._broken:
-            return
+            return None
         try:
-            if self._finder is None:
-                from plimsoll.watch._auto import Finder
-
-                if self._precision is not None:
-                    from plimsoll.precision._unmodified import Unmodified
-
-                    self._arithmetic = Unmodified(self._precision, _say_once)
-                self._finder = Finder(
-                    self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic
-                )
-            self._finder.note(optimizer)
-            if self._arithmetic is not None:
-                self._arithmetic.note(optimizer)
+            return work()
         except Exception as error:  # noqa: BLE001  (whatever fails in Plimsoll must not stop the script)
             self._broken = True
             _say(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
+            return None
+
+    def _found(self) -> Any:
+        if self._finder is None:
+            from plimsoll.watch._auto import Finder
+
+            if self._precision is not None:
+                from plimsoll.precision._unmodified import Unmodified
+
+                self._arithmetic = Unmodified(self._precision, _say_once)
+            self._finder = Finder(self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic)
+        return self._finder
 
     def _tell(self, found: "Found") -> None:
         """A model is watched from now on."""
@@ -107,7 +124,7 @@ class _Session:
             often = {"": self._settings["every"]}
         schedule = ", ".join(f"{name} every {_steps(every)}".lstrip() for name, every in often.items())
         path = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else found.path
-        what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers)})"
+        what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers) or 'no optimizer'})"
         late = f"; its first {_steps(found.missed_steps)} went by before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
         if _rank() == 0:
@@ -118,7 +135,7 @@ class _Session:
         """The process ends: says so where nothing was recorded."""
         if self._broken or os.getpid() != self._process or _rank() != 0:
             return
-        if self._finder is not None:
+        if self._finder is not None and (self._made or self._finder.has_found):
             verdict = self._finder.verdict()
         elif "torch" in sys.modules:
             verdict = "no torch.optim.Optimizer was made in this process (those that a script starts are not watched)"

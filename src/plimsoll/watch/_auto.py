@@ -9,6 +9,9 @@ Where that module has only a part of an optimizer's parameters, the smallest mod
 LightningModule whose `training_step` calls its parts); where there is none (an encoder and a decoder), each part is
 watched when it is called. What is never called as a module is looked for after an optimizer's second step.
 
+A script that makes no optimizer is heard of by its backwards: where the weights that one reached have moved by the next
+one, the smallest module that has them is the model, watched from that backward on.
+
 The file is long, as each case above is a few lines of one search, which share what it knows.
 """
 
@@ -32,8 +35,11 @@ from plimsoll.watch._core import Core
 from plimsoll.watch._names import unwrapped
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._watch import watch
+from plimsoll.watch.graph import backward_running, leaves_of
+from plimsoll.watch.unled import Probe
 
 _PATIENCE_STEPS = 2  # steps of an optimizer after which a model that is never called is looked for
+_PATIENCE_BACKWARDS = 32  # that move no weights, after which a script is taken to train nothing
 _Need = tuple[Optimizer, set[int]]  # an optimizer, and by id those of its parameters that nothing watches
 
 
@@ -43,7 +49,7 @@ class Found:
 
     model: str  # its class
     parameters: int
-    optimizers: tuple[str, ...]
+    optimizers: tuple[str, ...]  # none where the script changes the weights itself
     path: Path
     missed_steps: int
     recompiled: bool
@@ -90,6 +96,8 @@ class Finder:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._watches: list[tuple[Steps, int]] = []  # each with the number of its first step
         self._made: list[str] = []  # kinds of optimizers
+        self._backwards = 0  # without an optimizer
+        self._moving: tuple[weakref.ref[nn.Module], Probe] | None = None  # what a backward has reached last
         self._names: list[str] = []  # of models
         self._calls = _Calls(self._consider)
 
@@ -107,6 +115,28 @@ class Finder:
         # A hook of the optimizer's own: within a global one, torch forbids what a watch does, adding global ones.
         self._hooks[optimizer] = optimizer.register_step_post_hook(self._stepped)
         self._calls.seek()
+
+    @property
+    def has_found(self) -> bool:
+        """Whether a model was found."""
+        return bool(self._watches)
+
+    def note_backward(self, roots: Sequence[torch.Tensor]) -> bool:
+        """A backward begins, and no optimizer was ever made; whether there is nothing more to hear of them."""
+        if backward_running() != -1:  # a checkpoint's, within another
+            return False
+        self._backwards += 1
+        model = None if self._moving is None or not self._moving[1].is_moved() else self._moving[0]()
+        if model is not None:
+            self._contain(lambda: self._start(model, [], called=None))
+            return True
+        leaves = leaves_of(list(roots))
+        modules = _live_modules()
+        need = leaves.keys() & _housed(modules)
+        model = _smallest(modules, need) if need else None
+        if model is not None:
+            self._moving = weakref.ref(model), Probe((leaves[key] for key in need), wait=True)
+        return self._backwards >= _PATIENCE_BACKWARDS
 
     def verdict(self) -> str | None:
         """Why no training step was seen; None if one was, or the user knows why not."""
@@ -213,7 +243,7 @@ class Finder:
             parameters=sum(p.numel() for p in root.parameters()),
             optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
             path=self._path(self._name(model, root), shared=shared),
-            missed_steps=max(self._steps[optimizer] for optimizer in mine),
+            missed_steps=max((self._steps[optimizer] for optimizer in mine), default=1),
             recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
         )
         handle = watch(model, mine, run=found.path, **self._arguments)
@@ -239,7 +269,8 @@ class Finder:
 
     def _name(self, model: nn.Module, root: nn.Module) -> str:
         """The name of a model's folder: its class, or for one of torch's own what the script calls it."""
-        variable = _variable(model, root) if type(root).__module__.startswith("torch.") else None
+        plain = type(root).__module__.startswith("torch.")
+        variable = _variable(model, root) or _attribute(root) if plain else None
         self._names.append(variable or type(root).__name__)
         count = self._names.count(self._names[-1])
         return self._names[-1] if count == 1 else f"{self._names[-1]}-{count}"
@@ -341,3 +372,9 @@ def _variable(model: nn.Module, root: nn.Module) -> str | None:
             if (value is model or value is root) and not name.startswith("_") and name != "self":
                 return name
     return None
+
+
+def _attribute(root: nn.Module) -> str | None:
+    """What the module that has this one calls it."""
+    names = (name for module, _ in _live_modules() for name, child in module.named_children() if child is root)
+    return next((name for name in names if not name.isdecimal()), None)

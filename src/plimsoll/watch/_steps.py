@@ -145,7 +145,7 @@ class Steps:
             self.parameters.backwards += 1
             if self._unled:
                 self.parameters.read_early()
-                self._probe = Probe(self.parameters.members())
+                self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
         self._shadow_follows()
 
     def _end_unled(self, *, closing: bool = False) -> None:

@@ -12,10 +12,10 @@ _NEAREST = 64  # nodes behind a loss among which its loss scale is looked for
 backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
 
-def leaves_of(roots: "list[Tensor]") -> set[int]:
-    """The identities of the leaves that a backward from these tensors reaches; not those inside a checkpoint."""
+def leaves_of(roots: "list[Tensor]") -> dict[int, Tensor]:
+    """The leaves that a backward from these tensors reaches, by identity; not those inside a checkpoint."""
     variables = (getattr(node, "variable", None) for node in _nodes(roots))
-    return {id(found) for found in variables if found is not None}
+    return {id(found): found for found in variables if found is not None}
 
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:

@@ -46,7 +46,8 @@ class _Running:
 
     def __init__(self, loss: _Loss, before: _Marks, roots: list[Tensor]) -> None:
         self.loss, self.before, self.roots = loss, before, roots
-        self.overlapped = self.taken = False
+        self.overlapped = False
+        self.taken: set[int] = set()  # parameters that were stepped within it
 
 
 class Losses:
@@ -73,16 +74,17 @@ class Losses:
             other.overlapped = running.overlapped = True
         self._running[threading.get_ident()] = running
 
-    def backward_ends(self) -> bool | None:
-        """Whether the backward of this thread has changed gradients of ours; None if none was heard of."""
+    def backward_ends(self) -> bool:
+        """Whether the backward of this thread has left gradients of ours that no optimizer has stepped on."""
         running = self._running.pop(threading.get_ident(), None)
         if running is None:
-            return None
+            return False
         self._after = now = self._marks()
         changed = {key for key, mark in now.items() if mark is not None and mark != running.before.get(key)}
         if running.overlapped and changed:  # another thread's backward may have changed them
-            changed &= leaves_of(running.roots)
+            changed &= leaves_of(running.roots).keys()
         loss = running.loss
+        changed -= running.taken
         loss.holders |= changed
         if changed:
             self._waiting.append(loss)
@@ -90,7 +92,7 @@ class Losses:
         elif not running.taken:
             self._unplaced.append(loss)
             del self._unplaced[:-_WAITING]
-        return bool(changed) or running.taken
+        return bool(changed)
 
     def _marks(self) -> _Marks:
         return {key: _mark(p.grad) for key, p in self._parameters.members()}
@@ -131,7 +133,7 @@ class Losses:
         held = self._held(step.ids)
         running = self._running.get(threading.get_ident())
         if running is not None and not step.evaluations:  # it steps within the backward
-            running.taken = True
+            running.taken |= step.ids
             held.append(running.loss)
         losses = step.first or held or self._guessed(optimizer, alone=alone)
         taken = self._taken.setdefault(self._name(optimizer, step.ids), [])

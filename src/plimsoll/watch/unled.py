@@ -15,12 +15,15 @@ _TENSORS, _VALUES = 8, 256  # that are compared
 
 
 class Probe:
-    """The weights as they were when a backward ended."""
+    """Weights as they are now, to see later whether they have moved.
 
-    def __init__(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
-        found = [(weakref.ref(p), p._version, p) for _, p in parameters if p.grad is not None]  # noqa: SLF001
-        self._versions = [(ref, version) for ref, version, _ in found]
-        near = [p for *_, p in found if p.device.type == "cpu" and type(p.data) is Tensor and p.numel()]
+    `wait`: values on other devices are looked at too, which waits for them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, wait: bool = False) -> None:
+        found = list(parameters)
+        self._versions = [(weakref.ref(p), p._version) for p in found]  # noqa: SLF001  (public in all but name)
+        near = [p for p in found if (wait or p.device.type == "cpu") and type(p.data) is Tensor and p.numel()]
         near = sorted(near, key=lambda p: p.numel())[:_TENSORS]
         self._values = [(weakref.ref(p), _some(p).clone()) for p in near]
 
