@@ -195,7 +195,7 @@ def test_a_model_trained_after_another_has_a_run_beside_it(session: Session) -> 
 
     train()
     runs = session.runs()
-    assert sorted(runs) == ["run", "run-Sequential-2", "run-Sequential-3"]
+    assert sorted(runs) == ["run", "run/Sequential-2", "run/Sequential-3"]
     assert all(run.steps == [0] for run in runs.values())
 
 
