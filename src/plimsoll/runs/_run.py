@@ -18,9 +18,10 @@ from plimsoll.runs import _casts, _names, _notebook, _ranks, _spectra, _statisti
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog, runs_below
 from plimsoll.runs._content import Content
-from plimsoll.runs._place import is_elsewhere, place_of
+from plimsoll.runs._place import Folder, is_elsewhere, place_of
 from plimsoll.runs._records import Event
 from plimsoll.runs._select import Steps, select
+from plimsoll.runs._writer import write_for_reader
 from plimsoll.runs.ending import gone_writers
 from plimsoll.spectrum import Spectrum
 
@@ -51,7 +52,10 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, filesystem: Any = None, warn: bool = True) -> None:
-        self._catalog = Catalog(place_of(path, filesystem), warn=warn)
+        place = place_of(path, filesystem)
+        if isinstance(place, Folder):
+            write_for_reader(place.path)
+        self._catalog = Catalog(place, warn=warn)
         self._content = Content(self._catalog)
 
     @staticmethod
@@ -207,7 +211,7 @@ class Run:
         Of several ranks: the mean, as a loss is the mean over the whole batch; "nonfinite" is added up, "scale" is one.
         """
         if name not in self.scalar_names:
-            raise _names.unknown("Run.scalars", "a scalar", name, self.scalar_names)
+            raise _names.unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
         table = select(self._catalog, "scalars", equal={"name": [name]})
         columns = (values_of(table[column]) for column in ("step", "value", "rank"))
         return _ranks.one_of_scalars(name, *columns)
@@ -244,7 +248,15 @@ class Run:
         return _spectra.table(self._catalog, self._content, chosen, Steps.of(_checked(steps)), blocks=blocks)
 
     def refresh(self) -> list[int]:
-        """Looks for what was added; returns the steps that are new. Reads only parts that are."""
+        """Looks for what was added; returns the steps that are new. Reads only parts that are.
+
+        What this process itself records is written first.
+        """
+        if isinstance(self._catalog.place, Folder):
+            write_for_reader(self._catalog.path)
+        return self._look()
+
+    def _look(self) -> list[int]:
         before = self._content.steps()
         self._catalog.refresh()
         self._content.refresh()
@@ -261,7 +273,7 @@ class Run:
                 yield new
                 heard = time.monotonic()
             closed = self.closed  # asked for first: what came before the end is then seen
-            new = self.refresh()
+            new = self._look()
             if not new and (closed or (timeout is not None and time.monotonic() - heard >= timeout)):
                 return
             if not new:
@@ -286,9 +298,11 @@ class Run:
 
     def _check_series(self, operation: str, collection: str, name: str) -> None:
         if collection not in self.tensors:
-            raise _names.unknown(operation, "a collection", collection, list(self.tensors))
+            raise _names.unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
         if name not in self.tensors[collection]:
-            raise _names.unknown(operation, f"a name in {collection!r}", name, self.tensors[collection])
+            raise _names.unknown(
+                operation, f"a name in {collection!r}", name, self.tensors[collection], closed=self.closed
+            )
 
 
 def _checked(steps: slice | None) -> slice | None:

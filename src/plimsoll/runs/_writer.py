@@ -17,7 +17,9 @@ from plimsoll.runs._records import Record, Sink
 from plimsoll.runs._registry import Registry
 from plimsoll.runs._worker import Worker
 
+_READ_SECONDS = 2.0  # that a reader in this process waits for what was recorded
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_writers: "weakref.WeakSet[RunWriter]" = weakref.WeakSet()
 
 
 class RunWriter:
@@ -77,6 +79,8 @@ class RunWriter:
             queue_bytes=queue_bytes,
         )
         _workers.add(self._worker)
+        _writers.add(self)
+        self.before_read: Callable[[], object] | None = None  # hands over what its owner holds back; on any thread
         # Closes when the writer is collected and when the interpreter ends, whichever is first.
         self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
 
@@ -147,6 +151,15 @@ class RunWriter:
 
     def __repr__(self) -> str:
         return f"<RunWriter: {self._path}, {len(self._registry.series)} series>"
+
+
+def write_for_reader(folder: Path) -> None:
+    """Writes what this process has recorded of a run and not written yet: someone here is about to read it."""
+    for writer in list(_writers):
+        if writer.path == folder.absolute():
+            if writer.before_read is not None:
+                writer.before_read()
+            writer.flush(_READ_SECONDS)
 
 
 def _next_step(log: Log, world_size: int) -> int:

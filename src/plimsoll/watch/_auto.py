@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from plimsoll.runs import script
 from plimsoll.watch import _seams
 from plimsoll.watch._core import Core
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch._names import class_of, unwrapped
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._watch import watch
 from plimsoll.watch.graph import backward_running, leaves_of
@@ -239,7 +239,7 @@ class Finder:
             self._complain(f"the script watches {type(root).__name__} itself: it is left to that")
             return None
         found = Found(
-            model=type(root).__name__,
+            model=class_of(root).__name__,
             parameters=sum(p.numel() for p in root.parameters()),
             optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
             path=self._path(self._name(model, root), shared=shared),
@@ -269,9 +269,10 @@ class Finder:
 
     def _name(self, model: nn.Module, root: nn.Module) -> str:
         """The name of a model's folder: its class, or for one of torch's own what the script calls it."""
-        plain = type(root).__module__.startswith("torch.")
+        kind = class_of(root)
+        plain = kind.__module__.startswith("torch.")
         variable = _variable(model, root) or _attribute(root) if plain else None
-        self._names.append(variable or type(root).__name__)
+        self._names.append(variable or kind.__name__)
         count = self._names.count(self._names[-1])
         return self._names[-1] if count == 1 else f"{self._names[-1]}-{count}"
 

@@ -16,17 +16,32 @@ from plimsoll.watch._settings import Pattern, Settings
 
 ROOT = "model"
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_INSIDE = {  # by class, the name of what it wraps
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "_FabricModule": "_original_module",
+}
 _DEEPEST = 6  # levels of containers in a module's output: deeper ones (and cycles) are not looked into
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside what torch puts around it."""
+    """The user's own module inside what torch and trainers put around it."""
     while True:
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-        if inner is None and type(model).__name__ in {"DistributedDataParallel", "DataParallel"}:
-            inner = model.__dict__["_modules"].get("module")
+        inside = model.__dict__.get("_modules", {})
+        inner = inside.get(_INSIDE.get(type(model).__name__, "_orig_mod"))
         if not isinstance(inner, nn.Module):
             return model
+        model = inner
+
+
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """The user's own class inside all wrappers, also those that stay around what is watched (FSDP, checkpointing)."""
+    while True:
+        model = unwrapped(model)
+        inside = model.__dict__.get("_modules", {})
+        inner = next((inside[name] for name in _WRAPPERS if isinstance(inside.get(name), nn.Module)), None)
+        if inner is None:
+            return type(model)
         model = inner
 
 

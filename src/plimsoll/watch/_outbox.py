@@ -48,6 +48,7 @@ class Sender(RunWriter):
     ) -> None:
         self._path, self._losses, self._registry = Path(path).absolute(), Losses(), Registry([])
         self._next_step = int(link.told("opened") or 0)
+        self.before_read = None
 
         def own_log() -> Log:
             return Log(

@@ -267,6 +267,13 @@ class Parameters:
             found = [(key, self._names[key][0]()) for key in self._members]
         return [(key, p) for key, p in found if p is not None]
 
+    def are_sharded(self) -> bool:
+        """Whether FSDP holds the parameters, or they are parts of distributed ones."""
+        if self.core.ranks.world == 1:
+            return False
+        model = self.core.model()
+        return hasattr(model, "_fsdp_wrapped_module") or any(hasattr(p, "placements") for _, p in self.members())
+
     def ids_of(self, optimizer: Any) -> set[int]:
         """The identities of the parameters that an optimizer steps."""
         return {id(p) for p in parameters_of(optimizer)}

@@ -10,6 +10,9 @@ loop, and a signal; for one reason at most once in as many steps as it keeps.
 
 import math
 import statistics
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, ready, resolved
 from plimsoll.watch._sample import Sample, Sealed
 
+_SEND_SECONDS = 5.0  # after which numbers are handed over, however few they are
 _SEND_EVERY = 32  # steps whose numbers go to the log together, where none of them is sampled
 _SPIKE_HISTORY = 20  # steps before a loss can be called a spike
 _SPIKE_DEVIATIONS = 10.0  # median absolute deviations above the median
@@ -59,19 +63,25 @@ class Recorder:
         self.core = core
         steps = core.settings.recorder_steps
         self._unsent: list[Facts] = []
+        self._guard = threading.Lock()  # a reader on another thread has them handed over
+        self._sent_at = time.monotonic()
         self._unread: deque[Facts] = deque()
         self._losses: deque[float] = deque(maxlen=steps)
         self._last_scale: float | None = None
         self._samples: deque[tuple[Sealed, Facts]] = deque()
         self._fired: dict[str, int] = {}
+        send = weakref.WeakMethod(self.send_facts)
+        core.writer.before_read = lambda: method() if (method := send()) is not None else None
 
     def end_step(self, facts: Facts, sample: Sample | None) -> None:
         """Takes a finished step: what is due goes to the log, the rest into the ring."""
-        self._unsent.append(facts)
+        with self._guard:
+            self._unsent.append(facts)
         self._unread.append(facts)
         if sample is not None:
             self._send_sample(sample, facts)
-        if sample is not None or len(self._unsent) >= _SEND_EVERY:
+        late = time.monotonic() - self._sent_at >= _SEND_SECONDS
+        if sample is not None or late or len(self._unsent) >= _SEND_EVERY:
             self.send_facts()
         while self._unread and self._unread[0].ready():
             self._look_at(self._unread.popleft())
@@ -81,8 +91,10 @@ class Recorder:
         return sum(sealed.size_bytes for sealed, _ in self._samples)
 
     def send_facts(self) -> None:
-        """Hands the numbers of the last steps to the log."""
-        unsent, self._unsent = self._unsent, []
+        """Hands the numbers of the last steps to the log; on any thread."""
+        with self._guard:
+            unsent, self._unsent = self._unsent, []
+            self._sent_at = time.monotonic()
         if unsent:
             kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
             self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)

@@ -143,7 +143,7 @@ class Steps:
         if backward_running() == -1 and self._losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
-            if self._unled:
+            if self._unled and self.core.ranks.world == 1:
                 self.parameters.read_early()
                 self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
         self._shadow_follows()

@@ -19,7 +19,7 @@ from plimsoll.watch._casting import Casts
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
-from plimsoll.watch._names import ROOT, Selection, clean, unwrapped
+from plimsoll.watch._names import ROOT, Selection, class_of, clean, unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._recorder import Recorder
@@ -350,9 +350,10 @@ def _describe(core: Core, root: nn.Module) -> None:
     tied: dict[int, list[str]] = {}
     for name, p in root.named_parameters(remove_duplicate=False):
         tied.setdefault(id(p), []).append(clean(name))
+    kind = class_of(root)
     backends = {status.name: status.detail for status in kernels.report()}
     core.writer.write_manifest(
-        model=f"{type(root).__module__}.{type(root).__qualname__}",
+        model=f"{kind.__module__}.{kind.__qualname__}",
         root=core.name,
         parameters=sum(p.numel() for p in root.parameters()),
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},

@@ -102,7 +102,7 @@ class Losses:
         gone = {key for key, mark in self._after.items() if mark is not None and now.get(key) is None}
         written = {key for key, mark in self._after.items() if mark is not None and now.get(key) not in (mark, None)}
         self._after = now
-        if not (gone or written):
+        if not (gone or written) or self._parameters.are_sharded():  # FSDP takes gradients away itself
             return
         for step in self._inside.values():
             held = self._held(step.ids)
@@ -135,6 +135,8 @@ class Losses:
         if running is not None and not step.evaluations:  # it steps within the backward
             running.taken |= step.ids
             held.append(running.loss)
+        if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
+            held = [loss for loss in self._unplaced if loss not in held] + held
         losses = step.first or held or self._guessed(optimizer, alone=alone)
         taken = self._taken.setdefault(self._name(optimizer, step.ids), [])
         taken.extend(loss for loss in losses if loss not in taken)

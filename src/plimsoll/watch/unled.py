@@ -23,7 +23,7 @@ class Probe:
     def __init__(self, parameters: Iterable[Tensor], *, wait: bool = False) -> None:
         found = list(parameters)
         self._versions = [(weakref.ref(p), p._version) for p in found]  # noqa: SLF001  (public in all but name)
-        near = [p for p in found if (wait or p.device.type == "cpu") and type(p.data) is Tensor and p.numel()]
+        near = [p for p in found if (wait or p.device.type == "cpu") and p.numel() and _is_there(p)]
         near = sorted(near, key=lambda p: p.numel())[:_TENSORS]
         self._values = [(weakref.ref(p), _some(p).clone()) for p in near]
 
@@ -34,8 +34,14 @@ class Probe:
         if not self._values:
             return unknown and bool(self._versions)
         pairs = [(ref(), before) for ref, before in self._values]
-        return any(p is not None and not torch.equal(_some(p), before) for p, before in pairs)
+        return any(p is not None and _is_there(p) and not torch.equal(_some(p), before) for p, before in pairs)
 
 
 def _some(p: Tensor) -> Tensor:
     return p.detach().reshape(-1)[:_VALUES]
+
+
+def _is_there(p: Tensor) -> bool:
+    """Whether its values are in memory of its own: FSDP frees those that it has gathered."""
+    plain = type(p.data) is Tensor and p.is_contiguous()
+    return plain and p.untyped_storage().nbytes() >= (p.storage_offset() + p.numel()) * p.element_size()
