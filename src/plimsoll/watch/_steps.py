@@ -24,10 +24,10 @@ from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._recorder import Facts, Recorder
 from plimsoll.watch._taps import Taps
 from plimsoll.watch.graph import backward_running, is_scaled_by
-from plimsoll.watch.losses import MAIN, Losses
+from plimsoll.watch.losses import MAIN, Losses, total
+from plimsoll.watch.origin import Origin
 from plimsoll.watch.turns import Turns
 from plimsoll.watch.unled import Probe
-from plimsoll.watch.origin import Origin
 from plimsoll.watch.wiring import Wiring
 
 
@@ -48,6 +48,7 @@ class Steps:
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
         self._losses = Losses(core, parameters)
+        self._micro_losses: list[float | Later] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
         self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
         self._probe: Probe | None = None
@@ -128,7 +129,10 @@ class Steps:
         self._end_unled()
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
-        self._losses.backward_begins(self._value(roots) if len(roots) == len(listed) else None, roots)
+        value = self._value(roots) if len(roots) == len(listed) else None
+        if value is not None and self.core.ranks.world > 1:
+            self._micro_losses.append(value)
+        self._losses.backward_begins(value, roots)
 
     @contained
     def graph_replays(self) -> None:
@@ -352,6 +356,9 @@ class Steps:
         nonfinite = None if count is None else number(count)
         microbatches, self._microbatches = self._microbatches, 1
         losses = self._losses.end_step(microbatches)
+        micro, self._micro_losses = self._micro_losses, []
+        if microbatches > 1 and micro:  # a pipeline, of one model; with FSDP gradients come after its backwards
+            losses[MAIN] = total(micro, microbatches) or 0.0
         loss = losses.pop(MAIN, None)
         return Facts(
             step=self.core.step, loss=loss, other_losses=losses, scale=scale, nonfinite=nonfinite, skipped=skipped

@@ -206,10 +206,10 @@ class Losses:
         main = taken.get(MAIN)
         found: dict[str, float | Later] = {}
         for name, losses in taken.items():
-            total = _total([loss.value for loss in losses if loss.value is not None], microbatches)
-            if total is None or (name != MAIN and losses == main):
+            value = total([loss.value for loss in losses if loss.value is not None], microbatches)
+            if value is None or (name != MAIN and losses == main):
                 continue
-            found[name] = total
+            found[name] = value
             if name != MAIN:
                 whose = self._parameters.label_of(self._names[0][0]) or "the first optimizer"
                 message = (
@@ -245,7 +245,7 @@ class _Sum(Later):
         return sum(part.value() if isinstance(part, Later) else part for part in self._parts) / self._divisor
 
 
-def _total(losses: list[float | Later], divisor: int) -> float | Later | None:
+def total(losses: list[float | Later], divisor: int) -> float | Later | None:
     """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
     if not losses:
         return None
