@@ -13,6 +13,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -171,6 +172,8 @@ class Results:
             table.add_row(*(_shown(row[column]) for column in columns))
         self.console.print(table)
         self.tables.append((title, note, columns, rows))
+        if folder := os.environ.get("BENCHMARK_PARTS"):  # for a run that may be cut short
+            self.write(Path(sys.argv[0]).stem, Path(folder))
 
     def write(self, stem: str, folder: Path = RESULTS) -> Path:
         """Writes ``<date>-<stem>-<device>.md`` and ``.json``; returns the first's path."""

@@ -1,9 +1,8 @@
-"""Pytest plugin: a test that leaves a watch, a thread, a hook or a changed setting behind fails."""
+"""Pytest plugin: a test that leaves a watch, a hook or a changed setting behind fails."""
 
 import gc
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
-
-from tests.patience import HANG_SECONDS
 
 
 def _global_hooks() -> dict[str, dict[int, object]]:
@@ -79,24 +76,12 @@ def left_open(before: list[object]) -> list[str]:
     return [f"{type(listener).__name__} still listens to torch: close the watch" for listener in left]
 
 
-def threads_now() -> set[threading.Thread]:
-    """Threads of Plimsoll's own; those of libraries are pools that last as long as the process."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("plimsoll-")}
-
-
-def still_running(before: set[threading.Thread]) -> list[str]:
-    """Names of the threads that were started since and do not end."""
-    for thread in threads_now() - before:
-        thread.join(HANG_SECONDS)
-    return [f"thread {thread.name} still runs" for thread in threads_now() - before]
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails the test that leaves a watch, a thread, a global hook or a changed setting behind."""
-    listeners, threads, before = open_watches(), threads_now(), _process_state()
+    """Fails the test that leaves a watch, a global hook or a changed setting behind."""
+    listeners, before = open_watches(), _process_state()
     yield
-    left = left_open(listeners) + still_running(threads)
+    left = left_open(listeners)
     after = _process_state()
     if after != before:
         _restore(before)

@@ -77,21 +77,10 @@ def test_a_watch_that_is_left_open_is_found_and_closed(tmp_path: Path) -> None:
     before = left_behind.open_watches()
     model = nn.Linear(2, 2)
     watch = pl.watch(model, torch.optim.SGD(model.parameters()), run=tmp_path / "run")
-    (said,) = left_behind.left_open(before)
-    assert "close the watch" in said and left_behind.open_watches() == before
+    said = left_behind.left_open(before)
+    assert said and all("close the watch" in each for each in said) and left_behind.open_watches() == before
     watch.close()
     assert left_behind.left_open(before) == []
-
-
-def test_a_thread_that_runs_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(left_behind, "HANG_SECONDS", 0.0)
-    before, go_on = left_behind.threads_now(), threading.Event()
-    thread = threading.Thread(target=go_on.wait, name="plimsoll-test", daemon=True)
-    thread.start()
-    assert left_behind.still_running(before) == ["thread plimsoll-test still runs"]
-    go_on.set()
-    thread.join()
-    assert left_behind.still_running(before) == []
 
 
 def test_chromium_can_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

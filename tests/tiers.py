@@ -34,6 +34,7 @@ _REACHES = {
     "compile": {"compile"},
 }
 _FIXTURES = {"browser": {"browser", "page", "opened"}}
+_NEEDS = {"browser": re.compile("Chromium"), "gpu": re.compile(r"needs a (CUDA|GPU)")}  # in a skip's reason
 _FILES = {
     "triton": re.compile(r"tests/kernels/test_(triton|fp8_compile)"),
     "training": re.compile(r"tests/lab/"),
@@ -114,8 +115,10 @@ def kinds_of(item: pytest.Item) -> set[str]:
     """The kinds that a test is of by its file, its fixtures and the code that it reaches."""
     names = reached(item)
     fixtures = set(getattr(item, "fixturenames", ()))
+    needs = " ".join(str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif"))
     found = {kind for kind, pattern in _FILES.items() if pattern.match(item.nodeid)}
     found |= {kind for kind, wanted in _FIXTURES.items() if wanted & fixtures}
+    found |= {kind for kind, pattern in _NEEDS.items() if pattern.search(needs)}
     return found | {kind for kind, wanted in _REACHES.items() if wanted & names}
 
 

@@ -186,5 +186,5 @@ def test_a_function_of_unit_scaling_is_one_operation_its_factors_included() -> N
     for reading in (linear.reading("forward"), gelu.reading("forward"), add.reading("forward")):
         assert reading is not None and reading.distance < 0.1
     # The gradient that leaves a function is that of its output, after the factor of what follows.
-    assert add.backward_std == pytest.approx(1.0, abs=0.02) and gelu.backward_std == add.backward_std
+    assert add.backward_std == pytest.approx(1.0, abs=0.02) and gelu.backward_std == pytest.approx(add.backward_std)
     assert linear.backward_std == pytest.approx(1.0, abs=0.05)
