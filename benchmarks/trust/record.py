@@ -52,11 +52,10 @@ def record(case: Case, path: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            case.kind.train(run)
+            with run:
+                case.kind.train(run)
         except Exception as failure:  # noqa: BLE001  (noted; a healthy kind that fails is not sound)
             error = f"{type(failure).__name__}: {failure}"
-        finally:
-            run.close()
     notes = {
         "kind": case.kind.name,
         "precision": case.precision,

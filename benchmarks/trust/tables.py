@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks._harness import Results
 from benchmarks.trust.judge import OUTCOMES, Verdict
-from benchmarks.trust.registry import FAULTS, KINDS
+from benchmarks.trust.registry import FAULTS, KINDS, cases
 
 Row = dict[str, object]
 Chosen = Callable[[Verdict], bool]
@@ -68,7 +68,8 @@ def results_of(verdicts: Sequence[Verdict]) -> Results:
 
 
 def _healthy(results: Results, sound: Sequence[Verdict], left: Sequence[Verdict]) -> None:
-    note = f"{GOAL} {len({v.kind for v in sound})} kinds. Left out, as their training did not do what it should: "
+    due = sum(1 for _ in cases("healthy"))
+    note = f"{GOAL} {len({v.kind for v in sound})} kinds; {len(sound) + len(left)} of {due} runs are recorded. Left out, as their training did not do what it should: "
     note += f"{len(left)} runs{''.join(f'; {v.kind}-{v.precision}-{v.seed}' for v in left)}."
     results.add("Healthy runs", note, [{"part": n} | rates([v for v in sound if of(v)]) for n, of in PARTS])
     precisions = [{"precision": p} | rates([v for v in sound if v.precision == p]) for p in ("fp32", "bf16", "fp16")]
@@ -95,7 +96,7 @@ def _healthy(results: Results, sound: Sequence[Verdict], left: Sequence[Verdict]
                 "by": ", ".join(f"{rule} {n}" for rule, n in loudest.most_common()),
             }
         )
-    results.add("Healthy runs, by kind", "Three precisions and two seeds of each.", kinds)
+    results.add("Healthy runs, by kind", "Up to three precisions and two seeds of each.", kinds)
 
 
 def _faults(results: Results, faults: Sequence[Verdict]) -> None:

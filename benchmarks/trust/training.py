@@ -7,7 +7,8 @@ ten steps, which is the default. Seed 1 is `pl.prepare` where a kind's loop is a
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +141,11 @@ class Training:
                     after(step)
                 self.losses.append(total)
 
-    def close(self) -> None:
-        """End the recording."""
-        self._open.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the recording; the watches see the error that ends it, as in a script."""
+        self._open.__exit__(kind, error, trace)

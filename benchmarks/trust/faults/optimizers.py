@@ -216,7 +216,7 @@ def decay(run: Training) -> None:
     _classify(run, model, optimizer, 300)
 
 
-@fault("updates-swallowed-bf16", named=r"updates-swallowed|smaller than (the )?rounding", precision="bf16", cheap=True)
+@fault("updates-swallowed-bf16", named=r"updates-swallowed|smaller than (the )?rounding", precision="bf16", tested=True)
 def swallowed(run: Training) -> None:
     """Weights kept in BF16 whose updates are smaller than their rounding."""
     model = mlp(16, 64, 64, 10).bfloat16()
@@ -311,7 +311,7 @@ def second_moments(run: Training) -> None:
         run.losses.append(float(loss.detach()))
 
 
-@fault("epsilon-dominates", named=r"epsilon", cheap=True)
+@fault("epsilon-dominates", named=r"epsilon", tested=True)
 def epsilon(run: Training) -> None:
     """A loss divided by a million: Adam's epsilon is larger than the roots of its second moments."""
     model = mlp(16, 64, 64, 10)

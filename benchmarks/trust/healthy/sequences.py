@@ -9,7 +9,7 @@ from benchmarks.trust.toys import Transformer, batches, counting, token_loss
 from benchmarks.trust.training import Training
 
 
-@healthy("language-model-pre-norm", cheap=True)
+@healthy("language-model-pre-norm")
 def pre_norm(run: Training) -> None:
     """A small language model, norms before the branches."""
     model = Transformer()

@@ -23,7 +23,7 @@ def _regress(run: Training, optimizer: str, steps: int = 250, **arguments: float
     run.train(model, made, loss, steps)
 
 
-@healthy("mlp-regression-adamw", cheap=True)
+@healthy("mlp-regression-adamw")
 def mlp_regression(run: Training) -> None:
     """Regression with AdamW."""
     _regress(run, "AdamW", lr=3e-3)
@@ -85,7 +85,7 @@ def classification(run: Training) -> None:
     run.train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), loss, 250)
 
 
-@healthy("logistic-regression", cheap=True)
+@healthy("logistic-regression")
 def logistic(run: Training) -> None:
     """One linear layer on binary labels."""
     x = torch.randn(1024, 30)
