@@ -84,3 +84,14 @@ def test_every_package_of_the_development_environment_is_pinned() -> None:
     ]
     asked = {re.sub(r"[-_.]+", "-", re.split(r"[<>=;\[\s]", need)[0]).lower() for need in wanted}
     assert asked - {"plimsoll"} <= names
+
+
+def test_no_file_names_a_package_registry() -> None:
+    """Links lead to a project's source; registries are reached by their clients alone."""
+    hosts = ["pypi" + ".org", "python" + "hosted.org", "npm" + "js.com", "anaconda" + ".org", "crates" + ".io"]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in listed.stdout.decode().split("\0"):
+        path = ROOT / name
+        if name and path.is_file():
+            text = path.read_bytes()
+            assert not [host for host in hosts if host.encode() in text], name

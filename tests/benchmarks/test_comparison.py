@@ -18,7 +18,7 @@ PEERS = {
     "torchao": "docs.pytorch.org/ao",
     "unit-scaling": "github.com/graphcore-research/unit-scaling",
     "qtorch": "github.com/Tiiiger/QPyTorch",
-    "gfloat": "pypi.org/project/gfloat",
+    "gfloat": "github.com/graphcore-research/gfloat",
 }
 
 

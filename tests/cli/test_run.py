@@ -1,5 +1,6 @@
 """`plimsoll run`: scripts run as under plain Python, and what they train is recorded."""
 
+import json
 import os
 import re
 import signal
@@ -35,7 +36,8 @@ def watched(*arguments: object, cwd: Path, **environment: str) -> subprocess.Com
 
 
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in result.stderr.splitlines() if line.startswith("plimsoll")]
+    """Plimsoll's lines, without the last one, which says where the record is."""
+    return [line for line in result.stderr.splitlines() if line.startswith("plimsoll") and "verdict" not in line]
 
 
 def theirs(result: subprocess.CompletedProcess[str]) -> list[str]:
@@ -179,6 +181,42 @@ def test_the_options_reach_the_watch(tmp_path: Path) -> None:
     assert run.series("weights", "fc.weight", "count")[0].tolist() == [0, 4]
     assert run.scalar_names == ("loss",)
     assert run.settings["warmup"] == 1 and run.settings["recorder"] == ["loss"]
+
+
+def test_a_second_training_goes_into_a_numbered_folder_and_each_end_names_its_own(tmp_path: Path) -> None:
+    script, out = SCRIPTS / "mnist.py", ("--out", "runs/my first")
+    ends = [watched(*out, script, cwd=tmp_path).stderr.splitlines()[-1] for _ in range(2)]
+    for end, name in zip(ends, ("runs/my first", "runs/my first-2"), strict=True):
+        assert end == f"plimsoll: recorded into '{name}'; for the verdict: plimsoll check '{name}'"
+    resumed = watched(*out, "--resume", script, cwd=tmp_path)
+    assert said(resumed)[0].endswith("into runs/my first")
+    assert [Run(tmp_path / "runs" / name).scalars("loss")[0][-1] for name in ("my first", "my first-2")] == [11, 5]
+    third = watched(*out, script, cwd=tmp_path)
+    holds = "plimsoll: runs/my first holds the run of another training: this one is recorded into runs/my first-3"
+    assert said(third)[0] == f"{holds} (--resume continues it)"
+
+
+GAN = """
+import torch
+from torch import nn
+G, D = nn.Linear(4, 8), nn.Linear(8, 1)
+g, d = (torch.optim.Adam(m.parameters()) for m in (G, D))
+for _ in range(3):
+    fake = G(torch.randn(4, 4))
+    d.zero_grad(); D(fake.detach()).mean().backward(); d.step()
+    g.zero_grad(); D(fake).mean().backward(); g.step()
+"""
+
+
+def test_the_models_of_a_script_are_listed_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "gan.py").write_text(GAN, encoding="utf-8")
+    for name in ("gan", "gan-2"):
+        result = watched("--out", "gan", "gan.py", cwd=tmp_path)
+        assert f"plimsoll check {name}" in result.stderr.splitlines()[-1], result.stderr
+        assert json.loads((tmp_path / name / "script.json").read_text("utf-8"))["runs"] == ["G", "D"]
+        assert all(Run(tmp_path / name / model).closed for model in "GD")
+    checked = python("-m", "plimsoll", "check", "gan", "--format", "json", cwd=tmp_path)
+    assert checked.returncode == 0 and [each["model"] for each in json.loads(checked.stdout)["runs"]] == ["G", "D"]
 
 
 def test_a_script_with_hugging_face_s_trainer(tmp_path: Path) -> None:

@@ -45,13 +45,13 @@ def prepared(path: Path, precision: Any, make: Callable[[nn.Module], Any] = adam
     return pl.Run(path)
 
 
-def by_hand(path: Path, dtype: torch.dtype, mark: str | None = None, start: int | None = None) -> pl.Run:
+def by_hand(path: Path, dtype: torch.dtype, mark: str | None = None, resume: bool | None = None) -> pl.Run:
     """The plain loop, with the optimizer on the 16-bit weights themselves."""
     model = network().to(dtype)
     optimizer: Any = sgd(model)
     if mark is not None:
         optimizer.plimsoll_update = mark
-    with pl.watch(model, optimizer, run=path, every=1, start_step=start):
+    with pl.watch(model, optimizer, run=path, every=1, resume=resume):
         for step in range(STEPS):
             x, y = batch(step)
             optimizer.zero_grad()
@@ -116,7 +116,7 @@ def test_what_changes_within_a_run_counts_from_there_on(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_without_rounding_at_random_is_judged_from_there_on(tmp_path: Path) -> None:
     prepared(tmp_path / "run", "bf16-stochastic")
-    (found,) = swallowed(by_hand(tmp_path / "run", torch.bfloat16))
+    (found,) = swallowed(by_hand(tmp_path / "run", torch.bfloat16, resume=True))
     assert found.severity == "alarm" and found.since_step == STEPS
 
 

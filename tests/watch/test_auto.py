@@ -187,7 +187,7 @@ def test_an_optimizer_made_later_for_a_watched_model_is_recorded(session: Sessio
     assert run.steps == [0, 1] and "0.weight:exp_avg" in run.tensors["optimizer"]
 
 
-def test_a_model_trained_after_another_has_a_run_beside_it(session: Session) -> None:
+def test_a_model_trained_after_another_has_a_run_below_it(session: Session) -> None:
     def train() -> None:
         for _ in range(3):
             model = mlp(4, 2)

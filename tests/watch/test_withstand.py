@@ -175,7 +175,7 @@ def test_killed_at_any_moment_the_run_is_readable(tmp_path: Path) -> None:
     assert set(range(flushed + 1)) <= set(run.steps)
     model = nn.Linear(4, 2)  # and it goes on, whatever lock the killed one has left
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pl.watch(model, optimizer, run=tmp_path / "run", every=1) as w:
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, resume=True) as w:
         assert w.step_index > flushed
 
 

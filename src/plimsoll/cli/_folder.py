@@ -12,7 +12,7 @@ from typing import Any
 
 from plimsoll.errors import ArgumentError
 
-_KEY = "plimsoll/run"
+_KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
 
 
 def choose(stem: str, start: Path) -> Path:
@@ -25,6 +25,20 @@ def choose(stem: str, start: Path) -> Path:
     if dist is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return parent / _dated(stem, _launched())
     return _unused(parent / _dated(stem, datetime.now().astimezone()))
+
+
+def free(folder: Path, taken: bool) -> Path:
+    """The folder, or one numbered after it where it is taken by another training; the same on every rank."""
+    dist = process_group()
+    if dist is not None and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        return Path(store.compare_set(_FREE_KEY, "", str(_unused(folder) if taken else folder)).decode())
+    if taken and dist is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ArgumentError(
+            f"run: expected a folder without a run for several ranks that have no process group; got --out {folder}. "
+            "Name a new folder, or continue that run with --resume."
+        )
+    return _unused(folder) if taken else folder
 
 
 def process_group() -> Any:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,9 @@ def run(
     max_bytes: Annotated[int, typer.Option(min=1, help="The most memory of one sample.")] = 1 << 30,
     queue_bytes: Annotated[int, typer.Option(min=1, help="The most memory of samples that wait.")] = 64 << 20,
     precision: Annotated[str | None, typer.Option(help="Train at a level: amp-bf16, fp8-tensor, ...")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, whatever the script restores.")
+    ] = False,
 ) -> None:
     """Watch a training script as it is: python SCRIPT ARGS, recorded."""
     settings: dict[str, Any] = {
@@ -62,7 +66,13 @@ def run(
         _script.check(script)
     start, folder = Path.cwd(), _place.folder_here("run", "--out", out, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
-    session = _Session(lambda: start / folder if folder else _folder.choose(stem, start), settings, precision)
+    session = _Session(
+        lambda: start / folder if folder else _folder.choose(stem, start),
+        settings,
+        precision,
+        # Workers that a launcher starts again go on where they were.
+        resume=resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+    )
     atexit.register(session.end)
     _optimizers.hear(session.note, session.note_backward)
     raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))
@@ -71,7 +81,10 @@ def run(
 class _Session:
     """What goes on beside the script."""
 
-    def __init__(self, folder: Callable[[], Path], settings: Mapping[str, Any], precision: str | None) -> None:
+    def __init__(
+        self, folder: Callable[[], Path], settings: Mapping[str, Any], precision: str | None, *, resume: bool
+    ) -> None:
+        self._resume = resume
         self._folder, self._settings, self._precision = folder, settings, precision
         self._finder: Any = None
         self._arithmetic: Any = None
@@ -114,7 +127,10 @@ class _Session:
                 from plimsoll.precision._unmodified import Unmodified
 
                 self._arithmetic = Unmodified(self._precision, _say_once)
-            self._finder = Finder(self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic)
+            self._finder = Finder(
+                self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic,
+                free=self._free, resume=self._resume,
+            )  # fmt: skip
         return self._finder
 
     def _tell(self, found: "Found") -> None:
@@ -123,7 +139,7 @@ class _Session:
         if isinstance(often, list):
             often = {"": self._settings["every"]}
         schedule = ", ".join(f"{name} every {_steps(every)}".lstrip() for name, every in often.items())
-        path = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else found.path
+        path = _from_here(found.path)
         what = f"{found.model} ({found.parameters:,} parameters, {', '.join(found.optimizers) or 'no optimizer'})"
         late = f"; its first {_steps(found.missed_steps)} went by before it was found" if found.missed_steps else ""
         again = "; what was compiled before is compiled again" if found.recompiled else ""
@@ -131,8 +147,18 @@ class _Session:
             at = f" in {found.precision}" if found.precision else ""
             _say(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
+    def _free(self, folder: Path, taken: bool) -> Path:
+        """The folder to record into, which another training's run may hold."""
+        found = _folder.free(folder, taken)
+        if found != folder:
+            here, instead = _from_here(folder), _from_here(found)
+            _say_once(
+                f"{here} holds the run of another training: this one is recorded into {instead} (--resume continues it)"
+            )
+        return found
+
     def end(self) -> None:
-        """The process ends: says so where nothing was recorded."""
+        """The process ends: says where the record is, or why nothing was recorded."""
         if self._broken or os.getpid() != self._process or _rank() != 0:
             return
         if self._finder is not None and (self._made or self._finder.has_found):
@@ -143,8 +169,15 @@ class _Session:
             verdict = "the script has not imported torch"
         if verdict is not None:
             _say(f"no training step was seen: {verdict}")
+        elif self._finder is not None and (place := self._finder.place) is not None:
+            folder = shlex.quote(str(_from_here(place)))
+            _say(f"recorded into {folder}; for the verdict: plimsoll check {folder}")
         if self._precision is not None and (self._arithmetic is None or not self._arithmetic.decided):
             _say(f"--precision {self._precision} was not carried out: no model was found")
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _rank() -> int:

@@ -170,6 +170,11 @@ def _held(path: Path) -> ArgumentError:
     except OSError:
         holder = {}
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= set(holder) else "another process"
+    if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
+        return ArgumentError(
+            f"RunWriter: expected no other writer on this run and rank; got {path.parent}, which this process is "
+            "writing already. Close the earlier watch or writer first: w.close()."
+        )
     return ArgumentError(
         f"RunWriter: expected no other writer on this run and rank; got {path.parent}, which {who} is writing. "
         "Give this run a folder of its own, or end the other one first."

@@ -30,9 +30,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plimsoll.runs import script
-from plimsoll.watch import _seams
+from plimsoll.watch import _seams, continuing
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import class_of, unwrapped
+from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._watch import watch
 from plimsoll.watch.graph import backward_running, leaves_of
@@ -75,6 +76,8 @@ class Finder:
       several are in folders below it, but the first is the folder itself where it was taken for the only one.
     - `arguments`: those of `plimsoll.watch`. `tell`: hears of each model found. `say`: why one is not watched.
     - `arithmetic`: hears of each model before its call goes on, watched or not.
+    - `free`: makes another folder of one that is taken, which holds a run that this training does not continue.
+      `resume`: continues it in any case.
     """
 
     def __init__(
@@ -85,11 +88,15 @@ class Finder:
         tell: Callable[[Found], None],
         say: Callable[[str], None],
         arithmetic: Arithmetic | None = None,
+        free: Callable[[Path, bool], Path] = lambda folder, _: folder,
+        resume: bool = False,
     ) -> None:
+        self._free, self._resume = free, resume
         self._choose, self._arguments, self._tell, self._say = folder, arguments, tell, say
         self._arithmetic = arithmetic
         self._complained = False
         self._place: Path | None = None  # the folder of the script
+        self._recorded = False
         self._runs: list[str] = []  # the runs in it, by the names of their folders
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._settled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -137,6 +144,11 @@ class Finder:
         if model is not None:
             self._moving = weakref.ref(model), Probe((leaves[key] for key in need), wait=True)
         return self._backwards >= _PATIENCE_BACKWARDS
+
+    @property
+    def place(self) -> Path | None:
+        """The folder of the script, once something is recorded into it."""
+        return self._place if self._recorded else None
 
     def verdict(self) -> str | None:
         """Why no training step was seen; None if one was, or the user knows why not."""
@@ -242,11 +254,11 @@ class Finder:
             model=class_of(root).__name__,
             parameters=sum(p.numel() for p in root.parameters()),
             optimizers=tuple(dict.fromkeys(type(optimizer).__name__ for optimizer in mine)),
-            path=self._path(self._name(model, root), shared=shared),
+            path=self._path(model, self._name(model, root), mine, shared=shared),
             missed_steps=max((self._steps[optimizer] for optimizer in mine), default=1),
             recompiled=bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)),
         )
-        handle = watch(model, mine, run=found.path, **self._arguments)
+        handle = watch(model, mine, run=found.path, resume=self._resume or None, **self._arguments)
         steps: Steps = cast("Any", handle)._steps  # noqa: SLF001  (this room's own)
         self._watches.append((steps, handle.step_index))
         self._list(steps.core.ranks.rank)
@@ -255,15 +267,22 @@ class Finder:
                 steps.optimizer_begins(optimizer)
         return found
 
-    def _path(self, name: str, *, shared: bool) -> Path:
-        if self._place is None:
-            self._place, self._runs = self._choose(), [name if shared else script.ITSELF]
-            return self._place / name if shared else self._place
-        self._runs.append(name)
-        return self._place / name
+    def _path(self, model: nn.Module, name: str, mine: list[Optimizer], *, shared: bool) -> Path:
+        if self._place is not None:
+            self._runs.append(name)
+            return self._place / name
+        place, inside = self._choose(), name if shared else script.ITSELF
+        if not self._resume:
+            rank = Ranks().rank
+            found = continuing.earlier_run(place / inside, rank, model, mine)
+            self._resume = found is not None and found.fits
+            place = self._free(place, not self._resume and continuing.is_taken(place, found, rank))
+        self._place, self._runs = place, [inside]
+        return place / inside if shared else place
 
     def _list(self, rank: int) -> None:
         """Lists the runs of a script's models in its folder, so that one answer can be given for all of them."""
+        self._recorded = True
         if self._place is not None and self._runs != [script.ITSELF] and rank == 0:
             script.write(self._place, self._runs)
 

@@ -4,6 +4,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -13,7 +14,7 @@ from torch import nn
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import RunWriter, Scalars, as_sink
-from plimsoll.watch import _seams, _shadow
+from plimsoll.watch import _seams, _shadow, continuing
 from plimsoll.watch._beside import Beside
 from plimsoll.watch._casting import Casts
 from plimsoll.watch._compiled import inlined_only
@@ -54,6 +55,7 @@ def watch(
     max_bytes: int = 1 << 30,
     queue_bytes: int = 64 << 20,
     block: Literal[16, 32] | None = None,
+    resume: bool | None = None,
 ) -> "Watch":
     """Records a model's numbers while it trains, every so many optimizer steps, into the folder `run`.
 
@@ -76,6 +78,9 @@ def watch(
     - `sinks`: where else the run goes: see `plimsoll.runs`.
     - `start_step`: the number of the first step; by default 0, or where the run that is there already has ended. Giving
       the step of a restored checkpoint replaces what the run has from there on.
+    - `resume`: whether the run that the folder holds is continued. None: where it is the same training, that is the
+      same model, and an optimizer whose restored state counts steps. Any other run in the folder is refused; in a
+      notebook it is kept under a numbered name. False: any run in the folder is refused.
 
     The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end.
 
@@ -94,11 +99,15 @@ def watch(
     root = unwrapped(model)
     names = _module_names(root)
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
+    continuing.close_earlier(root, run, place.rank)
+    start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
     writer = _writer(run, settings, place, start_step, sinks)
     core = Core(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
-    return Watch(core, root, taken, selection, optimizers, scaler)
+    watched = Watch(core, root, taken, selection, optimizers, scaler)
+    continuing.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
+    return watched
 
 
 class Watch:
@@ -356,6 +365,7 @@ def _describe(core: Core, root: nn.Module) -> None:
         model=f"{kind.__module__}.{kind.__qualname__}",
         root=core.name,
         parameters=sum(p.numel() for p in root.parameters()),
+        fingerprint=continuing.fingerprint(root),
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
         backends=backends,
         ranks=core.ranks.as_json(),

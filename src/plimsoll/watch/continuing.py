@@ -1,0 +1,184 @@
+"""Whether a watch may write into a folder that holds a run already, and from which step on.
+
+A run is one training. Another training in its folder would be appended: its first steps would look like a spike, and
+its tensors would stand among those of another model. So a run is continued where that was asked for, where this process
+has watched the same model into it before, and where the model and its optimizer fit: tensors of the same names and
+shapes, and an optimizer that has made about as many steps as the run has. Elsewhere `watch` refuses. In a notebook,
+where a cell is run again and again, the earlier run is kept under a numbered name and the folder is free.
+"""
+
+import hashlib
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError, RunError
+from plimsoll.runs import _manifest, _parts, script
+from plimsoll.runs._place import Folder, folder_to_write
+from plimsoll.watch._names import clean, unwrapped
+
+_AHEAD = 1000  # steps that a killed run may have lost, at least; or as many as it has
+
+_open: "dict[tuple[Path, int], weakref.finalize[Any, Any]]" = {}  # what closes the watch on a folder, by rank
+_watched: "weakref.WeakKeyDictionary[nn.Module, set[Path]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """The run that a folder holds already, of one rank. `why`: what of it does not fit; empty where it is continued."""
+
+    path: Path
+    steps: int  # the number after its last step
+    start: int | None  # the step to continue from; None for the one after its last
+    why: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the same training goes on."""
+        return not self.why
+
+
+def fingerprint(root: nn.Module) -> str:
+    """A digest of the names and shapes of a model's parameters."""
+    shapes = sorted((clean(name), tuple(p.shape)) for name, p in root.named_parameters())
+    return hashlib.blake2s(repr(shapes).encode(), digest_size=12).hexdigest()
+
+
+def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[Any]) -> Earlier | None:
+    """The run of this rank in the folder; None where there is none with a step."""
+    path, root = folder.absolute(), unwrapped(model)
+    parts = _parts.listed(Folder(path), rank)[0]
+    last = max((part.max_step for part in parts if part.kind != "events"), default=None)
+    if last is None:
+        return None
+    steps = last + 1
+    if path in _watched.get(root, ()):
+        return Earlier(path=path, steps=steps, start=None, why="")
+    try:
+        manifest = _manifest.read(path / _manifest.file_name(rank))
+    except (OSError, ValueError):  # a damaged manifest costs the comparison of models
+        manifest = dict[str, Any]()
+    kind = f"{type(root).__module__}.{type(root).__qualname__}"
+    known = manifest.get("fingerprint")
+    if known is not None and known != fingerprint(root):
+        other = manifest.get("model")
+        named = f"of another model, {other}" if other != kind else "of a model with other parameters"
+        return Earlier(path=path, steps=steps, start=None, why=named)
+    made = _steps_made(optimizers)
+    if not made:
+        return Earlier(path=path, steps=steps, start=None, why="while this optimizer has not stepped yet")
+    if made > steps + max(_AHEAD, steps):
+        why = f"while this optimizer has made {made:,}"
+        return Earlier(path=path, steps=steps, start=None, why=why)
+    return Earlier(path=path, steps=steps, start=made, why="")
+
+
+def is_taken(folder: Path, found: Earlier | None, rank: int) -> bool:
+    """Whether a script's folder holds runs, `found` or others, of the models of another training."""
+    if found is not None:
+        return not found.fits
+    if any(part.kind != "events" for part in _parts.listed(Folder(folder), rank)[0]):
+        return True
+    return rank == 0 and bool(script.names_in(Folder(folder.absolute())))  # the first rank writes the list
+
+
+def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, Any]") -> None:
+    """Notes that this process watches the model into the folder; `end` closes the watch."""
+    path = run.absolute()
+    _watched.setdefault(unwrapped(model), set()).add(path)
+    _open[path, rank] = end
+
+
+def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
+    """Closes this process's watch on the folder where it is of the same model, or a notebook's.
+
+    Raises `ArgumentError` where a script watches another model into it.
+    """
+    path = folder_to_write("watch", run).absolute()
+    end = _open.get((path, rank))
+    watched = None if end is None else end.peek()
+    if end is None or watched is None:
+        return
+    if watched[0] is unwrapped(model) or _in_notebook():
+        end()
+        return
+    raise ArgumentError(
+        f"watch: expected a folder that no other watch writes to; got run={path}, into which this process watches a "
+        f"{type(watched[0]).__name__} already. Close that watch first, w.close(), or give this model a folder of its "
+        "own."
+    )
+
+
+def start_of(
+    run: Any, rank: int, model: nn.Module, optimizers: Iterable[Any], resume: bool | None, start_step: int | None
+) -> int | None:
+    """The step to start from, None for the one after the run's last; makes way, or refuses, where a run is in the way.
+
+    Raises `ArgumentError` where another training's run is in the folder.
+    """
+    if resume is not None and not isinstance(resume, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"watch: expected resume to be True, False or None; got resume={resume!r}. Leave it out.")
+    if resume is False and start_step is not None:
+        raise ArgumentError(
+            f"watch: expected no start_step with resume=False, which starts a run; got start_step={start_step}. "
+            "Leave out one of the two."
+        )
+    if start_step is not None:
+        return start_step
+    found = earlier_run(folder_to_write("watch", run), rank, model, optimizers)
+    if found is None:
+        return None
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by its launcher, after a failure
+    if resume or (resume is None and (found.fits or restarted)):
+        return found.start
+    if resume is None and _in_notebook():
+        _set_aside(found)
+        return None
+    raise _refused(found)
+
+
+def _refused(found: Earlier) -> ArgumentError:
+    why = f", {found.why}" if found.why else ""
+    return ArgumentError(
+        f"watch: expected a folder without a run, or the run that this training continues; got run={found.path}, which "
+        f"holds a run of {found.steps:,} steps{why}. Give this training a folder of its own, or continue that run with "
+        "resume=True (or start_step=, the step of the checkpoint)."
+    )
+
+
+def _steps_made(optimizers: Iterable[Any]) -> int:
+    """How many steps the optimizers say that they have made; 0 where none of them counts."""
+    counted = 0
+    for optimizer in optimizers:
+        for state in cast("dict[Any, Any]", optimizer.state).values():
+            step = cast("dict[str, Any]", state).get("step") if isinstance(state, dict) else None
+            if (isinstance(step, Tensor) and step.numel() == 1) or isinstance(step, int | float):
+                counted = max(counted, int(step))
+    return counted
+
+
+def _in_notebook() -> bool:
+    """Whether IPython runs this code: in a notebook, or in its terminal."""
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
+
+
+def _set_aside(found: Earlier) -> None:
+    """Renames the folder of an earlier run: the first free of first-1, first-2 and so on."""
+    number = 1
+    while (kept := found.path.with_name(f"{found.path.name}-{number}")).exists():
+        number += 1
+    try:
+        found.path.rename(kept)
+    except OSError as error:
+        raise RunError(
+            f"watch: expected to keep the earlier run in {found.path} as {kept.name}; that fails: {error}. Give this "
+            "training a folder of its own."
+        ) from error
+    print(f"plimsoll: {found.path} held an earlier training, which is kept as {kept.name}")  # noqa: T201
