@@ -32,6 +32,7 @@ from plimsoll.spectrum._population import (
     snr_db,
 )
 from plimsoll.spectrum._source import Grid
+from plimsoll.spectrum.block_overflow import overflowing
 
 _NO_GRID = -1
 _HIGHEST = layout.LOWEST_BINADE + layout.BINADES - 1
@@ -118,7 +119,7 @@ class BlockTallies:
         total = self.blocks.values
         lost, below_normal, held, noise = self._landed(fmt.element)
         subnormal = below_normal.minus(lost, total) if fmt.element.has_subnormals else _none(total)
-        overflow = Tallies(low=total - held.high, high=total - held.low, estimate=total - held.estimate)
+        overflow = _within(total - held.high, total - held.low, self._overflowing(fmt.element))
 
         # Blocks whose scale takes an end of its format; see `_block_fit` for why these counts bound from below too.
         small, large = self._beyond_scales(fmt, shift)
@@ -137,6 +138,20 @@ class BlockTallies:
         subnormal = _widened(subnormal, total, fewer=moved, more=moved)
         estimate = np.minimum(subnormal.estimate, total - lost.estimate)
         return lost, _within(subnormal.low, subnormal.high, estimate), overflow, noise
+
+    def _overflowing(self, element: Format) -> Floats:
+        """The estimate of `plimsoll.spectrum.block_overflow`."""
+        blocks = self.blocks
+        return overflowing(
+            element,
+            maxima=blocks.maxima,
+            start=blocks.maxima_start,
+            lowest=blocks.lowest,
+            values=blocks.values,
+            top=np.asarray(blocks.by_depth[:, [0]].sum(axis=1), dtype=np.float64).ravel(),
+            absmax=blocks.cells.column("absmax"),
+            bits=np.where(self._scale[1], _NO_GRID, self._grid),
+        )
 
     def _at_least(self, number: Tallies, beside: Tallies, where: NDArray[np.bool_]) -> Tallies:
         """A number by depths, given the number (poisoned values included) at the end of the scale's format."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.errors import NotRecordedError
-from plimsoll.formats import BlockFormat
+from plimsoll.formats import BlockFormat, Format
 from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum import _fit, _tensor_scale_fit
 from plimsoll.spectrum._blocks import BlockRecord
 from plimsoll.spectrum._merge import BEYOND, LOWEST
 from plimsoll.spectrum._population import BINADE, Population, Tally, ordinal, snr_db
 from plimsoll.spectrum._source import Grid
+from plimsoll.spectrum.block_overflow import overflowing
 
 if TYPE_CHECKING:
     from plimsoll.spectrum._spectrum import Spectrum
@@ -87,6 +88,7 @@ def _power_of_two(
     element, scale = fmt.element, fmt.scale
     landed = _landed(s, record, fmt)
     lost, subnormal, overflow = _fit.tallies(landed, element, 0)
+    overflow = Tally.within(overflow.low, overflow.high, _overflowing(s, record, element, landed))
     noise_db = snr_db(landed, element, 0)
     total = landed.total
 
@@ -133,6 +135,21 @@ def _landed(s: "Spectrum", record: BlockRecord, fmt: BlockFormat) -> Population:
         total=int(counts.sum()),
         sumsq=None,
     )
+
+
+def _overflowing(s: "Spectrum", record: BlockRecord, element: Format, landed: Population) -> float:
+    """The estimate of `block_overflow`, of one record."""
+    found = overflowing(
+        element,
+        maxima=record.maxima,
+        start=np.array([0, len(record.maxima)]),
+        lowest=np.array([layout.LOWEST_BINADE]),
+        values=np.array([float(landed.total)]),
+        top=np.array([float(record.depths[0])]),
+        absmax=np.array([s.absmax]),
+        bits=np.array([-1 if landed.grid is None else landed.grid.mantissa_bits]),
+    )
+    return float(found[0])
 
 
 def _relative_grid(s: "Spectrum", lowest: int) -> Grid | None:

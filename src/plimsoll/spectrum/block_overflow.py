@@ -1,0 +1,117 @@
+"""Estimate of how many values overflow in blocks whose scale is a power of two, from their block records.
+
+The floor rule brings a block's absmax into the top binade of the element format. What lies above the format's largest
+value there (from 1.81 times the binade's start in E4M3) overflows. Those are values in the binade of their block's
+absmax, so the record bounds their number, but it does not say where in the binade they lie. They are not spread evenly:
+most maxima are near the tail of the distribution, which falls steeply, and an even spread gave up to seven times too
+many. The model has three steps:
+
+1. The share of maxima below the end of each binade is known. With n values in a block, each survives the level x with
+   probability S(x) = 1 - share^(1/n). Between the ends of a binade log(-log S) is interpolated in log x, where
+   exponential tails are straight, and slightly bent, as normal tails are. The absmax ends the last binade.
+2. That gives the share of maxima above the point where values overflow.
+3. A block has k values in its top binade, k binomial with the mean that the record has. If they are independent, one
+   that follows the law G gives a maximum that follows the mean of G^k, which is solved for G.
+
+No step asks what the blocks have in common, so blocks of very different sizes are no harder than others. The median
+ratio to the truth is within 0.6 to 1.5 for normal, heavy-tailed and sparse values, with 1,000 blocks
+(`test_the_estimate_of_overflow_is_near_the_truth`). Where all values end at one level, as evenly spread ones do, the
+estimate is too low, because binades do not show such an end.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.formats import Format
+from plimsoll.spectrum._population import BINADE, overflow_point
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_BEND = 1.15  # normal, Laplace and Student tails lie to both sides of it
+_HALVINGS = 40
+_SURE = 1e-12  # shares are kept this far from 0 and 1
+
+
+def overflowing(
+    element: Format,
+    *,
+    maxima: Ints,
+    start: Ints,
+    lowest: Ints,
+    values: Floats,
+    top: Floats,
+    absmax: Floats,
+    bits: Ints,
+) -> Floats:
+    """About how many values of each row overflow.
+
+    Args:
+        element: The format of the elements.
+        maxima: How many blocks have their absmax in which binade: those of row i from ``maxima[start[i]]`` on.
+        start: Where each row's maxima begin, and the end of the last ones.
+        lowest: The exponent of each row's first binade in `maxima`.
+        values: How many nonzero values each row's finite blocks hold.
+        top: How many of these are in the binade of their block's absmax.
+        absmax: The largest magnitude of each row.
+        bits: The mantissa bits of the grid that each row's values lie on; negative where there is none.
+    """
+    row = np.repeat(np.arange(len(values)), np.diff(start))
+    running = np.concatenate([np.zeros(1), np.cumsum(maxima, dtype=np.float64)])
+    begin = running[start[:-1]]
+    count = running[start[1:]] - begin
+    blocks = np.maximum(count, 1.0)
+    n, share, below = _in_the_top_binade(values, top, blocks)
+
+    # Shares of maxima at both ends of each binade. One that was never seen is less than one block, or what k says.
+    first = (running[:-1] - begin[row]) / blocks[row]
+    last = (running[1:] - begin[row]) / blocks[row]
+    rare = 0.5 / blocks
+    ends = last >= 1
+    first = np.where(first == 0, np.minimum(below, rare / 2)[row], first)
+    last = np.where(ends, (1 - rare)[row], last)
+    fraction, exponent = np.frexp(np.nan_to_num(absmax))
+    with np.errstate(all="ignore"):
+        reach = np.log2(2 * fraction)[row] + (exponent - 1)[row] - (lowest[row] + np.arange(len(row)) - start[row])
+    reach = np.where(ends, np.clip(reach, 0.0, 1.0), 1.0)
+
+    at = np.log2(_points(element, bits))[row]
+    with np.errstate(all="ignore"):
+        place = np.where(at < reach, at / reach, 1.0)
+        low, high = _straight(first, n[row]), _straight(last, n[row])
+        under = (-np.expm1(-np.exp(low + (high - low) * place**_BEND))) ** n[row]
+        above = np.where(place < 1, np.clip((last - under) / (last - first), 0.0, 1.0), 0.0)
+    over = np.bincount(row, np.nan_to_num(above) * maxima, minlength=len(values)) / blocks
+    each = (((1 - over) * (1 - below) + below) ** (1 / n) - (1 - share)) / share
+    return np.where(count > 0, top * np.clip(1 - each, 0.0, 1.0), 0.0)
+
+
+def _in_the_top_binade(values: Floats, top: Floats, blocks: Floats) -> tuple[Floats, Floats, Floats]:
+    """Of each row's blocks: their values n, the chance p of each one to be in the top binade, and (1 - p)^n.
+
+    At least one value is there, so their mean is n p / (1 - (1 - p)^n), which grows with p.
+    """
+    n = np.maximum(values / blocks, 1.0)
+    mean = top / blocks
+    low, high = np.full_like(n, _SURE), np.full_like(n, 1 - _SURE)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        less = n * middle / -np.expm1(n * np.log1p(-middle)) < mean
+        low, high = np.where(less, middle, low), np.where(less, high, middle)
+    share = (low + high) / 2
+    return n, share, (1 - share) ** n
+
+
+def _straight(share: Floats, n: Floats) -> Floats:
+    """Return log(-log S) of a share of maxima."""
+    survives = -np.expm1(np.log(np.clip(share, 1e-300, 1 - _SURE)) / n)
+    return np.log(-np.log(np.clip(survives, 1e-300, 1 - _SURE)))
+
+
+def _points(element: Format, bits: Ints) -> Floats:
+    """Return where values begin to overflow, over the start of the top binade: on a grid, halfway to the first."""
+    point = 1 + (overflow_point(element) - element.max_exponent * BINADE) / BINADE
+    places = np.ldexp(1.0, np.maximum(bits, 0).astype(np.int32))
+    number = point * places
+    following = np.ceil(number) if element.overflow_at_threshold else np.floor(number) + 1
+    return np.where(bits < 0, point, np.minimum((following - 0.5) / places, 2.0))
