@@ -170,7 +170,7 @@ def test_a_listing_that_fails_is_no_empty_run(local: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "filesystem", "error", "said"),
     [
-        ("nothing/here", fsspec.filesystem("memory"), RunError, r"got nothing/here \(py::fsspec.*no run.json"),
+        ("nothing/here", fsspec.filesystem("memory"), RunError, r"got nothing/here \(py::fsspec.*which holds no run"),
         ("s3://bucket/exp1", fs.LocalFileSystem(), ArgumentError, "got the URI s3://bucket/exp1"),
         ("exp1", "s3", ArgumentError, "expected filesystem to be a pyarrow.fs.FileSystem or one of fsspec's; got str"),
         ("foo://bucket/exp1", None, ArgumentError, "expected a URI that pyarrow knows .*; got foo://bucket/exp1"),
