@@ -2,9 +2,9 @@
 
 The floor rule brings a block's absmax into the top binade of the element format. What lies above the format's largest
 value there (from 1.81 times the binade's start in E4M3) overflows. Those are values in the binade of their block's
-absmax, so the record bounds their number, but it does not say where in the binade they lie. They are not spread evenly:
-most maxima are near the tail of the distribution, which falls steeply, and an even spread gave up to seven times too
-many. The model has three steps:
+absmax, so the record bounds their number, but it does not say where in the binade they lie. They are seldom spread
+evenly: most maxima are near the tail of the distribution, which falls steeply, and an even spread gave up to seven
+times too many. The model has four steps:
 
 1. The share of maxima below the end of each binade is known. With n values in a block, each survives the level x with
    probability S(x) = 1 - share^(1/n). Between the ends of a binade log(-log S) is interpolated in log x, where
@@ -12,11 +12,13 @@ many. The model has three steps:
 2. That gives the share of maxima above the point where values overflow.
 3. A block has k values in its top binade, k binomial with the mean that the record has. If they are independent, one
    that follows the law G gives a maximum that follows the mean of G^k, which is solved for G.
+4. A block whose top binade holds as many values as an even spread from zero gives it (half of them, if it is full) has
+   no such tail. Then its values are spread evenly up to its end.
 
 No step asks what the blocks have in common, so blocks of very different sizes are no harder than others. The median
 ratio to the truth is within 0.6 to 1.5 for normal, heavy-tailed and sparse values, with 1,000 blocks
-(`test_the_estimate_of_overflow_is_near_the_truth`). Where all values end at one level, as evenly spread ones do, the
-estimate is too low, because binades do not show such an end.
+(`test_the_estimate_of_overflow_is_near_the_truth`). Even spreads whose end lies just above a binade's start are
+estimated too low, because binades do not show such an end.
 """
 
 import numpy as np
@@ -29,6 +31,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _BEND = 1.15  # normal, Laplace and Student tails lie to both sides of it
+_STEEP, _FLAT = 0.6, 0.9  # of the values that an even spread has in the top binade; normal ones have up to a half
 _HALVINGS = 40
 _SURE = 1e-12  # shares are kept this far from 0 and 1
 
@@ -83,7 +86,18 @@ def overflowing(
         above = np.where(place < 1, np.clip((last - under) / (last - first), 0.0, 1.0), 0.0)
     over = np.bincount(row, np.nan_to_num(above) * maxima, minlength=len(values)) / blocks
     each = (((1 - over) * (1 - below) + below) ** (1 / n) - (1 - share)) / share
-    return np.where(count > 0, top * np.clip(1 - each, 0.0, 1.0), 0.0)
+    steep = np.clip(1 - each, 0.0, 1.0)
+
+    # Values spread evenly up to where the binade, or the last one's absmax, ends.
+    span, point = 2.0**reach - 1, _points(element, bits)[row]
+    with np.errstate(all="ignore"):
+        beyond = np.where(span > 0, np.clip((span + 1 - point) / span, 0.0, 1.0), 0.0)
+    even, expected = (
+        np.bincount(row, each * maxima, minlength=len(values)) / blocks for each in (beyond, span / (span + 1))
+    )
+    with np.errstate(all="ignore"):
+        flat = np.clip((np.nan_to_num(share / expected) - _STEEP) / (_FLAT - _STEEP), 0.0, 1.0)
+    return np.where(count > 0, top * (steep + (even - steep) * flat), 0.0)
 
 
 def _in_the_top_binade(values: Floats, top: Floats, blocks: Floats) -> tuple[Floats, Floats, Floats]:
