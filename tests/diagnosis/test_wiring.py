@@ -1,5 +1,6 @@
 """Trainings that are wired wrongly, and right ones that look like them, watched for real."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import plimsoll as pl
-from plimsoll.diagnosis import Finding, diagnose
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.report._verdict import verdict
 from plimsoll.runs import Run
+from plimsoll.scaling import StaticScaler
 
 RULES = ["untrained-parameters", "optimizer-idle", "gradients-mishandled", "decay-lost", "updates-swallowed"]
 
@@ -195,6 +198,99 @@ def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_p
     assert found("little", mlp().bfloat16(), weight_decay=0.01) == []  # 24 steps of it are nothing
     assert found("kept", mlp().bfloat16(), weight_decay=1.0, lr=1e-2) == []  # more than half a unit
     assert found("wide", mlp(), weight_decay=1.0) == []
+
+
+# -- a loss scale that is too high, and what no scale can mend
+
+
+def scaled(path: Path, scaler: Any, *, undefined: str = "", steps: int = 16) -> list[Finding]:
+    """A watched training under FP16 autocast; `undefined` adds an operation whose gradient is not finite."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pl.watch(model, optimizer, run=path, every=2):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(16, 8)
+            with torch.autocast("cpu", dtype=torch.float16):
+                y = model(x)
+            loss = nn.functional.cross_entropy(y.float(), x[:, :4].argmax(dim=1))
+            if undefined == "nan":  # 0 / 0
+                loss = loss + (y.float() * 0).square().sum().sqrt()
+            elif undefined == "inf":  # 1 / 0, at one place
+                first = y.float()[0, 0]
+                loss = loss + (first - first.detach()).sqrt()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return diagnose(path)
+
+
+def fixed(scale: float, backoff: float = 0.9999) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=backoff, growth_interval=10**6)
+
+
+TOO_HIGH = {
+    "static": lambda: StaticScaler(2.0**24, device="cpu"),
+    "hardly falls": lambda: fixed(2.0**24),
+    "far too high": lambda: fixed(2.0**40),
+}
+
+
+@pytest.mark.parametrize("name", TOO_HIGH)
+def test_a_loss_scale_that_is_fixed_too_high_is_to_be_lowered(name: str, tmp_path: Path) -> None:
+    found = [f for f in scaled(tmp_path / "run", TOO_HIGH[name]()) if f.severity != "info"]
+    assert [(f.rule, f.severity) for f in found] == [("nonfinite", "alarm")]
+    assert found[0].evidence["cause"] == "the loss scale is too high" and found[0].actions == ("lower_scale",)
+    assert found[0].advice.startswith("Lower the loss scale below 2^")
+    view = View(Run(tmp_path / "run"))
+    assert re.search(r"the loss scale \(.*\) is too high, .* lower the loss scale", verdict(view, found))
+
+
+@pytest.mark.parametrize("undefined", ["nan", "inf"])
+def test_no_scale_is_blamed_for_what_no_scale_can_mend(undefined: str, tmp_path: Path) -> None:
+    found = scaled(tmp_path / "run", fixed(2.0**10), undefined=undefined, steps=30)
+    (alarm,) = (f for f in found if f.severity == "alarm")
+    assert alarm.rule == "nonfinite" and "cause" not in alarm.evidence and "scale" not in alarm.advice.lower()
+
+
+@pytest.mark.parametrize("scaler", [lambda: fixed(2.0**26, 0.5), lambda: fixed(2.0**10)], ids=["falls", "low enough"])
+def test_a_search_for_the_scale_is_no_fault(scaler: Callable[[], Any], tmp_path: Path) -> None:
+    assert [str(f) for f in scaled(tmp_path / "run", scaler(), steps=30) if f.severity == "alarm"] == []
+
+
+def test_steps_that_a_script_leaves_out_for_its_own_factor_are_named(tmp_path: Path) -> None:
+    model = mlp().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=2):
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8).half()).float().square().mean() * 2.0**24).backward()
+            if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+                optimizer.step()
+    (found,) = (f for f in diagnose(tmp_path / "run") if f.severity == "alarm")
+    assert found.evidence["cause"] == "it has never stepped, and its gradients hold NaN or Inf"
+    assert "lower it by powers of two" in found.advice
+
+
+# -- Adam whose state is FP16
+
+
+def in_half(path: Path, **arguments: Any) -> list[Finding]:
+    model = mlp().half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **arguments)
+    with pl.watch(model, optimizer, run=path, every=10):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8).half()).float().square().mean().backward()
+        optimizer.step()
+    return [f for f in diagnose(path) if f.rule in ("second-moment-lost", "epsilon-dominates")]
+
+
+def test_an_epsilon_that_is_zero_in_fp16_is_an_alarm_at_the_first_step(tmp_path: Path) -> None:
+    (found,) = in_half(tmp_path / "run")
+    assert (found.rule, found.severity, found.since_step) == ("second-moment-lost", "alarm", 0)
+    assert found.evidence["epsilon_is_zero"] == "yes" and "fp16" in str(found.evidence["format"])
+    assert in_half(tmp_path / "large", eps=1e-4) == []
+    assert in_half(tmp_path / "edge", eps=2.0**-24) == []
 
 
 class Parts(nn.Module):

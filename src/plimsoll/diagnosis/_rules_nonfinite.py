@@ -1,5 +1,6 @@
 """NaN and infinities: whether they matter, and where they first were."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -10,6 +11,8 @@ from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._rule import Mask, Rule, stretches, threshold
 from plimsoll.diagnosis._view import View
+from plimsoll.formats import get_element
+from plimsoll.text import power
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
 _ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
@@ -18,6 +21,9 @@ _BEYOND_REPAIR = (
     "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
     "steps with such gradients be skipped, by a loss scaler or prepare."
 )
+_WIDE = 2.0**100  # formats that reach above it do not overflow by a loss scale
+_NEAR = 2.0**-6  # of a format's largest value: finite values beside those that overflowed reach that high
+_FALL = 4.0  # a scaler that searches for its scale falls by more within ten skipped steps
 _OF_GRADIENTS = ("activation_gradients", "optimizer")  # an overflow that a scaler skips is seen there too
 _OF_PLACE = {
     "input": "Look at the data: the batch of that step holds NaN or Inf already.",
@@ -35,7 +41,8 @@ class Nonfinite(Rule):
     """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen.
 
     Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and are
-    no alarm unless they go on and on. Activations that hold -Inf and no NaN are masked attention scores, and no alarm.
+    no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are masked
+    attention scores, and no alarm.
     """
 
     id = "nonfinite"
@@ -49,6 +56,7 @@ class Nonfinite(Rule):
     figure = "loss_and_scale"
 
     skips: float = threshold(25, "steps on end: from 2^24 a scale halves 24 times down to 1")
+    fixed: float = threshold(10, "steps on end; a scale that is halved at each falls by 2^10 meanwhile")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One, of the whole run; it names the first place."""
@@ -57,9 +65,9 @@ class Nonfinite(Rule):
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):
             return
-        excused = view.scaled and not len(losses)
-        excused = excused and all(collection in ("gradients", *_OF_GRADIENTS) for _, collection, _ in places)
-        excused = excused and not self._on_and_on(view)
+        of_gradients = not len(losses) and all(where in ("gradients", *_OF_GRADIENTS) for _, where, _ in places)
+        too_high = self._too_high(view) if of_gradients else None
+        excused = view.scaled and of_gradients and too_high is None and not self._on_and_on(view)
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
         evidence: dict[str, float | int | str] = {
             "steps": len(steps),
@@ -86,6 +94,18 @@ class Nonfinite(Rule):
             evidence["weights_since"] = held
             advice = f"{advice} {_BEYOND_REPAIR}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
+        if too_high is not None:
+            evidence |= {"cause": "the loss scale is too high", "scale": too_high}
+            below = 2.0 ** math.floor(math.log2(too_high))
+            yield self.finding(
+                "alarm", spots, evidence, since_step=since, until_step=until, collection=collection,
+                meaning="The loss scale is too high and stays there: gradients overflow, and steps are skipped.",
+                advice=f"Lower the loss scale below {power(below)}, by powers of two until no step is skipped. Or use "
+                "a scaler that does so: DynamicScaler, or GradScaler with backoff_factor=0.5. "
+                "If that mends nothing, plimsoll.locate finds the operation.",
+                actions=("lower_scale",),
+            )  # fmt: skip
+            return
         if not excused:
             yield self.finding(
                 "alarm", spots, evidence, since_step=since, until_step=until, collection=collection, advice=advice
@@ -96,6 +116,17 @@ class Nonfinite(Rule):
             meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
             advice="Nothing, if it is rare. A step(closure) that retries loses no batch.",
         )  # fmt: skip
+
+    def _too_high(self, view: View) -> float | None:
+        """Return the loss scale at which gradients overflow again and again, to the end, and which hardly falls."""
+        steps, values = view.scalar("nonfinite")
+        spans = stretches(values > 0, self.fixed)
+        if not view.scaled or not spans or spans[-1][1] != len(steps) - 1:
+            return None
+        scales = view.scale_at(steps[-int(self.fixed) :])
+        now = float(scales[-1])
+        stays = now > 1 and bool((np.diff(scales) <= 0).all()) and float(scales[0]) < _FALL * now
+        return now if stays and _overflow_first(view, int(steps[spans[-1][0]])) else None
 
     def _on_and_on(self, view: View) -> bool:
         steps, values = view.scalar("nonfinite")
@@ -121,6 +152,29 @@ def _places(view: View) -> list[tuple[int, str, list[str]]]:
             ordered = layers[::-1] if collection == "gradients" else layers
             found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
     return [(step, collection, names) for step, _, collection, names in sorted(found)]
+
+
+def _overflow_first(view: View, since: int) -> bool:
+    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first.
+
+    What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any scale
+    gives NaN at once, or an Inf among values that are far from the top of the format.
+    """
+    cells = view.cells("activation_gradients")
+    cells = view.cells("gradients") if cells is None else cells
+    if cells is None:
+        return False
+    bad, nans, absmax = _nonfinite(cells), cells.total_of("nans"), cells.highest(cells.column("absmax"))
+    known = np.array([get_element(name, "diagnose").max for name in cells.formats])
+    tops = cells.highest(known[cells.format])
+    seen = [place for place in np.flatnonzero(bad.any(axis=0)).tolist() if cells.steps[place] >= since]
+    for place in seen:
+        layers = np.flatnonzero(bad[:, place]).tolist()
+        first = layers[-1] if cells.collection == "gradients" else layers[0]
+        top, finite = float(tops[first, place]), float(absmax[first, place])
+        if nans[first, place] > 0 or top >= _WIDE or 0 < finite < top * _NEAR:
+            return False
+    return bool(seen)
 
 
 def _of_loss(names: list[str]) -> str:

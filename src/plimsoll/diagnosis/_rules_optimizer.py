@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats
-from plimsoll.diagnosis._finding import Finding
+from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.diagnosis._view import View
-from plimsoll.diagnosis.wiring_rules import with_rate_of_zero
+from plimsoll.diagnosis.wiring_rules import with_epsilon_of_zero, with_rate_of_zero
 from plimsoll.formats import get_element
+from plimsoll.runs import Event
 from plimsoll.spectrum._population import ordinal
 
 _SAMPLES = "a single sample proves nothing"
@@ -91,11 +92,15 @@ class SecondMomentLost(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """One, of the optimizer's state."""
         cells = view.cells("optimizer")
-        if cells is None:
-            return
-        shares = self._shares(cells)
-        found = spells(shares > self.share, ~np.isnan(shares), self.samples)
-        if not found:
+        certain = with_epsilon_of_zero(view)
+        found: list[tuple[int, int, int]] = []
+        shares = np.empty((0, 0))
+        if cells is not None:
+            shares = self._shares(cells)
+            # Where epsilon is zero too, the division is by zero: one sample is proof.
+            found = spells(shares > self.share, ~np.isnan(shares), 1 if certain else self.samples)
+        if cells is None or not found:
+            yield from self._certain(view, certain)
             return
         spots = worst(cells, found, shares)
         rows = np.isin(cells.layer, [layer for layer, *_ in found])
@@ -106,9 +111,25 @@ class SecondMomentLost(Rule):
             "worst": spots[0].name,
             "lost": spots[0].value,
             "format": ", ".join(formats),
-            "epsilon_is_zero": "yes" if lost else "no",
+            "epsilon_is_zero": "yes" if lost or certain else "no",
         }
         yield self.finding("alarm", spots, evidence, until_step=last_of(cells, found), collection="optimizer")
+
+    def _certain(self, view: View, events: list[Event]) -> Iterator[Finding]:
+        """An epsilon that is zero, where no second moment has been seen to be zero so far."""
+        if not events:
+            return
+        first = events[0]
+        listed = cast("list[str]", first.details.get("parameters", []))
+        spots = [Spot(name=f"{name}:exp_avg_sq", since_step=first.step, value=0.0) for name in listed]
+        evidence = {
+            "format": "fp16", "epsilon": float(cast("float", first.details.get("epsilon", 0.0))),
+            "epsilon_is_zero": "yes", "parameters": len(listed),
+        }  # fmt: skip
+        yield self.finding(
+            "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
+            meaning="Adam divides by zero where the square of a gradient is zero in FP16, and makes Inf or NaN.",
+        )  # fmt: skip
 
     def _shares(self, cells: Cells) -> Floats:
         """Of second moments: of the values whose first moment is not zero, those whose second is; NaN elsewhere."""

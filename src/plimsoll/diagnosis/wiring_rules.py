@@ -119,7 +119,14 @@ class OptimizerIdle(Rule):
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:
         stay = weights_stay(view)
-        if event.details.get("others"):
+        if event.details.get("nonfinite"):
+            yield self._finding(
+                view, "alarm", event, "it has never stepped, and its gradients hold NaN or Inf",
+                "If the loss is multiplied by a factor (a loss scale by hand), lower it by powers of two until the "
+                "gradients are finite, or use a DynamicScaler. Else plimsoll.locate finds the operation.",
+                meaning="A script that leaves out steps whose gradients are not finite leaves out all of them.",
+            )  # fmt: skip
+        elif event.details.get("others"):
             advice = "Call its step(), or leave it out of the watch."
             yield self._finding(view, "warning", event, "it has never stepped", advice)
         elif stay or (stay is None and view.last_step < 0):
@@ -295,6 +302,11 @@ def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
         )
         for event, last in group_states(view)
     ]
+
+
+def with_epsilon_of_zero(view: View) -> list[Event]:
+    """Return what was said of optimizers whose epsilon is zero in the format of their second moments."""
+    return _all(view, "epsilon lost")
 
 
 def _all(view: View, fact: str) -> list[Event]:

@@ -110,6 +110,13 @@ def _scale_collapse(case: Case) -> Said:
 
 def _nonfinite(case: Case) -> Said:
     found = case.finding
+    if found.evidence.get("cause") == "the loss scale is too high":
+        return Said(
+            what=f"the loss scale ({power(case.number('scale'))}) is too high, and gradients have overflowed "
+            f"{case.since}",
+            effect=f"at {int(case.number('steps_with_gradients')):,} steps",
+            remedy="lower the loss scale or use a DynamicScaler",
+        )
     if found.where:
         layer = case.layer
         back = "go back to the last checkpoint" if found.collection == "weights" else "locate() finds the operation"
@@ -258,6 +265,11 @@ def _updates_swallowed(case: Case) -> Said:
 
 def _second_moment_lost(case: Case) -> Said:
     fmt = str(case.finding.evidence.get("format", "")).upper()
+    if "lost" not in case.finding.evidence:
+        return Said(
+            what=f"Adam's epsilon is zero in {fmt}, the format of its second moments, in {case.place} {case.since}",
+            remedy="keep the optimizer's state in FP32",
+        )
     lost = percent(case.number("lost"))
     return Said(
         what=f"{fmt} has lost up to {lost} of Adam's second moments of {case.place} {case.since}",
@@ -358,6 +370,8 @@ def _untrained(case: Case) -> Said:
 
 def _optimizer_idle(case: Case) -> Said:
     who, cause = (shown(str(case.finding.evidence.get(name, ""))) for name in ("optimizer", "cause"))
+    if "NaN or Inf" in cause:
+        return Said(what=f"of {who}, {cause} {case.since}", remedy="lower the loss scale, or call locate()")
     return Said(what=f"of {who}, {cause} {case.since}", remedy="look at the schedule" if "rate" in cause else "step it")
 
 

@@ -6,6 +6,7 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - parameters that require gradients and are in no optimizer, or in one and never get a gradient;
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
+- an epsilon of Adam that is zero in the FP16 of its second moments;
 - weight decay that is less than half a unit in the last place of 16-bit weights.
 
 Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
@@ -33,6 +34,8 @@ _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that 
 _FEWEST = 3  # backwards or steps by which a watch that closes may be judged
 _REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
 _FOLLOWED = 3  # parameters of each optimizer
+_ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
+_FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
 _HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # less than this of a weight is lost at any weight
 
 
@@ -192,6 +195,8 @@ class Wiring:
         if known is None or self._idle():
             return
         known.steps += 1
+        if known.steps == 1:
+            self._look_at_epsilon(optimizer, known)
         self._steps = max(self._steps, known.steps)
         has = known.had_gradients or _has_gradients(optimizer)  # a closure makes them inside the step
         known.empty = 0 if has or not self._since_step else known.empty + 1
@@ -306,6 +311,31 @@ class Wiring:
             of=len(now),
         )
 
+    def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
+        """Says where Adam's epsilon is zero in the format of its second moments, to which it is added."""
+        names, lost, least = self._names(), list[str](), math.inf
+        for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
+            epsilon = group.get("eps")
+            if not isinstance(epsilon, int | float):
+                continue
+            for p in group["params"]:
+                state: Mapping[str, object] = optimizer.state.get(p, {})
+                moments = [state.get(key) for key in _ROOTED]
+                held = [x for x in moments if isinstance(x, Tensor) and x.dtype == torch.float16]
+                if held and epsilon <= _FP16_ZERO and id(p) in names:
+                    lost.append(names[id(p)])
+                    least = min(least, float(epsilon))
+        if lost:
+            self._say(
+                "epsilon lost",
+                f"{known.name} keeps second moments in FP16, where its epsilon of {least:g} is zero: it divides by "
+                "zero where a second moment is zero.",
+                key=f"epsilon lost: {known.name}",
+                optimizer=known.name,
+                epsilon=least,
+                parameters=lost,
+            )
+
     def _say_no_step(self) -> None:
         never, some = [known.name for known in self._known.values() if not known.steps], self._steps > 0
         if never or not some:
@@ -317,7 +347,14 @@ class Wiring:
                 optimizer=who,
                 backwards=self._backwards,
                 others=some,
+                nonfinite=not some and self._gradients_are_broken(),
             )
+
+    def _gradients_are_broken(self) -> bool:
+        """Whether a gradient holds NaN or Inf, for which a script may skip its steps; waits for the device, once."""
+        model = self.core.model()
+        found = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
+        return any(not bool(torch.isfinite(g).all()) for g in found if g.layout == torch.strided and not g.is_meta)
 
     def _say_carried(self, known: _Optimizer, carried: list[_Followed]) -> None:
         sizes = [followed.size for followed in carried if followed.size is not None]
