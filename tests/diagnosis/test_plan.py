@@ -264,6 +264,34 @@ def test_include_and_exclude_override_the_rule(odd: Path) -> None:
         plan(odd, "fp8", include=["nobody*"])
 
 
+class Averaged(nn.Module):
+    """A model that holds an average of its own weights, which computes in no step of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.by_hand = nn.Linear(8, 8)
+        self.ema = nn.Sequential(nn.Linear(64, 64), nn.MultiheadAttention(64, 2)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.frozen(self.net(x)), self.by_hand.weight)
+
+
+def test_a_copy_that_never_computes_is_left_out_and_said(tmp_path: Path) -> None:
+    model = Averaged()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    made = plan(tmp_path / "run", "bf16")
+    assert set(made.formats) == {"net", "frozen", "by_hand"}
+    (said,) = [remark for remark in made.remarks if remark.startswith("Not counted")]
+    assert "these modules computed nothing that was recorded" in said and "ema." in said and "frozen" not in said
+    assert "ema.0" in plan(tmp_path / "run", "bf16", include=["ema.0"]).formats
+
+
 def test_such_a_plan_trains(odd: Path) -> None:
     model = Odd()
     with pl.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan(odd, "fp8")) as loop:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from plimsoll.diagnosis._plan_judge import Judge, Verdict, outward
-from plimsoll.diagnosis._plan_modules import Module, modules_of, named
+from plimsoll.diagnosis._plan_modules import Module, computes, modules_of, named
 from plimsoll.diagnosis._plan_scales import Scales, solve
 from plimsoll.diagnosis._plan_words import Choice, note, remarks
 from plimsoll.diagnosis._view import View
@@ -48,7 +48,7 @@ def plan(
     (or `margin_binades`) to spare, and surely less than `tolerance` of it is lost. Otherwise it gets `fallback`, with
     the reason in `Plan.notes`. What the run does not know (a collection that was not recorded, what an FP16 run has
     flushed already) counts as unsafe, and is said in `Plan.remarks`. Modules that multiply no matrices are not in the
-    plan.
+    plan, nor are those that never computed, such as an average of the weights (EMA); a remark names these.
 
     - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
       each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
@@ -61,13 +61,16 @@ def plan(
       moved from sample to sample, as long as the tolerance holds. A number: just so many.
     - `fallback`: "bf16", "tf32" or "fp32".
     - `include`, `exclude`: names of modules, or globs: those that are judged although they do not look as if they
-      multiplied, or multiply inside what is not recorded; those that are left as they are.
+      multiplied, multiply inside what is not recorded, or never computed; those that are left as they are.
 
     Raises `NotRecordedError` for a run without modules to plan, `ArgumentError` for a target that there is not.
     """
     _check(target, tolerance, margin_binades, fallback)
     view = view_of("plan", run, until)
-    modules = modules_of(view, named(view, "include", include), named(view, "exclude", exclude))
+    included = named(view, "include", include)
+    found = modules_of(view, included, named(view, "exclude", exclude))
+    modules = [module for module in found if module.name in included or computes(view, module)]
+    idle = [module.name for module in found if module not in modules]
     if not modules:
         raise NotRecordedError(
             "plan: expected a run with modules that multiply matrices; got one that names none. Watch weights, "
@@ -81,7 +84,7 @@ def plan(
         layer_scales=layer_scales,
     )
     chosen = [_with_scales(judge, choice, scales, fallback.lower()) for choice in chosen]
-    return _made(view, judge, chosen, scales, target.lower())
+    return _made(view, judge, chosen, scales, target.lower(), idle)
 
 
 def _choice(judge: Judge, module: Module, target: str, fallback: str) -> Choice:
@@ -118,7 +121,7 @@ def _with_scales(judge: Judge, choice: Choice, scales: Scales, fallback: str) ->
     return replace(choice, scales={"gradients": scales.layers[name]} if name in scales.layers else {})
 
 
-def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, target: str) -> Plan:
+def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, target: str, idle: Sequence[str]) -> Plan:
     narrow = any(choice.forward == "fp16" for choice in chosen)
     predicted = {choice.module.name: _predicted(judge, choice, scales) for choice in chosen}
     own = {choice.module.name: {role: 2.0**k for role, k in choice.scales.items()} for choice in chosen}
@@ -132,7 +135,7 @@ def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, ta
         tolerance=judge.tolerance,
         source=str(view.run.path).encode("utf-8", "replace").decode("utf-8"),
         notes={choice.module.name: note(judge, choice, predicted[choice.module.name]) for choice in chosen},
-        remarks=tuple(remarks(judge, chosen, scales if narrow else None)),
+        remarks=tuple(remarks(judge, chosen, scales if narrow else None, idle)),
     )
 
 

@@ -8,6 +8,9 @@ A run knows a module by names and numbers of values only. It is taken to multipl
 
 Attention modules with weights of their own (`in_proj_weight`) and recurrent layers (`weight_ih_l0`) multiply too, but
 what they multiply inside is not recorded. Others (norms, embeddings, activations) multiply nothing.
+
+A module without inputs, outputs and gradients never computed, and no format matters to it: an average of the weights
+(EMA), say.
 """
 
 import fnmatch
@@ -69,6 +72,18 @@ def modules_of(view: View, chosen: Collection[str] = (), left: Collection[str] =
             opaque = inner and name not in chosen
             found.append(Module(name=name, weight=weight, inputs=inputs, outputs=outputs, opaque=opaque))
     return found
+
+
+def computes(view: View, module: Module) -> bool:
+    """Whether anything that was recorded says that the module computed: inputs, outputs or gradients.
+
+    An average of another module's weights, or a part that the training does not use, has none. Where activations or
+    gradients were not recorded at all, nobody knows: it counts as one that computes.
+    """
+    gradients = set(view.run.tensors.get("gradients", ()))
+    if not gradients or not view.run.tensors.get("activations"):
+        return True
+    return bool(module.inputs or module.outputs or gradients.intersection(module.weight))
 
 
 def _owners(view: View) -> dict[str, _Owner]:

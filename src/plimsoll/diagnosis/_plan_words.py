@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from plimsoll.diagnosis._finding import grouped
 from plimsoll.diagnosis._plan_judge import Judge, Verdict
 from plimsoll.diagnosis._plan_modules import Module
 from plimsoll.diagnosis._plan_scales import Scales
@@ -12,6 +13,7 @@ from plimsoll.diagnosis._plan_series import Collection
 from plimsoll.formats import BF16, Role, get
 from plimsoll.text import percent
 
+_NAMED = 3  # groups of modules that never computed
 _ENOUGH = 100  # binades: of tensors that were zero throughout
 Losses = Mapping[str, tuple[float, float, float]]
 
@@ -49,9 +51,15 @@ def _left(judge: Judge, choice: Choice) -> str:
     return f"; room above for steps not recorded: {', '.join(told)}" if told else ""
 
 
-def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None) -> list[str]:
-    """The plan in one sentence, and what is not known of the run."""
+def remarks(judge: Judge, chosen: Sequence[Choice], scales: Scales | None, idle: Sequence[str]) -> list[str]:
+    """The plan in one sentence, and what is not known of the run; `idle` modules never computed."""
     found = [_summary(judge, chosen)]
+    if idle:
+        these = "these modules" if len(idle) > 1 else "this module"
+        found.append(
+            f"Not counted, as {these} computed nothing that was recorded (a copy, such as an EMA, or unused): "
+            f"{grouped(idle, _NAMED)}."
+        )
     if scales is not None and scales.layers:
         found.append("No single loss scale serves all modules in FP16: each has its own.")
     for name, collection in judge.collections.items():
