@@ -80,8 +80,12 @@ class LossScaler(SavedScaler, ABC):
             for word, value in (("init_scale", init_scale), ("min_scale", min_scale), ("max_scale", max_scale))
         )
         arguments.check_bounds(name, low, init_scale, high)
-        if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn(f"{name}: CUDA is not available, so that nothing is scaled. Use device='cpu'.", stacklevel=3)
+        if enabled and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                f"{name}: CUDA is not available, so that nothing is scaled: the scale is 1, not {power(init_scale)}. "
+                "Use device='cpu' to scale on the CPU.",
+                stacklevel=3,
+            )
             enabled = False
         super().__init__(torch.device(device).type, init_scale, enabled=enabled)
         self._init_scale = init_scale

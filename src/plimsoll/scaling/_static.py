@@ -14,7 +14,8 @@ class StaticScaler(LossScaler):
 
     The outcome says so; the scale does not follow, so that a scale that is too large skips every step. `update` takes
     no new scale but this one. Saved, it is a GradScaler whose factors are 1; of a state that it loads it takes the
-    scale.
+    scale. Without a GPU give `device="cpu"`: with the default device nothing is scaled then, and a warning
+    says so.
 
     >>> import plimsoll as pl
     >>> pl.scaling.StaticScaler(1024.0, device="cpu").get_scale()
