@@ -63,10 +63,18 @@ class Story:
     update_ratio: Size = lambda layer, step: 2.0**-10
     casts: Mapping[str, tuple[str, float | Callable[[int], float]]] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    losses: Mapping[int, Callable[[int], float]] = field(default_factory=dict)  # of further ranks
 
     def write(self, path: Path, until: int | None = None) -> Path:
         """The run, up to and with step `until`; each step's numbers are its own, however long the run."""
-        with RunWriter(path, flush_seconds=600) as writer:
+        for rank, loss in self.losses.items():
+            with RunWriter(path, rank=rank, world_size=1 + len(self.losses), flush_seconds=600) as writer:
+                writer.write_manifest(ranks={"data_parallel": 1 + len(self.losses), "data_index": rank})
+                for step in range(self.samples * self.every if until is None else until + 1):
+                    writer.write(Scalars(step=step, values={"loss": loss(step)}))
+        with RunWriter(path, world_size=1 + len(self.losses), flush_seconds=600) as writer:
+            if self.losses:
+                writer.write_manifest(ranks={"data_parallel": 1 + len(self.losses), "data_index": 0})
             for event in self.events:
                 if until is None or event.step <= until:
                     writer.write(event)

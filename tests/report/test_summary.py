@@ -44,6 +44,7 @@ WORDS: Mapping[str, str] = {
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
     "gradients-mishandled": r"gradients are never (set to zero|unscaled)",
     "decay-lost": r"rounding has undone the weight decay of",
+    "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }
 BEGINS = {"alarm": "Problem: ", "warning": "Warning: ", "info": "Healthy up to step 199, but note: "}

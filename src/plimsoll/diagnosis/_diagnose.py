@@ -19,6 +19,7 @@ from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.ending_rules import RunEnded
+from plimsoll.diagnosis.rank_rules import RankDiffers
 from plimsoll.diagnosis.remedies import with_remedy
 from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
 from plimsoll.errors import ArgumentError
@@ -30,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
     Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
     DeadLayer(), StructuralZeros(), Drift(), UntrainedParameters(), OptimizerIdle(), GradientsMishandled(),
-    DecayLost(), RunEnded(), RecordsLost(),
+    DecayLost(), RankDiffers(), RunEnded(), RecordsLost(),
 )  # fmt: skip
 
 

@@ -389,6 +389,18 @@ def _decay_lost(case: Case) -> Said:
     )
 
 
+def _rank_differs(case: Case) -> Said:
+    what, rank = str(case.finding.evidence.get("of", "")), case.number("rank")
+    have = "has" if what == "loss" else "have"
+    if not math.isfinite(rank):
+        return Said(what=f"the {what} of the two ranks {have} differed {case.since}", remedy="compare their batches")
+    return Said(
+        what=f"the {what} of rank {rank:.0f} {have} stayed away from those of the others {case.since}",
+        effect=f"{case.number('its'):.3g} and not {case.number('others'):.3g}",
+        remedy="compare its data and labels with another rank's",
+    )
+
+
 def _run_ended(case: Case) -> Said:
     by = str(case.finding.evidence.get("ended_by", ""))
     ways = {
@@ -435,6 +447,7 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "optimizer-idle": _optimizer_idle,
     "gradients-mishandled": _gradients_mishandled,
     "decay-lost": _decay_lost,
+    "rank-differs": _rank_differs,
     "run-ended": _run_ended,
     "records-lost": _records_lost,
 }
