@@ -111,6 +111,7 @@ class _Search:
 
     def _last_looks(self, names: Names) -> None:
         names.learn(self._witness.roots.values(), self._optimizers)
+        names.learn_gradients(self._ends.leaves)
         self._ends.gradients()
         self._ends.left(names, self._witness.trail.written)
 

@@ -20,6 +20,11 @@ class Ends:
         self._leaves = {id(leaf): leaf for leaf in leaves}
         self.reached: list[Reached] = []
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The leaves that gradients come to."""
+        return list(self._leaves.values())
+
     def backward(self, tensors: Any) -> list[Tensor]:
         """A backward of these tensors begins; returns the leaves that gradients will come to."""
         roots = list(tensors_in(tensors))

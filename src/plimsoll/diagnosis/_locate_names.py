@@ -18,6 +18,7 @@ class Names:
         self._modules: dict[int, str] = {}
         self._memory: dict[int, str] = {}
         self._lasting: list[tuple[str, Tensor]] = []
+        self._gradients: dict[int, str] = {}  # memory of a gradient -> the name of the tensor that it is of
         for variable, value in variables_of(closure).items():
             for name, x in known_tensors(value, variable):
                 self._take(f"the input {name}", x)
@@ -32,6 +33,19 @@ class Names:
             self._module(root, "" if root is main else type(root).__name__)
         for optimizer in optimizers:
             self._optimizer(optimizer)
+
+    def learn_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Takes in the gradients of leaves, also those that a variable of the closure holds."""
+        for leaf in [*leaves, *(p for what, p in self._lasting if not what.startswith("the optimizer's "))]:
+            owner = self.of(leaf) if leaf.grad is not None else None
+            if owner is not None and leaf.grad is not None:
+                for memory in memory_of(leaf.grad):
+                    self._gradients.setdefault(memory, owner.removeprefix("the input "))
+                    self._memory[memory] = f"the gradient of {self._gradients[memory]}"
+
+    def gradient_of(self, memory: Iterable[int]) -> str | None:
+        """The name of the tensor whose gradient lies in this memory."""
+        return next((self._gradients[m] for m in memory if m in self._gradients), None)
 
     def module(self, module: nn.Module | None) -> str | None:
         """A module's path; the root is called "model"."""

@@ -97,7 +97,8 @@ def _sentence(
         place += f"; the loss leaves it out, but not its gradient ({_made(spoiled)})"
     scaled = f"; the loss scale was {number(scale)}" if scale is not None else ""
     end = f"; it reached {reached}" if reached is not None else ""
-    return f"{happened}{place}{scaled}{end}."
+    remedy = _remedy(origin, names)
+    return f"{happened}{place}{scaled}{end}.{remedy}"
 
 
 def _held(origin: Origin, names: Names) -> str:
@@ -107,7 +108,16 @@ def _held(origin: Origin, names: Names) -> str:
     if spectrum is not None:
         infs = spectrum.pos_infs + spectrum.neg_infs
         counts = [f"{n:,} {name}" for n, name in ((spectrum.nans, "NaN"), (infs, "Inf")) if n]
+    if names.gradient_of(origin.memory.get(origin.worst, ())) is not None:
+        what = f"{what}, left from an earlier backward,"
     return f"{shown(what)} held {' and '.join(counts) or 'non-finite values'} before any operation"
+
+
+def _remedy(origin: Origin, names: Names) -> str:
+    """The advice about a gradient that was there before; of other faults the sentence says enough."""
+    if origin.what != "held" or names.gradient_of(origin.memory.get(origin.worst, ())) is None:
+        return ""
+    return " Clear gradients before the backward (optimizer.zero_grad()); locate the step that left this one."
 
 
 def _came(origin: Origin) -> str:
