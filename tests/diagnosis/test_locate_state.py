@@ -254,3 +254,67 @@ def test_it_is_not_called_inside_of_itself_or_of_emulation():
         locate(lambda: torch.zeros(1))
     with pytest.raises(ArgumentError, match="emulate: expected operations to be 'matmul' or names inside a Torch"):
         locate(lambda: pl.emulate(forward="e4m3", operations="all").__enter__())
+
+
+def stepped(optimizer: type[torch.optim.Optimizer], name: str, value: Any, **more: Any) -> Any:
+    """The fault of a step whose second parameter group has such a setting, and the model after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    groups = [{"params": list(model[i].parameters())} for i in (0, 2)]
+    made: Any = optimizer(groups, **{"lr": 1e-2, **more})  # pyright: ignore[reportCallIssue]
+    made.param_groups[1][name] = value
+    x = torch.randn(8, 4)
+
+    def step() -> Tensor:
+        made.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        made.step()
+        return loss
+
+    fault = locate(step, model=model)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())  # put back
+    return fault
+
+
+NAN, INF = float("nan"), float("inf")
+SETTINGS: list[tuple[type[torch.optim.Optimizer], str, Any, str]] = [
+    (torch.optim.SGD, "lr", NAN, "the learning rate (lr) of SGD's parameter group 1 is NaN"),
+    (torch.optim.SGD, "lr", INF, "the learning rate (lr) of SGD's parameter group 1 is Inf"),
+    (torch.optim.AdamW, "lr", NAN, "the learning rate (lr) of AdamW's parameter group 1 is NaN"),
+    (torch.optim.Adam, "lr", torch.tensor(NAN), "the learning rate (lr) of Adam's parameter group 1 is NaN"),
+    (torch.optim.SGD, "weight_decay", NAN, "the weight decay (weight_decay) of SGD's parameter group 1 is NaN"),
+    (torch.optim.AdamW, "weight_decay", INF, "the weight decay (weight_decay) of AdamW's parameter group 1 is Inf"),
+    (torch.optim.Adam, "betas", (NAN, 0.999), "the betas[0] of Adam's parameter group 1 is NaN"),
+    (torch.optim.Adam, "betas", (0.9, NAN), "the betas[1] of Adam's parameter group 1 is NaN"),
+    (torch.optim.Adam, "eps", NAN, "the eps of Adam's parameter group 1 is NaN"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "name", "value", "says"), SETTINGS)
+def test_an_optimizer_with_a_setting_that_is_not_finite_is_named(
+    optimizer: type[torch.optim.Optimizer], name: str, value: Any, says: str
+) -> None:
+    fault = stepped(optimizer, name, value)
+    assert fault is not None and fault.sentence == f"{says}; it reached the parameter 2.weight."
+    assert (fault.operation, fault.phase) == (f"{optimizer.__name__}.step", "optimizer")
+    assert fault.source is not None and fault.source.text == "made.step()"
+    assert "made.step()" in str(fault) and fault.to_dict()["reached"] == "the parameter 2.weight"
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("max_norm", INF), ("initial_lr", NAN)])
+def test_settings_that_harm_no_weight_are_no_fault(name: str, value: float) -> None:
+    assert stepped(torch.optim.SGD, name, value) is None
+
+
+def test_a_loss_that_breaks_before_a_bad_rate_is_used_is_named_first() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1e-2)
+    optimizer.param_groups[0]["lr"] = NAN
+
+    def step() -> None:
+        p.sqrt().sum().backward()
+        optimizer.step()
+
+    fault = locate(step)
+    assert fault is not None and fault.phase == "backward" and "SGD" not in fault.sentence

@@ -20,9 +20,11 @@ from plimsoll.diagnosis._fault import Fault
 from plimsoll.diagnosis._locate_ends import Ends
 from plimsoll.diagnosis._locate_names import Names
 from plimsoll.diagnosis._locate_restore import Before
+from plimsoll.diagnosis._locate_stack import look
 from plimsoll.diagnosis._locate_told import label, told
 from plimsoll.diagnosis._locate_trail import Origin, Reached, blamed
 from plimsoll.diagnosis._locate_witness import Witness
+from plimsoll.diagnosis.optimizer_settings import BadSetting, bad_settings
 from plimsoll.emulate import _frames
 from plimsoll.errors import ArgumentError
 from plimsoll.watch import _seams
@@ -47,7 +49,8 @@ def locate(
 
     What matters is what reaches the loss, a gradient, or a parameter, buffer or optimizer state that the step writes:
     -Inf masks, and a log(0) that `where` leaves out, are no faults as long as nothing non-finite comes of them. If only
-    the gradient of such an operation is spoiled, the forward operation is named.
+    the gradient of such an operation is spoiled, the forward operation is named. An optimizer whose rate, decay or
+    other setting is NaN or Inf is named with it, if a parameter becomes non-finite by it.
 
     - `model`: whose module and parameter names to use; without it they are found from the modules that run.
     - `flush_share`: also name an operation that gave zero for more than this share of the values that a wider format
@@ -83,6 +86,8 @@ class _Search:
         self._ends = Ends(self._witness.trail, [] if model is None else list(model.parameters()))
         self._optimizers: list[Any] = []
         self._scale: float | None = None
+        self._settings: list[BadSetting] = []  # of the optimizers that step
+        self._spoiled: tuple[BadSetting, Any] | None = None
 
     def run(self, closure: Callable[[], Any]) -> Fault | None:
         """Runs the closure, and says what is found."""
@@ -120,6 +125,10 @@ class _Search:
         flushed = self._witness.flushed
         if flushed is not None and (origin is None or flushed.index < origin.index):
             origin, reached = flushed, None
+        if self._spoiled is not None:
+            setting, p = self._spoiled
+            if origin is None or (origin.what != "held" and origin.index > setting.index):
+                return setting.fault(p, names, self._scale)
         if origin is None:
             return self._unseen(names)
         spoiled = None
@@ -168,6 +177,8 @@ class _Search:
         self._optimizers.append(optimizer)
         if self._before is not None:
             self._before.optimizer(optimizer)
+        with _no_modes(), torch.no_grad():
+            self._settings = bad_settings(optimizer, self._witness.operations, look().source())
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
         with _no_modes(), torch.no_grad():
@@ -176,7 +187,13 @@ class _Search:
             if self._before is not None:
                 self._before.scaler(scaler)
 
-    def optimizer_ends(self, optimizer: Any) -> None: ...
+    def optimizer_ends(self, optimizer: Any) -> None:
+        with _no_modes(), torch.no_grad():
+            for setting in self._settings if self._spoiled is None else ():
+                p = setting.spoiled() if setting.optimizer is optimizer else None
+                if p is not None and self._spoiled is None:
+                    self._spoiled = setting, p
+
     def graph_replays(self) -> None: ...
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None: ...
     def scaler_update_begins(self, scaler: Any) -> None: ...
