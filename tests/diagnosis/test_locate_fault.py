@@ -117,7 +117,7 @@ def test_a_flush_is_named_when_asked_for(narrow: torch.dtype):
     fault = found(closure, flush_share=0.5)
     assert (fault.kind, fault.operation, fault.phase) == ("flush", "aten._to_copy", "forward")
     assert (fault.count, fault.total, fault.first_index) == (8, 8, (0,))  # the zeros of the rest are structural
-    assert "flushed 100% of its values to zero" in fault.sentence
+    assert "flushed 100 % of its values to zero" in fault.sentence
     assert fault.expected == pytest.approx(small)
 
 
