@@ -19,7 +19,7 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_script_of_the_page_gives_the_finding_of_the_page(tmp_path: Path) -> None:
     script = re.search(r"^```python\n(import torch\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    shown = re.search(r"\$ plimsoll check runs/first\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^plimsoll check runs/first\n```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert script is not None and shown is not None
     (tmp_path / "train.py").write_text(script[1])
     ran = command("run", "--out", "runs/first", "train.py", folder=tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from typer.testing import CliRunner, Result
 

@@ -81,7 +81,7 @@ def test_a_plan_from_elsewhere_is_written_here_and_held_against_it(local: Path, 
 
 
 def test_the_page_of_a_run_elsewhere_bears_its_name(store: str, tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="figures need the extra report: pip install 'plimsoll[report]'")
+    pytest.importorskip("plotly", reason="figures need the extra report: pip install '.[report]'")
     assert run("report", store, "-o", tmp_path / "page.html").exit_code == 0
     assert "<title>exp1" in (tmp_path / "page.html").read_text("utf-8")
 
@@ -135,7 +135,7 @@ REFUSED = [
     ),
     (["serve", "--port", "0"], "deaf://b/a", "storage that answers; got TimeoutError for the folder in deaf://b/a"),
     (["check"], "mute://b/a", "storage that answers; got KeyError for mute://b/a: 'no key'. Look at the address"),
-    (["check"], "az://b/a", r"expected the package that opens az://; got none \(.*\). Install it: pip install adlfs\."),
+    (["check"], "az://b/a", r"expected the package that opens az://; got none \(.*\). Install it: pip install adlfs$"),
 ]
 
 

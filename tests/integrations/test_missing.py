@@ -21,9 +21,9 @@ except plimsoll.MissingExtraError as error:
 @pytest.mark.parametrize(
     ("module", "package", "line"),
     [
-        ("lightning", "lightning.pytorch", "pip install 'plimsoll[lightning]'"),
-        ("transformers", "transformers", "pip install 'plimsoll[transformers]'"),
-        ("accelerate", "accelerate", "pip install accelerate"),
+        ("lightning", "lightning.pytorch", "pip install 'lightning>=2.3'\n"),
+        ("transformers", "transformers", "pip install 'transformers[torch]>=4.44'\n"),
+        ("accelerate", "accelerate", "pip install accelerate\n"),
     ],
 )
 def test_a_missing_trainer_is_named(module: str, package: str, line: str) -> None:

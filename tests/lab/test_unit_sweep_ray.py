@@ -20,7 +20,7 @@ SMALL = Setup(steps=4, warmup=1, pieces=2, length=8, width=8, held_out=2)
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """One Ray for all tests here, as a user's own would be: what is tested must not end it."""
-    found = pytest.importorskip("ray", reason="Ray is not installed: pip install 'plimsoll[sweep]'")
+    found = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[sweep]'")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -58,5 +58,7 @@ def test_a_task_is_done_from_its_name_and_json() -> None:
 
 def test_without_ray_the_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"expected the package ray; got none. Install it: pip install 'plims"):
+    with pytest.raises(
+        MissingExtraError, match=r"expected the package ray; got none. Install it: pip install 'ray>=2.9'$"
+    ):
         carry_out_on("ray", "json:dumps", [{}], device="cpu")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 pytest.importorskip("playwright", reason="pages are tested through playwright: pip install playwright")
 
 from plimsoll.diagnosis import diff, whatif

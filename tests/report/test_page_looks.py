@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 pytest.importorskip("playwright", reason="pages are tested through playwright: pip install playwright")
 
 from plimsoll.kernels import measure_into, new_bank

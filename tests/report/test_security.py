@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError
 from plimsoll.report import _runs_list

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 import torch
 

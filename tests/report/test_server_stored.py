@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.report._live_view import LiveView

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install 'plimsoll[serve]'")
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.report import _live_streams
 from plimsoll.report._live_streams import EventStream, Streams

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +12,7 @@ from typing import Any, cast
 
 from plimsoll import __version__
 from plimsoll.errors import PlimsollError
-
-# The packages behind each extra of pyproject.toml that a user may want (a test compares them).
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "report": ("plotly", "jinja2"),
-    "serve": ("fastapi", "uvicorn"),
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow-skinny", "alembic", "sqlalchemy"),
-    "lightning": ("lightning",),
-    "transformers": ("transformers",),
-    "sql": ("duckdb",),
-    "sweep": ("ray",),
-}
+from plimsoll.extras import EXTRAS, install_line
 
 # The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute
 # Capabilities", and the Volta, Ampere, Ada/Hopper and Blackwell architecture papers.
@@ -112,7 +101,7 @@ def examine() -> Machine:
         forced_backend=forced,
         backend_problem=problem,
         kernel_cache=_kernel_cache(),
-        extras=tuple(_extra(name, packages) for name, packages in EXTRAS.items()),
+        extras=tuple(_extra(name, requirements) for name, requirements in EXTRAS.items()),
     )
 
 
@@ -207,9 +196,10 @@ def _kernel_cache() -> Cache:
     return Cache(folder=folder, writable=os.access(existing, os.W_OK))
 
 
-def _extra(name: str, packages: tuple[str, ...]) -> Extra:
+def _extra(name: str, requirements: tuple[str, ...]) -> Extra:
+    packages = [re.split(r"[\[>]", requirement)[0] for requirement in requirements]
     versions = {package: version(package) for package in packages}
-    install = None if all(versions.values()) else f"pip install 'plimsoll[{name}]'"
+    install = None if all(versions.values()) else install_line(name)
     return Extra(name=name, versions=versions, install=install)
 
 

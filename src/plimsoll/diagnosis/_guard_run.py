@@ -10,6 +10,7 @@ from plimsoll.diagnosis._finding import Finding
 from plimsoll.diagnosis._guard_records import Look, Order
 from plimsoll.diagnosis._guard_remedy import Remedy
 from plimsoll.errors import GuardStop, MissingExtraError
+from plimsoll.extras import install_line
 
 _FLUSH_SECONDS = 60.0
 
@@ -115,8 +116,7 @@ def html_writer() -> Callable[[Path, Path], object]:
     missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(
-            f"Guard: expected the package {missing[0]} for report=; got none. Install it: pip install "
-            "'plimsoll[report]'."
+            f"Guard: expected the package {missing[0]} for report=; got none. Install it: {install_line('report')}"
         )
     room: Any = importlib.import_module("plimsoll.report")
     return room.html

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "plimsoll.integrations.accelerate: expected the package accelerate; got none. "
-        "Install it: pip install accelerate."
+        "Install it: pip install accelerate"
     ) from error
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plimsoll.diagnosis import Finding
 from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.formats import ModulePlan
 from plimsoll.integrations._session import Session
 from plimsoll.precision._computing import Computing, device_of
@@ -27,7 +28,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "plimsoll.integrations.lightning: expected the package lightning; got none. "
-        "Install it: pip install 'plimsoll[lightning]'."
+        f"Install it: {install_line('lightning')}"
     ) from error
 
 _LEVELS = ("fp32", "tf32", "amp-fp16", "amp-bf16")  # those that leave weights and optimizers as they are

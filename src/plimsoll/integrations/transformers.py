@@ -9,6 +9,7 @@ from torch import nn
 
 from plimsoll.diagnosis import Finding
 from plimsoll.errors import MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.integrations._session import Session
 from plimsoll.watch import Watch
 
@@ -17,7 +18,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "plimsoll.integrations.transformers: expected the package transformers; got none. "
-        "Install it: pip install 'plimsoll[transformers]'."
+        f"Install it: {install_line('transformers')}"
     ) from error
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from plimsoll.errors import BackendError, MissingExtraError, PlimsollError
+from plimsoll.extras import install_line
 from plimsoll.lab._experiment import Progress, Silent
 from plimsoll.lab._workers import Task, named, one_thread, workers_for
 
@@ -73,7 +74,7 @@ def imported_ray() -> Any:
         import ray  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
     except ImportError as error:
         raise MissingExtraError(
-            "lab, engine ray: expected the package ray; got none. Install it: pip install 'plimsoll[sweep]'."
+            f"lab, engine ray: expected the package ray; got none. Install it: {install_line('sweep')}"
         ) from error
     return ray
 

@@ -14,6 +14,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.report._theme import GREY, MODEBAR_REMOVE, TEMPLATES
 from plimsoll.runs import Run
 from plimsoll.runs._names import unknown
@@ -48,7 +49,7 @@ def made(
         from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise MissingExtraError(
-            f"{operation}: expected the package plotly; got none. Install it: pip install 'plimsoll[report]'."
+            f"{operation}: expected the package plotly; got none. Install it: {install_line('report')}"
         ) from error
     head = {"text": title, "subtitle": {"text": subtitle}}
     bar = {"remove": [*MODEBAR_REMOVE]}  # in the layout too, as users change templates

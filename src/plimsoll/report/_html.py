@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll._version import __version__
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
+from plimsoll.extras import install_line
 from plimsoll.report import _html_figures as figures, _summary_words as words
 from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._html_assets import assets, marked, powers
@@ -82,7 +83,7 @@ def _template() -> "Template":
     except ImportError as error:
         raise MissingExtraError(
             f"report: expected the packages plotly and jinja2; got no {error.name}. "
-            "Install them: pip install 'plimsoll[report]'."
+            f"Install them: {install_line('report')}"
         ) from error
     loader = PackageLoader("plimsoll.report", "_templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

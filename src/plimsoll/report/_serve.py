@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.report._security import ANY_ADDRESS, LOOPBACK
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _require() -> None:
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(
-                f"serve: expected the package {package}; got none. Install it: pip install 'plimsoll[serve]'."
+                f"serve: expected the package {package}; got none. Install it: {install_line('serve')}"
             )
 
 

@@ -87,7 +87,7 @@ def _missing(uri: str, error: ImportError) -> PlimsollError:
     said = " ".join(f"{error}".split()).rstrip(".")
     return MissingExtraError(
         f"Run: expected the package that opens {uri.partition('://')[0]}://; got none ({said}). "
-        f"Install it: pip install {package}."
+        f"Install it: pip install {package}"
     )
 
 

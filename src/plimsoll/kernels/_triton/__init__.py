@@ -8,8 +8,8 @@ try:
     import triton
 except ImportError as e:
     raise MissingExtraError(
-        "triton backend: expected the package triton; got none. It comes with a GPU build of torch, "
-        "or by `pip install triton`."
+        "triton backend: expected the package triton; got none. It comes with a GPU build of torch. "
+        "Else install it: pip install triton"
     ) from e
 
 from plimsoll.kernels._triton._fp8 import fp8_cast as fp8_cast

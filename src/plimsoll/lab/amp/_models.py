@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import MissingExtraError
+from plimsoll.extras import install_line
 
 UNET_PARAMETERS = 7_703_497
 CLASSES = 9
@@ -109,7 +110,7 @@ def needed_transformers() -> Any:
     except ImportError as e:
         raise MissingExtraError(
             "lab amp: expected the package transformers, whose BERT is measured; got none. "
-            "Install it: pip install 'plimsoll[transformers]'."
+            f"Install it: {install_line('transformers')}"
         ) from e
     return transformers
 

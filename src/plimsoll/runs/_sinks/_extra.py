@@ -5,6 +5,7 @@ import importlib.util
 from typing import Any
 
 from plimsoll.errors import MissingExtraError
+from plimsoll.extras import install_line
 
 
 def require(package: str, sink: str) -> None:
@@ -24,6 +25,4 @@ def load(module: str) -> Any:
 
 
 def _missing(package: str, sink: str) -> MissingExtraError:
-    return MissingExtraError(
-        f"{sink}: expected the package {package}; got none. Install it: pip install 'plimsoll[{package}]'."
-    )
+    return MissingExtraError(f"{sink}: expected the package {package}; got none. Install it: {install_line(package)}")
