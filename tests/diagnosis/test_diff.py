@@ -170,6 +170,36 @@ def test_a_skipped_step_is_named_before_what_comes_of_it(runs: Callable[..., Pat
     assert "B skipped the step" in skipped.reason and "2^40" in skipped.reason
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_the_first_search_for_a_loss_scale_is_no_parting(name: str, runs: Callable[..., Path]) -> None:
+    searched = runs(name, "fp16", scale=2.0**22)
+    skips = [event.step for event in View(pl.Run(searched)).events if event.kind == "skip"]
+    assert len(skips) > 1 and skips[0] == 0 and skips[-1] < 15
+    for one, other in ((runs(name), searched), (searched, runs(name, "fp16", scale=2.0**20))):
+        found = diff(one, other)
+        assert found.first is None, found.sentence
+        assert all("while its scaler searched for a loss scale: these are not compared" in n for n in found.notes)
+        assert found.notes and found.to_dict()["notes"] == list(found.notes)
+
+
+def test_what_parts_in_the_search_or_after_it_is_found(runs: Callable[..., Path], tmp_path: Path) -> None:
+    one = runs("mlp")
+    other = diff(one, runs("mlp", "fp16", other_start, scale=2.0**22)).first
+    assert other is not None and (other.step, other.collection, other.name) == (0, "weights", "2.weight")
+    later = diff(one, runs("mlp", "fp16", infinite_later, scale=2.0**20)).first
+    assert later is not None and later.step >= 20 and later.kind in ("nonfinite", "skipped")
+
+
+def other_start(model: nn.Module, step: int) -> None:
+    if step == 0:
+        model[2].weight.data *= 1.2
+
+
+def infinite_later(model: nn.Module, step: int) -> None:
+    if step == 20:
+        model[2].weight.data[0] = torch.inf
+
+
 def losses(path: Path, values: list[float]) -> Path:
     with RunWriter(path) as writer:
         for step, value in enumerate(values):

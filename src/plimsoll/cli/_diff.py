@@ -91,6 +91,8 @@ def _print(found: "Divergence", target: "Console") -> None:
     if found.first is not None:
         target.print()
         target.print(found.table(width=min(target.width, 100)))
+    for note in found.notes:
+        target.print(Text(note))
     for name, a, b in found.changed[:_TOLD]:
         target.print(Text(f"{name}: {shown(a)} in A, {shown(b)} in B"))
     if len(found.changed) > _TOLD:

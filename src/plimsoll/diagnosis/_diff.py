@@ -11,6 +11,7 @@ from plimsoll.diagnosis._divergence import Divergence
 from plimsoll.diagnosis._pairs import Pair
 from plimsoll.diagnosis._search import AFTER_LOSS, AFTER_STEP, BEFORE_LOSS, Search
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.scale_search import said
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.runs import Run
@@ -61,6 +62,7 @@ def diff(
         only_a=_only(views[0], views[1]),
         only_b=_only(views[1], views[0]),
         changed=tuple(_changed(views)),
+        notes=tuple(said(search.searches)),
     )
 
 

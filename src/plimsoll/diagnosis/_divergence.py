@@ -56,6 +56,7 @@ class Divergence(NotebookRepr):
       none were compared). Chance parts any two trainings in time, so that from then on only zeros, NaN and skips count.
     - `drift`: by step, how far apart the runs were before anything parted.
     - `only_a`, `only_b`: series that one of them has; `changed`: settings and versions in which they differ.
+    - `notes`: sentences on what was not compared, and why.
     """
 
     a: str
@@ -68,6 +69,7 @@ class Divergence(NotebookRepr):
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -102,6 +104,7 @@ class Divergence(NotebookRepr):
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
             "changed": [{"name": name, "a": a, "b": b} for name, a, b in self.changed],
+            "notes": list(self.notes),
         }
 
     def table(self, most: int = 20, width: int | None = None) -> "Table":

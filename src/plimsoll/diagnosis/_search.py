@@ -12,6 +12,11 @@ difference counts only if it is larger than
 The order of a step is weights, activations as they were computed, loss, their gradients as they were computed,
 parameters' gradients, the scaler's verdict, updates, optimizer state. Zeros that a narrow format made (its range, not
 its rounding), NaN, infinities and skipped steps count always.
+
+Steps skipped in a first search for a loss scale are no parting, and their backward passes are not compared. From the
+first step that one run alone skipped to the last nothing is compared but the first one's forward pass. At the next
+sample one run is some steps behind: its weights may be as far off as their updates moved them, and how far the forward
+pass is apart then is where the comparison goes on from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +29,7 @@ from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._divergence import Kind, Parting
 from plimsoll.diagnosis._pairs import Pair, few
 from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.scale_search import searching
 from plimsoll.formats import get_element
 from plimsoll.text import number, percent, power
 
@@ -68,32 +74,61 @@ class Search:
         self.loss_size = float(np.abs(losses[1][:1]).max(initial=0.0))
         steps = [pair.steps for pair in pairs.values()] + [losses[0]]
         self.steps: list[int] = np.unique(np.concatenate(steps)).tolist()
+        first = min(self.steps, default=0)
+        self.searches = (searching(views[0], first), searching(views[1], first))
+        self.searched = sorted(
+            self.searches[0] ^ self.searches[1]
+        )  # the steps that the search of one run alone skipped
+        self.catching_up = False  # the first sample after them
         self.places = {name: {s: i for i, s in enumerate(p.steps.tolist())} for name, p in pairs.items()}
         self.loss_places = {s: i for i, s in enumerate(losses[0].tolist())}
 
     def first(self) -> list[Parting]:
         """All that parts at the first step at which anything does, in the order of computation."""
         sampled = None
-        skips = sorted(self.skips[0] ^ self.skips[1])
+        skips = sorted((self.skips[0] ^ self.skips[1]).difference(self.searched))
+        behind = bool(self.searched)
         for step in self.steps:
             missed = [s for s in skips if s < step and (not self.drift or s > self.drift[-1][0])]
             if missed:
                 return [self._skipped(missed[0])]
-            found = list(self._at(step, 1 if sampled is None else max(1, step - sampled)))
+            since, is_sample = max(1, step - sampled) if sampled is not None else 1, self._is_sample(step)
+            self.catching_up = behind and step > self.searched[-1] and (is_sample or not self.places)
+            if behind and step > self.searched[0] and not self.catching_up:
+                self._note_updates(step)
+                continue
+            found = list(self._at(step, since))
             if found:
                 return found
-            sampled = step if any(step in places for places in self.places.values()) else sampled
+            behind = behind and not self.catching_up
+            sampled = step if is_sample else sampled
             self.drift.append((step, self.inherited))
             if self.inherited <= _FAR:
                 self.until_step = step
         return []
 
+    def _is_sample(self, step: int) -> bool:
+        return any(step in places for places in self.places.values())
+
+    def _note_updates(self, step: int) -> None:
+        """Notes how far the step moved each parameter, in the run that took it."""
+        at = self.places.get("updates", {}).get(step)
+        if at is not None:
+            pair = self.pairs["updates"]
+            moved = np.nan_to_num(np.fmax(pair.a.rms[:, at], pair.b.rms[:, at]))
+            np.maximum.at(self.update, pair.owners, moved)
+
     def _at(self, step: int, since: int) -> Iterator[Parting]:
         place = 0  # in the order of computation
+        if self.catching_up:
+            self._note_updates(step)
         for name in BEFORE_LOSS:
             yield from self._collection(name, step, place, since)
             place += self._length(name)
         yield from self._loss(step, place)
+        if any(step in search for search in self.searches):  # its gradients overflowed, as was meant
+            self._note_updates(step)
+            return
         for name in AFTER_LOSS:
             yield from self._collection(name, step, place, since)
             place += self._length(name) if name != "gradients" else 0
@@ -121,7 +156,8 @@ class Search:
         if name == "weights":
             self.wandering = float(np.where(by_chance & (raw <= by_luck), explained, 0.0).max(initial=0.0))
         upstream = np.concatenate([[0.0], np.maximum.accumulate(told)[:-1]]) * in_order
-        inherited = _AMPLIFIED * np.maximum(self.inherited * since, upstream)
+        behind = np.inf if self.catching_up else 0.0
+        inherited = np.maximum(_AMPLIFIED * np.maximum(self.inherited * since, upstream), behind)
         plain = np.maximum(_UNITS * self.rounding * np.sqrt(1.0 + depth) * few(pair.a.count[:, at]), inherited)
         if name == "weights":
             plain = np.minimum(plain, self._reachable(pair, at, since))
@@ -135,7 +171,8 @@ class Search:
             parting = self._parting(pair, layer, at, float(allowed[layer]), bool(parts[layer]))
             if parting is not None:
                 yield parting
-        self.inherited = max(self.inherited, float(told[explained <= plain].max(initial=0.0)))
+        if not self.catching_up or name in BEFORE_LOSS:
+            self.inherited = max(self.inherited, float(told[explained <= plain].max(initial=0.0)))
         np.maximum.at(self.noise, pair.owners, np.nan_to_num(raw))
         if name == "updates":
             self.update[pair.owners] = np.nan_to_num(np.fmax(pair.a.rms[:, at], pair.b.rms[:, at]))
@@ -191,7 +228,7 @@ class Search:
         if abs(zeros_a - zeros_b) > max(self.tolerance, min(allowed, 1.0)):
             kind, reason = self._why_zero(pair.collection, name, step, zeros_a, zeros_b)
             chance = self.chance[pair.owners[layer]] > _CHANCE
-            if kind == "underflow" or (self.inherited <= _FAR and not chance):
+            if kind == "underflow" or (self.inherited <= _FAR and not chance and not self.catching_up):
                 return made(kind, zeros_a, zeros_b, abs(zeros_a - zeros_b), self.tolerance, reason)
         if parts:
             of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
@@ -231,6 +268,7 @@ class Search:
             return
         apart = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), _FAR * self.loss_size)
         allowed = max(_UNITS * self.rounding * np.sqrt(1.0 + depth), _AMPLIFIED * self.inherited)
+        allowed = np.inf if self.catching_up else allowed
         if apart > allowed and self.inherited <= _FAR:
             reason = f"{a:.6g} in A, {b:.6g} in B; {number(apart)} apart where {number(float(allowed))} is explained"
             yield made(kind="values", distance=apart, allowed=float(allowed), reason=reason)
