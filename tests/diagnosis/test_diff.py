@@ -11,7 +11,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.diagnosis import View, diff
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import RunWriter, Scalars
+from plimsoll.runs import RunWriter, Scalars, script
 from tests.diagnosis.trainings import MODELS, train
 
 Around = Callable[[nn.Module, int], object]
@@ -198,6 +198,22 @@ def other_start(model: nn.Module, step: int) -> None:
 def infinite_later(model: nn.Module, step: int) -> None:
     if step == 20:
         model[2].weight.data[0] = torch.inf
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_input_of_one_of_several_models_may_be_computed(several: bool, tmp_path: Path) -> None:
+    for name, away in (("a", 0.0), ("near", 5e-7), ("far", 0.5)):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        with pl.watch(model, run=tmp_path / name / "D", every=1) as w:
+            model(torch.randn(2, 8) * (1 + away)).square().mean().backward()
+            w.step()
+        if several:
+            script.write(tmp_path / name, ["D", "G"])
+    near, far = (diff(tmp_path / "a" / "D", tmp_path / name / "D").first for name in ("near", "far"))
+    assert (near is None) == several
+    assert far is not None and far.name == "model:input"
+    assert ("another model of the script may have computed: compare that run first" in far.reason) == several
 
 
 def losses(path: Path, values: list[float]) -> Path:

@@ -31,6 +31,7 @@ from plimsoll.diagnosis._pairs import Pair, few
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.scale_search import searching
 from plimsoll.formats import get_element
+from plimsoll.runs.script import has_several
 from plimsoll.text import number, percent, power
 
 BEFORE_LOSS = ("weights", "activations")
@@ -234,10 +235,19 @@ class Search:
             of_a, of_b, apart = a.rms[layer, at], b.rms[layer, at], pair.apart[layer, at]
             reason = (
                 f"root mean square {of_a:.4g} in A, {of_b:.4g} in B; {number(apart)} apart where "
-                f"{number(allowed)} is explained"
+                f"{number(allowed)} is explained{self._other_model(pair.collection, name)}"
             )
             return made("values", of_a, of_b, apart, allowed, reason)
         return None
+
+    def _other_model(self, collection: str, name: str) -> str:
+        """Where to look first, for the input of one of a script's models."""
+        root = f"{self.views[0].run.manifest.get('root', _ROOT)}:input"
+        if collection != "activations" or not name.startswith(root):
+            return ""
+        if not any(has_several(view.run.path) for view in self.views):
+            return ""
+        return "; it is the model's input, which another model of the script may have computed: compare that run first"
 
     def _why_zero(self, collection: str, name: str, step: int, a: float, b: float) -> tuple[Kind, str]:
         """Whether the range of the format of the one with more zeros explains them by what the other one holds."""
@@ -288,6 +298,8 @@ class Search:
 
 def _given(views: tuple[View, View], names: Sequence[str]) -> Floats:
     """Of the model's inputs, what rounding to the formats that hold them allows; NaN of all that is computed."""
+    if any(has_several(view.run.path) for view in views):  # another model of the script may have computed them
+        return np.full(len(names), np.nan)
     formats = [view.formats("activations") for view in views]
     root = f"{views[0].run.manifest.get('root', _ROOT)}:input"
     bounds = [_UNITS * max(held[name].epsilon / 2 for held in formats) for name in names if name.startswith(root)]

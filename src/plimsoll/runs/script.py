@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from plimsoll.errors import RunError
 from plimsoll.runs import _files
-from plimsoll.runs._place import Place
+from plimsoll.runs._place import Folder, Place
 
 NAME = "script.json"
 SCHEMA = 1
@@ -32,6 +32,12 @@ def names_in(place: Place) -> tuple[str, ...]:
     if not sound:
         raise RunError(f"Run: expected the names of folders in {place}: {NAME}; got {names!r}. Correct the file.")
     return tuple(cast("list[str]", names))
+
+
+def has_several(run: Path) -> bool:
+    """Whether the run in this folder is one of several of a script."""
+    below, itself = names_in(Folder(run.parent)), names_in(Folder(run))
+    return (run.name in below and len(below) > 1) or (ITSELF in itself and len(itself) > 1)
 
 
 def _is_name(name: object) -> bool:
