@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
+from plimsoll.runs import RunWriter, Scalars, script
 from tests.diagnosis.stories import SOUND, constant, of_layer
 
 
@@ -59,3 +60,15 @@ def test_what_cannot_be_answered_exits_with_2(runs: dict[str, Path], arguments: 
 def test_a_folder_without_a_run_exits_with_2(runs: dict[str, Path], tmp_path: Path) -> None:
     result = run(runs["sound"], tmp_path)
     assert result.exit_code == 2 and str(tmp_path) in result.stderr
+
+
+def test_of_a_scripts_models_the_one_that_parts_first_is_named(tmp_path: Path) -> None:
+    for place, begins in (("one", {"D": 9, "G": 9}), ("other", {"D": 4, "G": 2})):
+        for model, begin in begins.items():
+            with RunWriter(tmp_path / place / model) as writer:
+                for step in range(6):
+                    writer.write(Scalars(step=step, values={"loss": 2.0 if step >= begin else 1.0}))
+        script.write(tmp_path / place, ["D", "G"])
+    result = run(tmp_path / "one", tmp_path / "other", "--format", "json")
+    notes = {each["model"]: each["notes"] for each in json.loads(result.stdout)["runs"]}
+    assert notes == {"D": ["G is the script's model that parts first, at step 2: look there first."], "G": []}

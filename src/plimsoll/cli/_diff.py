@@ -45,6 +45,7 @@ def diff(
         )
         for a, b in pairs
     ]  # fmt: skip
+    found = _earliest_named([a.model for a, _ in pairs], found)
     if output == "json":
         data = [{"model": a.model, **each.to_dict()} for (a, _), each in zip(pairs, found, strict=True)]
         whole = {"runs": data, "only_in_one": alone} if len(data) + len(alone) > 1 else found[0].to_dict()
@@ -74,6 +75,22 @@ def _pairs(of_a: list[Opened], of_b: list[Opened]) -> tuple[list[tuple[Opened, O
         )
     alone = [name for name in (*models_a, *models_b) if name not in both]
     return [(models_a[name], models_b[name]) for name in both], alone
+
+
+def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Divergence]":
+    """Of a script's models, a note for those that part later than another, or as early in a computed input."""
+    from plimsoll.diagnosis import shown
+
+    parted = [(each.first.step, ":input" in each.first.name, model)
+              for model, each in zip(models, found, strict=True) if each.first is not None]  # fmt: skip
+    if len(parted) < 2:
+        return found
+    step, _, first = min(parted)
+    note = f"{shown(first)} is the script's model that parts first, at step {step:,}: look there first."
+    return [
+        each if each.first is None or model == first else replace(each, notes=(*each.notes, note))
+        for model, each in zip(models, found, strict=True)
+    ]
 
 
 def _called(given: str, one: Opened) -> str:
