@@ -89,7 +89,8 @@ def test_a_text_s_span_holds_the_words_of_the_kind_that_is_asked_for_and_no_othe
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
-        MissingExtraError, match=r"lab amp: expected the package transformers.*plimsoll\[transformers\]"
+        MissingExtraError,
+        match=r"lab amp: expected the package transformers.*pip install 'transformers\[torch\]>=4.44'$",
     ):
         AMP.settings(bench(tmp_path))
 

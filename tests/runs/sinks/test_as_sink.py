@@ -1,5 +1,6 @@
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.extras import install_line
 from plimsoll.runs._records import StepRecord
 from plimsoll.runs._sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
 from tests.runs.sinks.made import Recorder, record
@@ -100,7 +102,8 @@ def test_anything_else_is_refused(given: object, message: str) -> None:
 def test_a_missing_extra_is_said_when_the_sink_is_made(sink: type, monkeypatch: pytest.MonkeyPatch) -> None:
     package = sink.__name__.lower()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=rf"{sink.__name__}: expected the package {package}; .*\[{package}\]'"):
+    line = re.escape(install_line(package))
+    with pytest.raises(MissingExtraError, match=rf"{sink.__name__}: expected the package {package}; .*: {line}$"):
         sink()
 
 
