@@ -55,7 +55,7 @@ def test_to_the_watch_the_step_keeps_the_scale_that_it_was_made_at(kind: type, t
 def test_two_findings_about_the_scale_raise_it_once(tmp_path: Path) -> None:
     """scale-low and underflow-high are both there, of the same trouble."""
     model = net()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), scaler_at(1.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), scaler_at(1.0)
     watch = pl.watch(model, optimizer, run=tmp_path / "run", every=2)
     guard = Guard(watch, ["raise_scale", "to_bf16", "stop"], scaler=scaler, dry_run=False, every=NEVER)
     by_hand(model, optimizer, scaler, range(60), factor=1e-6, between=looking(guard))

@@ -194,8 +194,8 @@ def test_what_is_said_is_measured(measured: Measured) -> None:
     numbers = {training.name: dict(training.numbers) for training in measured.trainings}
     numbers["fp32"] |= {"zero": 0.123, "wide": 0.321}
     lines = said(numbers, 12)
-    assert "12.3% of the activation gradients" in lines[0] and "32.1% of all" in lines[3] and "2^12" in lines[3]
-    assert said(numbers, None)[3] == "32.1% of all lie in 2^-32 to 2^-20."
+    assert "12.3 % of the activation gradients" in lines[0] and "32.1 % of all" in lines[3] and "2^12" in lines[3]
+    assert said(numbers, None)[3] == "32.1 % of all lie in 2^-32 to 2^-20."
 
 
 def test_sizes() -> None:
