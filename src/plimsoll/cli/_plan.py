@@ -181,12 +181,8 @@ def _of_role(plan: "Plan", names: list[str], role: Role) -> str:
     """At which scales the values are cast, and the largest fraction that is lost."""
     losses = [plan.predicted[name][role][2] for name in names if role in plan.predicted.get(name, {})]
     scales = [plan.scales[name][role] for name in names if role in plan.scales.get(name, {})]
-    lost = f"{_at_most(max(losses))} lost" if losses else "unknown"
+    lost = f"{percent(max(losses))} lost" if losses else "unknown"
     return f"at {_range(scales)}\n{lost}" if scales else lost
-
-
-def _at_most(share: float) -> str:
-    return f"up to {percent(share)}" if share >= 1e-4 else percent(share)
 
 
 def _print_reasons(plan: "Plan", target: Console) -> None:
