@@ -203,7 +203,9 @@ def test_weight_decay_that_bf16_rounds_away_is_named_and_kept_decay_is_not(tmp_p
 # -- a loss scale that is too high, and what no scale can mend
 
 
-def scaled(path: Path, scaler: Any, *, undefined: str = "", steps: int = 16) -> list[Finding]:
+def scaled(
+    path: Path, scaler: Any, *, undefined: str = "", steps: int = 16, loss_dtype: torch.dtype = torch.float32
+) -> list[Finding]:
     """A watched training under FP16 autocast; `undefined` adds an operation whose gradient is not finite."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -213,7 +215,7 @@ def scaled(path: Path, scaler: Any, *, undefined: str = "", steps: int = 16) -> 
             x = torch.randn(16, 8)
             with torch.autocast("cpu", dtype=torch.float16):
                 y = model(x)
-            loss = nn.functional.cross_entropy(y.float(), x[:, :4].argmax(dim=1))
+            loss = nn.functional.cross_entropy(y.to(loss_dtype), x[:, :4].argmax(dim=1))
             if undefined == "nan":  # 0 / 0
                 loss = loss + (y.float() * 0).square().sum().sqrt()
             elif undefined == "inf":  # 1 / 0, at one place
@@ -244,6 +246,12 @@ def test_a_loss_scale_that_is_fixed_too_high_is_to_be_lowered(name: str, tmp_pat
     assert found[0].advice.startswith("Lower the loss scale below 2^")
     view = View(Run(tmp_path / "run"))
     assert re.search(r"the loss scale \(.*\) is too high, .* lower the loss scale", verdict(view, found))
+
+
+def test_a_scale_above_the_top_of_a_half_precision_loss_is_to_be_lowered(tmp_path: Path) -> None:
+    scaler = StaticScaler(2.0**24, device="cpu")  # the gradient of the loss itself is Inf in FP16, and NaN what follows
+    (found,) = (f for f in scaled(tmp_path / "run", scaler, loss_dtype=torch.float16) if f.severity != "info")
+    assert found.rule == "nonfinite" and found.evidence["cause"] == "the loss scale is too high"
 
 
 @pytest.mark.parametrize("undefined", ["nan", "inf"])

@@ -158,7 +158,8 @@ def _overflow_first(view: View, since: int) -> bool:
     """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first.
 
     What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any scale
-    gives NaN at once, or an Inf among values that are far from the top of the format.
+    gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is itself above that
+    top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's output.
     """
     cells = view.cells("activation_gradients")
     cells = view.cells("gradients") if cells is None else cells
@@ -172,7 +173,8 @@ def _overflow_first(view: View, since: int) -> bool:
         layers = np.flatnonzero(bad[:, place]).tolist()
         first = layers[-1] if cells.collection == "gradients" else layers[0]
         top, finite = float(tops[first, place]), float(absmax[first, place])
-        if nans[first, place] > 0 or top >= _WIDE or 0 < finite < top * _NEAR:
+        beyond = math.isnan(finite) and float(view.scale_at(cells.steps[[place]])[0]) > top
+        if (nans[first, place] > 0 and not beyond) or top >= _WIDE or 0 < finite < top * _NEAR:
             return False
     return bool(seen)
 
