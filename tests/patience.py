@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-HANG_SECONDS = 1200.0
+HANG_SECONDS = 300.0
 
 
 def wait_until(condition: Callable[[], object]) -> None:

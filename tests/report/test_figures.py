@@ -302,7 +302,7 @@ def test_underflow_over_time_tells_the_rules_verdict(tmp_path: Path) -> None:
     path = story.write(tmp_path / "run")
     figure = report.underflow_over_time(path)
     assert "verdict: raise the scale" in figure.layout.title.subtitle.text
-    everything = np.asarray(named(figure, "of all values").y)
+    everything = np.asarray(named(figure, "of all parameter gradient values").y)
     view = View(Run(path))
     narrow = view.narrow("gradients")
     assert narrow is not None

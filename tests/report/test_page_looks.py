@@ -83,7 +83,7 @@ def test_every_view_fits_its_width_and_is_a_page_with_landmarks(browser: Any, si
 
 def test_the_focus_is_seen_and_the_content_can_be_jumped_to(page: Any, site: Served) -> None:
     at(page, site, "#/run/low")
-    expect(page.locator("h1")).to_contain_text("Stop")
+    expect(page.locator("h1")).to_contain_text("Problem")
     page.keyboard.press("Tab")
     expect(page.locator("#skip")).to_be_focused()
     page.keyboard.press("Enter")

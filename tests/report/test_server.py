@@ -130,6 +130,8 @@ def test_a_runs_page_has_its_summary_and_what_it_recorded(get: Any, folder: Path
     expected = summary(View(run)).to_dict()
     told_summary = answer["summary"]
     assert told_summary["path"] == "sweeps/low 1" != expected["path"]
+    shown = [finding.pop("shown") for finding in told_summary["findings"]]  # for the page
+    assert all(shown)
     assert {k: v for k, v in told_summary.items() if k != "path"} == {k: v for k, v in expected.items() if k != "path"}
     assert {k: tuple(v) for k, v in answer["collections"].items()} == dict(run.tensors)
     assert (answer["id"], answer["name"], answer["live"]) == ("sweeps/low 1", "low 1", False)
