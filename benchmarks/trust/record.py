@@ -1,6 +1,6 @@
 """Record the runs of the sets, one after another, and say of each whether the training was what it claims to be.
 
-Beside the run's folder lies a file of the same name and the ending `.json`: losses, warnings of the watch, the error
+Next to the run's folder lies a file of the same name and the ending `.json`: losses, warnings of the watch, the error
 that ended the training if one did, and for healthy kinds whether they learned.
 """
 
@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,8 @@ import torch
 from benchmarks.trust.registry import Case, Kind
 from benchmarks.trust.training import Training
 
-TUNED, HELD_BACK = Path("/tmp/trust/runs"), Path("/tmp/trust-held")
+_RUNS = Path(tempfile.gettempdir()) / "plimsoll-trust"  # kept between calls: recording takes half an hour
+TUNED, HELD_BACK = _RUNS / "tuned", _RUNS / "held-back"
 SHARE = 10  # the first and the last tenth of the losses are compared
 FACTOR, OF_FALL = 2.0, 0.1  # how far a low precision's last losses may lie above FP32's
 

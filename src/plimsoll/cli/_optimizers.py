@@ -1,4 +1,4 @@
-"""Hears of the optimizers that a script makes and of its backwards, and imports torch no sooner than the script does.
+"""Detection of the optimizers and backwards of a script. It imports torch no sooner than the script does.
 
 torch reads some of the environment as it is imported (OMP_NUM_THREADS, TORCH_LOGS), and scripts set that in their first
 lines. So `torch.optim.optimizer` is patched when the script's own import of it has just ended.
@@ -68,7 +68,7 @@ def _patch_backward(autograd: Any, heed: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if autograd.backward is backward:
-            autograd.backward = original  # so that a watch which begins now hears of this backward too
+            autograd.backward = original  # so that a watch which begins now sees this backward too
             if not heed(tensors) and autograd.backward is original:
                 autograd.backward = backward
                 return original(tensors, *args, **kwargs)

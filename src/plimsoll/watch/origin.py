@@ -83,7 +83,7 @@ class Buffers:
 
 
 class Origin:
-    """Hears of forwards, backwards and steps, and says where values that are not finite began."""
+    """Listener of forwards, backwards and steps that records where non-finite values began."""
 
     def __init__(self, core: Core, parameters: Parameters, model: nn.Module) -> None:
         self.core, self._parameters = core, parameters

@@ -112,7 +112,7 @@ class _Optimizer:
 
 
 class Wiring:
-    """Hears of what training does (`_seams.Listener`), and records how it is wired."""
+    """Listener of the training's events (`_seams.Listener`) that records how it is wired."""
 
     def __init__(self, core: Core, optimizers: Iterable[Any]) -> None:
         self.core = core
