@@ -60,6 +60,20 @@ def _restore(state: dict[str, object]) -> None:
             registry.clear()
 
 
+_SCALER = {name: vars(torch.amp.GradScaler)[name] for name in ("scale", "step", "update")}
+_BACKWARD = torch.autograd.backward
+
+
+def still_wrapped() -> list[str]:
+    """What a watch wraps in torch and is wrapped although nothing listens any more."""
+    if open_watches():
+        return []
+    names = [f"torch.amp.GradScaler.{n}" for n, f in _SCALER.items() if vars(torch.amp.GradScaler)[n] is not f]
+    if torch.autograd.backward is not _BACKWARD:
+        names.append("torch.autograd.backward")
+    return [f"{name} is not torch's own" for name in names]
+
+
 def open_watches() -> list[object]:
     """Open watches, and all else that listens to torch."""
     seams = sys.modules.get("plimsoll.watch._seams")
@@ -81,7 +95,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Fails the test that leaves a watch, a global hook or a changed setting behind."""
     listeners, before = open_watches(), _process_state()
     yield
-    left = left_open(listeners)
+    left = left_open(listeners) + still_wrapped()
     after = _process_state()
     if after != before:
         _restore(before)

@@ -133,7 +133,7 @@ def test_a_module_whose_casts_fail_costs_that_record_only(tmp_path: Path, caplog
 def test_a_continued_run_says_when_nothing_casts_any_more(tmp_path: Path) -> None:
     watched(model(), tmp_path / "run")
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    run = watched(plain, tmp_path / "run")
+    run = watched(plain, tmp_path / "run", resume=True)
     assert {c.until_step for c in run.casts()} == {5} and run.steps == [0, 2, 4, 6, 8, 10]
     assert watched(plain, tmp_path / "other").casts() == []
 

@@ -9,7 +9,7 @@ is the fault. An Inf that reached nothing is harmless, and no fault.
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from plimsoll.diagnosis.optimizer_settings import BadSetting, bad_settings
 from plimsoll.emulate import _frames
 from plimsoll.errors import ArgumentError
 from plimsoll.watch import _seams
-from plimsoll.watch._core import Core
+from plimsoll.watch._core import nothing_recorded
 from plimsoll.watch._names import unwrapped
 
 _C = cast("Any", torch)._C  # noqa: SLF001
@@ -94,7 +94,7 @@ class _Search:
         error: Exception | None = None
         names = Names(closure, self._model)
         try:
-            with _silent(), _seams.alone(self), _eagerly(), self._witness:
+            with nothing_recorded(), _seams.alone(self), _eagerly(), self._witness:
                 self._run(closure)
         except Exception as raised:  # noqa: BLE001  (passed on below, or told in the fault)
             error = raised
@@ -214,22 +214,6 @@ def _check_surroundings() -> None:
             "locate: expected a call between training steps; got one inside a backward or another TorchDispatchMode "
             "(locate itself, a FLOP counter). Call it outside."
         )
-
-
-@contextlib.contextmanager
-def _silent() -> Generator[None]:
-    """Inside, no watch records anything."""
-    found = [getattr(listener, "core", None) for listener in _seams.listeners()]
-    cores = [core for core in found if isinstance(core, Core) and not core.muted]
-    before, Core.repeating = Core.repeating, True
-    for core in cores:
-        core.mute(True)
-    try:
-        yield
-    finally:
-        Core.repeating = before
-        for core in cores:
-            core.mute(False)
 
 
 def _eagerly() -> contextlib.AbstractContextManager[Any]:

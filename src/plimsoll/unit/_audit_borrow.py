@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.watch import _seams
-from plimsoll.watch._core import Core
+from plimsoll.watch._core import nothing_recorded
 from plimsoll.watch._random import RandomState
 from plimsoll.watch._repeat import borrowed, buffers_of
 
@@ -105,23 +105,11 @@ def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 @contextlib.contextmanager
 def _silent() -> Generator[None]:
     """Inside, no watch hears of anything."""
-    heard = _seams.listeners()
-    if not heard:
+    if not _seams.listeners():
         yield
         return
-    cores = [
-        core for core in (getattr(one, "core", None) for one in heard) if isinstance(core, Core) and not core.muted
-    ]
-    before, Core.repeating = Core.repeating, True
-    for core in cores:
-        core.mute(True)
-    try:
-        with _seams.alone(cast("Any", _Deaf())):
-            yield
-    finally:
-        Core.repeating = before
-        for core in cores:
-            core.mute(False)
+    with nothing_recorded(), _seams.alone(cast("Any", _Deaf())):
+        yield
 
 
 class _Deaf:
