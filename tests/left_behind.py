@@ -71,7 +71,9 @@ def still_wrapped() -> list[str]:
     names = [f"torch.amp.GradScaler.{n}" for n, f in _SCALER.items() if vars(torch.amp.GradScaler)[n] is not f]
     if torch.autograd.backward is not _BACKWARD:
         names.append("torch.autograd.backward")
-    return [f"{name} is not torch's own" for name in names]
+    seams = sys.modules.get("plimsoll.watch._seams")
+    installed = [] if seams is None else [f"_seams.{n}" for n in ("_undo", "_patched") if getattr(seams, n)]
+    return [f"{name} is not torch's own" for name in names] + [f"{name} is not empty" for name in installed]
 
 
 def open_watches() -> list[object]:

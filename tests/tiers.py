@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declares the markers."""
     for name, meaning in (SLOW | OTHERS).items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    config.addinivalue_line("markers", "xdist_group(name): of pytest-xdist, which need not be there")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -130,8 +130,8 @@ def test_what_a_narrow_run_lost_counts_in_the_upper_bound(tmp_path: Path) -> Non
     assert answer.censored
     lost = answer.overall.fit.lost
     assert lost.estimate == 0 and lost.high > 0.1
-    kept = r"Judged by what the run's own format has kept \(\d+ % of all parameter gradient values at steps 0 to 10 are zeros "
-    assert re.match(kept + r"there and cannot be judged\): FP16 ", answer.sentence)
+    zeros = r"\(\d+ % of all parameter gradient values at steps 0 to 10 are zeros there and cannot be judged\)"
+    assert re.match(rf"Judged by what the run's own format has kept {zeros}: FP16 ", answer.sentence)
 
 
 def test_inference_asks_about_weights_and_activations(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ class Cells:
     def __len__(self) -> int:
         return len(self.layer)
 
+    def emulated(self, steps: range, fmt: str) -> "Cells":
+        """The cells as of a format that FP32 values were rounded to at these steps."""
+        wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]
+        inside = (self.steps[self.at] >= steps.start) & (self.steps[self.at] < steps.stop)
+        formats = (*self.formats, fmt)
+        return replace(self, formats=formats, format=np.where(wide & inside, len(formats) - 1, self.format))
+
     def of_rows(self, rows: Ints) -> "Cells":
         """The cells with these rows only; names and steps stay."""
         start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.length[rows])])

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from plimsoll.diagnosis._cells import Cells, Floats
+from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._finding import Finding, Severity, Spot
 from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
@@ -54,6 +55,7 @@ class UnderflowHigh(Rule):
         """One for each collection."""
         alone = view.cells("gradients") is None
         kept = False  # whether the parameters' gradients were recorded and lose next to nothing
+        yield from self._all_of_it(view)
         for collection in ("gradients", "activation_gradients", "activations"):
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -70,8 +72,30 @@ class UnderflowHigh(Rule):
                 for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
                     yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
 
+    def _all_of_it(self, view: View) -> Iterator[Finding]:
+        """Gradients that an emulated format has held, and that were zero from the model's output on at every look."""
+        outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
+        if outputs is None or narrow is None:
+            return
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        silent = (modules.total(cells.total(cells.nonzero)) == 0).astype(np.float64)
+        for steps, formats in view.emulations:
+            fmt = formats.get(outputs.collection)
+            if fmt is None or outputs.nonzero[_within(outputs.steps, steps)[outputs.at]].any():
+                continue
+            judged = _within(cells.steps, steps) & ~view.solved(cells.steps)
+            yield from self._judged(
+                cells, np.where(judged, silent, np.nan), modules.main_layers(cells), cells.collection, True, fmt
+            )
+
     def _judged(
-        self, cells: Cells, fractions: Floats, names: Sequence[str], collection: str, alarms: bool
+        self,
+        cells: Cells,
+        fractions: Floats,
+        names: Sequence[str],
+        collection: str,
+        alarms: bool,
+        fmt: str | None = None,
     ) -> Iterator[Finding]:
         found = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
         if not found:
@@ -84,7 +108,7 @@ class UnderflowHigh(Rule):
             "of_layers": len(names),
             "worst": spots[0].name,
             "worst_lost": spots[0].value,
-            "format": _format_of(cells, spots[0].name),
+            "format": fmt or _format_of(cells, spots[0].name),
         }
         yield self.finding(
             "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, found), collection=collection
@@ -170,6 +194,10 @@ class UnderflowRising(Rule):
         verdict, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
         evidence = {**found.evidence, "verdict": verdict}
         return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
+
+
+def _within(steps: Ints, wanted: range) -> NDArray[np.bool_]:
+    return (steps >= wanted.start) & (steps < wanted.stop)
 
 
 def _format_of(cells: Cells, name: str) -> str:

@@ -5,10 +5,11 @@ beginning is what would have been found when the run had come so far.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._block_cells import BlockCells, read_blocks
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, read
 from plimsoll.diagnosis._narrow import Narrow
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast, Event, Run
 
@@ -63,14 +64,36 @@ class View:
     def cells(self, collection: str) -> Cells | None:
         """The spectra of a collection; None where there are none."""
         if collection not in self._cells:
-            self._cells[collection] = read(self.run, collection, self.until)
+            self._cells[collection] = self._read(collection)
         return self._cells[collection]
+
+    def _read(self, collection: str, name: str | None = None) -> Cells | None:
+        cells = read(self.run, collection, self.until, name)
+        if cells is not None:
+            for steps, formats in self.emulations:
+                if collection in formats:
+                    cells = cells.emulated(steps, formats[collection])
+        return cells
+
+    @cached_property
+    def emulations(self) -> Sequence[tuple[range, Mapping[str, str]]]:
+        """From when to when an emulation has rounded all results, and to which formats, by collection."""
+        told = [event for event in self.events if event.kind == "emulation"]
+        steps = [*(event.step for event in told), sys.maxsize]
+        found: list[tuple[range, Mapping[str, str]]] = []
+        for event, end in zip(told, steps[1:], strict=True):
+            formats = event.details.get("formats")
+            if isinstance(formats, Mapping):
+                pairs = cast("Mapping[str, object]", formats).items()
+                found.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
+        return found
 
     def only(self, collection: str, name: str) -> "View":
         """The view of one layer of a collection, which reads no other: only what this view has not read already."""
         result = View(self.run, self.until)
         result._scalars = self._scalars
         result.__dict__["casts"] = self.casts
+        result.__dict__["emulations"] = self.emulations
         # What held a gradient is judged by its weight too.
         for each in (collection, "weights") if collection == "gradients" else (collection,):
             if name not in self.run.tensors.get(each, ()):
@@ -78,7 +101,7 @@ class View:
             elif (whole := self._cells.get(each)) is not None:
                 result._cells[each] = whole.only(name) if name in whole.names else None
             else:
-                result._cells[each] = read(self.run, each, self.until, name)
+                result._cells[each] = result._read(each, name)
         return result
 
     def scalar(self, name: str) -> tuple[Ints, Floats]:
@@ -191,6 +214,14 @@ class View:
         wide = np.array([_is_wide(weights.get(name)) for name in cells.names], dtype=bool)
         unscaled: NDArray[np.bool_] = (cells.scale == 1.0) & wide[cells.layer]
         return np.where(unscaled, self.scale_at(cells.steps)[cells.at], cells.scale)
+
+
+def _is_format(name: object) -> bool:
+    try:
+        get_element(cast("str", name), "diagnose")
+    except PlimsollError:  # a damaged event, or one of a later version
+        return False
+    return True
 
 
 def _is_wide(fmt: Format | None) -> bool:

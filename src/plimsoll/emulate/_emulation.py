@@ -21,6 +21,7 @@ from plimsoll.emulate._recipe import Recipe
 from plimsoll.emulate._recurrent import lstm
 from plimsoll.emulate._rounded import Everywhere, Rounded, within
 from plimsoll.formats import get
+from plimsoll.watch import _seams
 
 # Operations that are made of products, and never round by themselves.
 _MADE_OF_PRODUCTS = (
@@ -75,7 +76,8 @@ class Emulation(contextlib.ContextDecorator):
         rules = {} if self._low is torch.float32 and self._recipe is None else {**around.rules, **self._rules}
         with contextlib.ExitStack() as stack:
             eager = stack.enter_context(eagerly())
-            frame = replace(around, rules=rules, witness=self._witness(), eager=eager)
+            formats = self._recipe.of_results if self._recipe is not None and self._selected == "all" else {}
+            frame = replace(around, rules=rules, witness=self._witness(), eager=eager, formats=formats)
             stack.enter_context(mha_in_python())
             stack.enter_context(_contexts.entered(frame))
             if self._low is not None:
@@ -87,6 +89,14 @@ class Emulation(contextlib.ContextDecorator):
         if self._recipe is not None and self._selected == "all":
             return Everywhere(self._counts, Rounded(self._recipe))
         return self._counts
+
+
+def _formats_now() -> Mapping[str, str]:
+    frame = _frames.current()
+    return {} if frame is None else frame.formats
+
+
+_seams.emulated.append(_formats_now)
 
 
 def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:

@@ -46,6 +46,7 @@ class Frame:
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     witness: Witness | None = None  # hears of every operation
     eager: bool = True  # False: compiled code must not run in it, and nothing keeps it from that
+    formats: Mapping[str, str] = field(default_factory=dict[str, str])  # of all results, by a run's collection
     task: int = -1  # the backward that it was entered in, or none
     nesting: int = 0  # of torch's autocast contexts, when it was entered
     categories: Mapping[str, Category] = field(default_factory=dict[str, "Category"])

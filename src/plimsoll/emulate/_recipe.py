@@ -42,6 +42,14 @@ class Recipe:
         return [f"{name}={fmt.name}" for name, fmt in formats.items() if fmt is not None]
 
     @property
+    def of_results(self) -> dict[str, str]:
+        """The formats that `anywhere` rounds to at scale 1, by the collection of a run that is rounded to them."""
+        if self.scales or self.arguments.get("scale", 1.0) != 1.0:
+            return {}
+        found = {"activations": self.forward, "activation_gradients": self.backward}
+        return {name: fmt.name for name, fmt in found.items() if isinstance(fmt, Format)}
+
+    @property
     def in_blocks(self) -> bool:
         """Whether operands depend on the axis that is summed over: then each product rounds them anew."""
         return isinstance(self.forward, BlockFormat)

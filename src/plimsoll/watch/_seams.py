@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -51,6 +51,9 @@ class Listener(Protocol):
 
 # What says by which factor a tensor's gradient is larger than the loss scale makes it: rooms above have their own.
 factors: list[Callable[[Any], float]] = []
+
+# Say which formats this thread's operations round their results to, by collection; empty where none does.
+emulated: list[Callable[[], Mapping[str, str]]] = []
 
 _listeners: list["weakref.ref[Listener]"] = []
 _undo: list[Callable[[], None]] = []
@@ -88,9 +91,10 @@ def listeners() -> list[Listener]:
 def listen(listener: Listener, scaler: object = None) -> None:
     """Tells the listener of everything from now on."""
     with _lock:
+        # The listener first: were none listed, one that the collector finds meanwhile would take all patches back.
+        _listeners.append(weakref.ref(listener, _gone))
         if not _undo:
             _install()
-        _listeners.append(weakref.ref(listener, _gone))
         if scaler is not None:
             _patch_scaler(type(scaler))
         look_for_pipelines()

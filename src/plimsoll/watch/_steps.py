@@ -30,6 +30,8 @@ from plimsoll.watch.turns import Turns
 from plimsoll.watch.unled import Probe
 from plimsoll.watch.wiring import Wiring
 
+_EMULATIONS = 16  # changes that are recorded: a script may emulate every other batch
+
 
 class Steps:
     """Hears of what training does (`_seams.Listener`), and keeps one watch's step."""
@@ -45,6 +47,8 @@ class Steps:
         self._sealed = False
         self._inside: list[Any] = []  # optimizers whose step is running
         self._looks = 2  # forwards at whose beginning it is asked what distributes the model
+        self._emulated: dict[str, str] = {}  # formats that results were rounded to in the last forward
+        self._emulations = 0  # how often that has changed
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
         self._losses = Losses(core, parameters)
@@ -87,6 +91,18 @@ class Steps:
         if self._looks:
             self._looks -= 1
             self._look(model)
+        self._look_for_emulation()
+
+    def _look_for_emulation(self) -> None:
+        """Says in which formats the forward that begins is emulated: its tensors are of FP32 all the same."""
+        found = {key: name for formats in _seams.emulated for key, name in formats().items()}
+        if found != self._emulated and self._emulations < _EMULATIONS:
+            self._emulated, self._emulations = found, self._emulations + 1
+            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in found.items())
+            message = (
+                f"results are rounded by an emulation: {named}" if found else "no emulation rounds results any more"
+            )
+            self.core.say("emulation", message, formats=found)
 
     def _look(self, model: nn.Module) -> None:
         """Finds what has come to distribute the model since the watch was made."""
