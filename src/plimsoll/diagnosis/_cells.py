@@ -59,8 +59,9 @@ class Cells:
         """The cells as of a format that FP32 values were rounded to at these steps."""
         wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]
         inside = (self.steps[self.at] >= steps.start) & (self.steps[self.at] < steps.stop)
-        formats = (*self.formats, fmt)
-        return replace(self, formats=formats, format=np.where(wide & inside, len(formats) - 1, self.format))
+        names = np.where(wide & inside, fmt, np.array(self.formats)[self.format])
+        formats, places = np.unique(names, return_inverse=True)
+        return replace(self, formats=tuple(formats.tolist()), format=places)
 
     def of_rows(self, rows: Ints) -> "Cells":
         """The cells with these rows only; names and steps stay."""

@@ -64,11 +64,11 @@ class View:
     def cells(self, collection: str) -> Cells | None:
         """The spectra of a collection; None where there are none."""
         if collection not in self._cells:
-            self._cells[collection] = self._read(collection)
+            self._cells[collection] = self.as_emulated(collection, read(self.run, collection, self.until))
         return self._cells[collection]
 
-    def _read(self, collection: str, name: str | None = None) -> Cells | None:
-        cells = read(self.run, collection, self.until, name)
+    def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
+        """The cells as they were read, as of the formats that an emulation has rounded their values to."""
         if cells is not None:
             for steps, formats in self.emulations:
                 if collection in formats:
@@ -101,7 +101,7 @@ class View:
             elif (whole := self._cells.get(each)) is not None:
                 result._cells[each] = whole.only(name) if name in whole.names else None
             else:
-                result._cells[each] = result._read(each, name)
+                result._cells[each] = self.as_emulated(each, read(self.run, each, self.until, name))
         return result
 
     def scalar(self, name: str) -> tuple[Ints, Floats]:

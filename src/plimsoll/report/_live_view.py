@@ -7,6 +7,7 @@ again.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Cells, from_table
@@ -19,7 +20,7 @@ from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
 
 ALL = -(1 << 62)  # from this step on everything may have changed
-_COMPUTED = ("events", "last_step", "scaled")  # what a view keeps of scalars and events
+_COMPUTED = [name for name, member in vars(View).items() if isinstance(member, cached_property)]
 
 
 class LiveView(View):
@@ -66,14 +67,14 @@ class LiveView(View):
         self._state = _state_of(self._catalog)
         if self._state == known:
             return
-        since = _since(known, self._state, self._catalog)
-        for collection in list(self._cells):
-            self._extend(collection, since)
         self._narrow.clear()
         self._blocks.clear()
         self._scalars.clear()
         for name in _COMPUTED:
             self.__dict__.pop(name, None)
+        since = _since(known, self._state, self._catalog)
+        for collection in list(self._cells):
+            self._extend(collection, since)
 
     def _extend(self, collection: str, since: int | None) -> None:
         cells = self._cells[collection]
@@ -83,7 +84,7 @@ class LiveView(View):
             order = self.run.tensors[collection]
             table = self.run.table(collection, steps=slice(since, None), blocks=False)
             kept = before(cells, since)
-            added = from_table(collection, table, order) if len(table) else None
+            added = self.as_emulated(collection, from_table(collection, table, order) if len(table) else None)
             self._cells[collection] = kept if added is None else joined(kept, added, order)
 
 
