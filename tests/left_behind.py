@@ -92,11 +92,18 @@ def left_open(before: list[object]) -> list[str]:
     return [f"{type(listener).__name__} still listens to torch: close the watch" for listener in left]
 
 
+def forget_compiled() -> None:
+    """Drops compiled code: a watch that begins in a later test would, and its run would say so."""
+    if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
+        torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the test that leaves a watch, a global hook or a changed setting behind."""
     listeners, before = open_watches(), _process_state()
     yield
+    forget_compiled()
     left = left_open(listeners) + still_wrapped()
     after = _process_state()
     if after != before:

@@ -1,19 +1,17 @@
 """Every example runs, prints something and passes its own assertions."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(example)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    result = processes.python("-W", "error", example, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert result.stderr == ""

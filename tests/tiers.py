@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests import processes
+
 HERE = Path(__file__).parent
 SLOW = {
     "processes": "starts processes",
@@ -30,7 +32,7 @@ OTHERS = {
     "sensitive": "would be the first to notice another processor, memory layout, order or load",
 }
 _REACHES = {
-    "processes": {"subprocess", "Popen", "fork", "multiprocessing", "get_context"},
+    "processes": {"subprocess", "Popen", "fork", "processes", "ranks", "multiprocessing", "get_context"},
     "compile": {"compile"},
 }
 _FIXTURES = {"browser": {"browser", "page", "opened"}}
@@ -183,7 +185,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(each.ru_utime + each.ru_stime for each in used) + processes.used[0]
 
 
 # -- what was left out

@@ -3,18 +3,15 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import processes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "five-minutes.md").read_text("utf-8")
 
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "plimsoll", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return processes.python("-m", "plimsoll", *arguments, cwd=folder, env=os.environ | {"COLUMNS": "100"})
 
 
 def test_the_script_of_the_page_gives_the_finding_of_the_page(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import plimsoll
 from plimsoll.cli import _run
 from plimsoll.runs import Run
 from plimsoll.watch import _settings
+from tests import processes
 from tests.patience import HANG_SECONDS
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -24,11 +25,16 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 }
 
 
-def python(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def fresh(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process from its very start."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT | environment, timeout=HANG_SECONDS,
     )  # fmt: skip
+
+
+def python(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return processes.python(*arguments, cwd=cwd, env=ENVIRONMENT | environment)
 
 
 def watched(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +52,8 @@ def theirs(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 def same(cwd: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script both ways and compares all that can be seen of it."""
-    alone, run = python(*arguments, cwd=cwd, **environment), watched(*arguments, cwd=cwd, **environment)
+    alone = fresh(*arguments, cwd=cwd, **environment)
+    run = fresh("-m", "plimsoll", "run", *arguments, cwd=cwd, **environment)
     assert (run.returncode, run.stdout, theirs(run)) == (alone.returncode, alone.stdout, theirs(alone))
     return run
 
@@ -139,7 +146,7 @@ def test_a_wrong_option_ends_it_before_the_script_starts(options: list[str], mes
 
 def test_a_script_that_is_not_there_is_a_message_and_status_2(tmp_path: Path) -> None:
     result = watched("train.py", cwd=tmp_path)
-    assert result.returncode == python("train.py", cwd=tmp_path).returncode == 2
+    assert result.returncode == fresh("train.py", cwd=tmp_path).returncode == 2
     assert result.stderr == (
         "plimsoll: run: expected a Python script; got 'train.py', which cannot be read (No such file or directory). "
         "Give its path, or -m and the name of a module.\n"

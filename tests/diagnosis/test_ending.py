@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ import plimsoll as pl
 from plimsoll.cli import app
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
+from tests import processes
 
 SCRIPT = """
     import os, signal, sys, torch, plimsoll as pl
@@ -51,7 +51,7 @@ def checked(path: Path) -> tuple[int, str, dict[str, Any]]:
 )
 def test_an_early_end_is_said(end: str, how: str, severity: str, says: str, tmp_path: Path) -> None:
     script = textwrap.dedent(SCRIPT.format(end=end))
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, check=False)
+    done = processes.python("-c", script, tmp_path / "run")
     assert done.returncode not in (0, 2), done.stderr
     code, line, data = checked(tmp_path / "run")
     assert code == 0 and line.endswith(says), line
@@ -65,7 +65,7 @@ def test_an_early_end_is_said(end: str, how: str, severity: str, says: str, tmp_
 @pytest.mark.parametrize("end", ["sys.exit(0)", "break"])
 def test_a_run_that_ended_in_order_says_nothing(end: str, tmp_path: Path) -> None:
     script = textwrap.dedent(SCRIPT.format(end=end))
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, check=True)
+    assert processes.python("-c", script, tmp_path / "run").returncode == 0
     code, line, data = checked(tmp_path / "run")
     assert code == 0 and line.endswith("healthy, up to step 25") and data["ended"] is None
 

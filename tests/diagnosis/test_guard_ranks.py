@@ -1,15 +1,12 @@
 """Two gloo ranks: rank 0 looks and decides, and both act at the same step."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import HANG_SECONDS
+from tests import processes
 
 HERE = Path(__file__).parent
 WORLD = 2
@@ -19,25 +16,9 @@ WORLD = 2
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw of every scenario."""
     folder = tmp_path_factory.mktemp("guard")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE.parents[1] / "src"))),
-        "OMP_NUM_THREADS": "1",
-    }
     results = [folder / f"{rank}.json" for rank in range(WORLD)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "guard_rank.py"), str(folder / "store"), str(rank), str(WORLD), str(result)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, result in enumerate(results)
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(printed)
+    arguments = [(folder / "store", rank, WORLD, result) for rank, result in enumerate(results)]
+    processes.ranks(HERE / "guard_rank.py", arguments)
     return [json.loads(result.read_text("utf-8")) for result in results]
 
 

@@ -1,11 +1,8 @@
 """A trainer that is not installed is named with its install line; the room itself needs none."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.patience import HANG_SECONDS
+from tests import processes
 
 _SCRIPT = """
 import sys
@@ -28,7 +25,5 @@ except plimsoll.MissingExtraError as error:
 )
 def test_a_missing_trainer_is_named(module: str, package: str, line: str) -> None:
     script = _SCRIPT.format(module=module, package=package)
-    told = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
-    )
+    told = processes.python("-c", script)
     assert line in told.stdout

@@ -1,8 +1,5 @@
 """What travels between ranks; communication_rank.py holds what each of them asserts."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,27 +8,14 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._communication import GradientCompression, compress_gradients
-from tests.patience import HANG_SECONDS
+from tests import processes
 
 RANK = Path(__file__).with_name("communication_rank.py")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_mean_over_ranks_is_right_and_nothing_overflows(ranks: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path), str(rank), str(ranks)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * ranks, "\n".join(said)
+    processes.ranks(RANK, [(tmp_path, rank, ranks) for rank in range(ranks)])
 
 
 def test_a_model_that_is_not_distributed_is_refused() -> None:

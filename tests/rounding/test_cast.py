@@ -10,6 +10,7 @@ import torch
 from plimsoll import cast, kernels, pack, unpack
 from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from plimsoll.formats import BLOCKS, E4M3, Format
+from tests import processes
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -292,7 +293,7 @@ dist.destroy_process_group()
 
 
 def test_a_dtensor_is_cast_locally_where_that_is_the_same():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, check=False)
+    done = processes.python("-W", "ignore", "-c", SHARDED)
     assert done.returncode == 0, done.stderr
     refused = [
         line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")

@@ -1,7 +1,5 @@
 """That a watch hears of our scalers as of torch's, once each, without being handed them."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 import plimsoll as pl
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
 from plimsoll.watch import _seams
-from tests.patience import HANG_SECONDS
+from tests import processes
 from tests.watch.support import batches, mlp, only_run, train
 
 
@@ -85,13 +83,7 @@ with pl.watch(model, optimizer, run=sys.argv[1], every=1) as watch:
 
 
 def test_scalers_that_are_imported_while_a_watch_is_open_are_heard(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    done = processes.python("-c", LATE, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path / "run")
     assert run.scalars("scale")[1].tolist() == [256.0, 256.0, 128.0]

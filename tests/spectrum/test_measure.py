@@ -1,9 +1,6 @@
 """Every kind of tensor is measured as what it holds, or refused with the reason and the remedy."""
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
-from tests.patience import HANG_SECONDS
+from tests import processes
 from tests.spectra import same
 
 VALUES = [[0.0, 1.0, -2.0], [0.5, 448.0, -0.25]]
@@ -257,17 +254,7 @@ def test_blocks_run_along_the_last_axis() -> None:
     assert blocks.maxima[149] == 1 and blocks.maxima[152] == 1 and blocks.depths[0] == 20
 
 
-def test_sharded_tensors_add_up_over_two_ranks(tmp_path: Path) -> None:
+def test_sharded_tensors_add_up_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: a process group is process-wide state."""
-    command = [sys.executable, str(HERE / "_rank.py"), str(tmp_path / "store")]
-    environment = {**os.environ, "PLIMSOLL_BACKEND": "torch"}
-    ranks = [
-        subprocess.Popen([*command, rank], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in "01"
-    ]
-    try:
-        printed = [rank.communicate(timeout=HANG_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
+    monkeypatch.setenv("PLIMSOLL_BACKEND", "torch")
+    processes.ranks(HERE / "_rank.py", [(tmp_path / "store", rank) for rank in range(2)])

@@ -1,8 +1,6 @@
 """A folder that holds a run already: continued by the same training, refused to another, kept aside in a notebook."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
+from tests import processes
 from tests.watch.support import batches, mlp, train
 
 
@@ -134,7 +133,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     path, saved = tmp_path / "run", tmp_path / "checkpoint.pt"
-    done = subprocess.run([sys.executable, "-c", KILLED, path, saved], check=False, cwd=Path(__file__).parents[2])
+    done = processes.python("-c", KILLED, path, saved, cwd=processes.ROOT)
     assert done.returncode == -9
     model, optimizer = restored(torch.load(saved))
     with pl.watch(model, optimizer, run=path, every=1):

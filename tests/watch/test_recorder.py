@@ -2,8 +2,6 @@
 
 import math
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.patience import HANG_SECONDS
+from tests import processes
 from tests.watch.support import batches, mlp, only_run, same, train
 
 
@@ -115,13 +113,7 @@ SCRIPT = """
 )
 def test_the_end_of_the_process(end: str, status: set[int], reason: str, tmp_path: Path) -> None:
     script = textwrap.dedent(SCRIPT.format(end=end))
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
-    )
+    result = processes.python("-c", script, tmp_path / "run")
     assert result.returncode in status, result.stderr
     run = only_run(tmp_path / "run")
     assert [found for found, _ in reasons(run)] == [reason]

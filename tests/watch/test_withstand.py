@@ -18,6 +18,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from tests import processes
 from tests.patience import HANG_SECONDS
 from tests.watch.support import batches, mlp, only_run, train
 
@@ -146,7 +147,7 @@ def test_pandas_is_not_imported_by_a_watched_training(tmp_path: Path) -> None:
                 w.flush()
     """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")], check=True, env=environment)
+    assert processes.python("-c", textwrap.dedent(script), tmp_path / "run", env=environment).returncode == 0
     assert not (tmp_path / "imported").exists()  # pyarrow's own conversion imports it: 50 MB that nobody uses
     assert len(only_run(tmp_path / "run").steps) == 3
 

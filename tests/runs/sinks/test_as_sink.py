@@ -1,7 +1,6 @@
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.runs._records import StepRecord
 from plimsoll.runs._sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
+from tests import processes
 from tests.runs.sinks.made import Recorder, record
 
 # Asked without importing: MLflow alone takes seconds.
@@ -121,5 +121,5 @@ def test_nothing_is_imported_before_a_sink_is_opened() -> None:
         "import sys; from plimsoll.runs._sinks import TensorBoard, WandB, MLflow; TensorBoard(); WandB(); MLflow();"
         "print(*{'tensorboard', 'tensorflow', 'wandb', 'mlflow'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    done = processes.python("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, "")

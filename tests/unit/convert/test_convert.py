@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.unit._capture import capture
 from plimsoll.unit._kinds import traits_of
+from tests import processes
 from tests.unit.models import GPT, MODELS, DataDependent, MatmulMLP
 
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -137,12 +136,7 @@ def test_pickles_into_a_fresh_process(gpt: nn.Module, tmp_path: Path) -> None:
         "import plimsoll as pl\n"
         "assert len(pl.unit.fold(model).kept) == 2\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path / "model.pt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.python("-W", "error", "-c", code, tmp_path / "model.pt")
     assert done.returncode == 0, done.stderr
 
 

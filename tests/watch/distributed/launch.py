@@ -1,8 +1,6 @@
 """Starting ranks as processes of their own, and comparing what they recorded with a single process's run."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
 from plimsoll.watch import _link, _outbox, _reduce
+from tests import processes
 from tests.patience import HANG_SECONDS
 
 HERE = Path(__file__).parent
@@ -30,13 +29,8 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(script: str, world: int, *arguments: object) -> None:
-    """Runs a script of this folder on so many ranks under torchrun; all of its output is shown if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    done = subprocess.run(
-        [*command, str(HERE / script), *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
+    """Runs a script of this folder on so many ranks as under torchrun."""
+    processes.ranks(HERE / script, [arguments] * world)
 
 
 def assert_same(run: Run, reference: Run, *, roots: bool = True) -> None:

@@ -1,14 +1,12 @@
 """A rank that dies holds up no other, neither in its steps nor when it closes, and the run says what is missing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from plimsoll.runs import Run
-from tests.patience import HANG_SECONDS
+from tests import processes
 from tests.watch.distributed.launch import HERE, environment
 
 STEPS = [0, 1, 2, 3, 4, 5]
@@ -21,15 +19,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     # The servers of the stores are here, where nobody dies; as under torchrun.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "dying.py"), *map(str, (folder / f"{who}", stores[who].port, rank, who))],
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+        processes.Process((HERE / "dying.py", folder / f"{who}", stores[who].port, rank, who), None, environment())
         for who in (0, 1)
         for rank in (0, 1)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
-    assert all(process.returncode == 0 for process in started), "\n".join(outputs)[-10000:]
+    ]
+    ends = [process.done() for process in started]
+    assert all(end.returncode == 0 for end in ends), "\n".join(end.stdout + end.stderr for end in ends)[-10000:]
     return folder / "0", folder / "1"
 
 

@@ -1,8 +1,5 @@
 """Two ranks under FSDP2 (gloo): kinds survive the parameters' replacement, and training is one process's."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 
 from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
-from tests.patience import HANG_SECONDS
+from tests import processes
 from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 
 HERE = Path(__file__).parent
@@ -19,17 +16,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parents[3])]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(HERE / "worker.py"), str(folder)],
-        env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
+    processes.ranks(HERE / "worker.py", [(folder,)] * 2)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
