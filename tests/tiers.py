@@ -69,9 +69,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if seed is None else f"random order: --shuffle {seed}"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks, groups and orders the tests."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Marks, groups and orders the tests; a wrapper, since pytest-xdist reads the groups in its own first hook."""
     listed = {line for line in (HERE / "slow.txt").read_text("utf-8").splitlines() if line and line[0] != "#"}
     for item in items:
         kinds = kinds_of(item)
@@ -86,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=_SlowestFirst(items))
     else:
         shuffle(items, seed)
+    yield
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
