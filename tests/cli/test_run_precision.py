@@ -38,7 +38,8 @@ def start(said_here: list[str]) -> Iterator[Start]:
     """Puts a model and its optimizers at a level, as the command does at the model's first call."""
     made: list[Unmodified] = []
     gc.collect()  # scalers of other tests are none of a script's, also those that something there still holds
-    for scaler in [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]:
+    others = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
+    for scaler in others:
         scaler._enabled = False
     before = torch.autograd.backward, torch.autocast.__enter__, torch.amp.GradScaler.__init__
 
@@ -52,6 +53,8 @@ def start(said_here: list[str]) -> Iterator[Start]:
     yield at
     for unmodified in made:
         unmodified.end()
+    for scaler in others:
+        scaler._enabled = True
     assert before == (torch.autograd.backward, torch.autocast.__enter__, torch.amp.GradScaler.__init__)
 
 

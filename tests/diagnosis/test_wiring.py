@@ -42,7 +42,7 @@ def train(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     *,
     steps: int = 24,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: Callable[[], torch.amp.GradScaler] | None = None,
     zero: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.zero_grad(),
     between: Callable[[nn.Module, torch.optim.Optimizer, Any], object] = nothing,
     step: Callable[[torch.optim.Optimizer, Any], object] | None = None,
@@ -51,7 +51,7 @@ def train(
 ) -> list[Finding]:
     """A watched training, and the findings on how it is wired."""
     model = mlp() if model is None else model
-    made = optimizer(model)
+    made, scaling = optimizer(model), None if scaler is None else scaler()
     with pl.watch(model, made, run=path, every=2):
         for i in range(steps):
             if schedule is not None:
@@ -60,13 +60,13 @@ def train(
             for _ in range(accumulate):
                 x = torch.randn(16, 8, dtype=next(model.parameters()).dtype)
                 loss = nn.functional.cross_entropy(model(x).float(), x[:, :4].argmax(dim=1)) / accumulate
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            between(model, made, scaler)
+                (loss if scaling is None else scaling.scale(loss)).backward()
+            between(model, made, scaling)
             if step is not None:
-                step(made, scaler)
-            elif scaler is not None:
-                scaler.step(made)
-                scaler.update()
+                step(made, scaling)
+            elif scaling is not None:
+                scaling.step(made)
+                scaling.update()
             else:
                 made.step()
     return diagnose(path, rules=RULES)
@@ -100,12 +100,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "accumulated": {"accumulate": 3},
     "accumulated in place": {"accumulate": 3, "zero": lambda o: o.zero_grad(set_to_none=False)},
-    "scaled": {"scaler": scaler()},
-    "scaled at 1": {"scaler": torch.amp.GradScaler("cpu", init_scale=1.0), "step": lambda o, s: o.step()},
-    "scaler that is off": {"scaler": torch.amp.GradScaler("cpu", enabled=False), "step": lambda o, s: o.step()},
-    "divided by hand": {"scaler": scaler(), "between": divide, "step": lambda o, s: o.step()},
+    "scaled": {"scaler": scaler},
+    "scaled at 1": {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=1.0), "step": lambda o, s: o.step()},
+    "scaler that is off": {"scaler": lambda: torch.amp.GradScaler("cpu", enabled=False), "step": lambda o, s: o.step()},
+    "divided by hand": {"scaler": scaler, "between": divide, "step": lambda o, s: o.step()},
     "clipped": {"between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
-    "unscaled and clipped": {"scaler": scaler(), "between": unscale_and_clip},
+    "unscaled and clipped": {"scaler": scaler, "between": unscale_and_clip},
     "warm-up from 0": {"schedule": lambda i: 1e-4 * min(i, 10)},
     "decay to 0": {"schedule": lambda i: 1e-3 * max(1 - i / 20, 0)},
     "SGD": {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)},
@@ -148,14 +148,14 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"zero": nothing, "accumulate": 2}, ("gradients-mishandled", "warning", "never set to zero"),
     ),
     "never unscaled": (
-        {"scaler": scaler(), "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
+        {"scaler": scaler, "step": lambda o, s: o.step()}, ("gradients-mishandled", "alarm", "never unscaled"),
     ),
     "clipped while scaled": (
-        {"scaler": scaler(), "between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
+        {"scaler": scaler, "between": lambda m, o, s: clip_grad_norm_(m.parameters(), 0.1)},
         ("gradients-mishandled", "warning", "clipped to 0.1 while scaled"),
     ),
     "values clipped while scaled": (
-        {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**12),
+        {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**12),
          "between": lambda m, o, s: clip_grad_value_(m.parameters(), 0.5)},
         ("gradients-mishandled", "warning", "clipped to 0.5 while scaled"),
     ),

@@ -1,7 +1,9 @@
 """One of two ranks that train apart: ``dying.py FOLDER PORT RANK WHO``; rank WHO dies before its fourth step."""
 
+import contextlib
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +15,14 @@ from plimsoll.watch import _outbox, _reduce
 from tests.patience import HANG_SECONDS
 from tests.watch.distributed.launch import wait_for_each_other
 from tests.watch.distributed.models import Net, data, sgd, train
+
+
+def wait_for_the_end_of(process: int) -> None:
+    """Until it is gone: as long as it is there its threads may take a message, and die with it."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(0.01)
 
 
 def main(folder: Path, port: int, rank: int, who: int) -> None:
@@ -36,9 +46,9 @@ def main(folder: Path, port: int, rank: int, who: int) -> None:
                 store.set("taken", "1")
             store.wait(["taken"])
             if rank == who:
-                store.set("dead", "1")
+                store.set("dying", str(os.getpid()))
                 os._exit(0)
-            store.wait(["dead"])
+            wait_for_the_end_of(int(store.get("dying")))
         train(model, optimizer, data(1))
     # The other is known to be dead: however short the wait for it is, it is not too short.
     _outbox.PATIENCE_SECONDS, _reduce._END_SECONDS = 0.0, 0.1
