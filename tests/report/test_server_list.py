@@ -87,7 +87,13 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pyte
         a_run(tmp_path / name)
     clock, read = Clock(LATER), []
     whole = _runs_list.listed
-    monkeypatch.setattr(_runs_list, "listed", lambda *a: (read.append(a[0]), whole(*a))[1])
+
+    def noted(name: str, path: Path, root: Path, stamp: Any) -> Any:
+        if root == tmp_path:  # a server of another test may still look at its own runs
+            read.append(name)
+        return whole(name, path, root, stamp)
+
+    monkeypatch.setattr(_runs_list, "listed", noted)
     found = RunsList(tmp_path, clock)
     found.runs()
     assert sorted(read) == ["a", "b", "c"]

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -140,10 +141,10 @@ except RunError as error:
 def test_a_real_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
     # In a mount namespace of its own, so that nothing stays mounted whatever happens here.
     namespace = ["unshare", "--mount", "--map-root-user"]
-    mounting = f"mount -t tmpfs -o size=400k t {tmp_path}"
+    mounting = f"mount -t tmpfs -o size=400k t {shlex.quote(str(tmp_path))}"
     if shutil.which("unshare") is None or subprocess.run([*namespace, "sh", "-c", mounting], check=False).returncode:
         pytest.skip("a small tmpfs needs the right to mount one")
-    script = f"{mounting} && exec {sys.executable} -c '{SMALL_DISK}' {tmp_path}"
+    script = f"{mounting} && exec {shlex.join([sys.executable, '-c', SMALL_DISK, str(tmp_path)])}"
     done = subprocess.run(
         [*namespace, "sh", "-c", script], check=True, capture_output=True, text=True, timeout=HANG_SECONDS
     )
