@@ -1,5 +1,7 @@
 """Measuring on every backend against the reference: exact in counts, blocks and extremes, 1e-12 in sums."""
 
+import contextlib
+import functools
 import math
 import os
 import threading
@@ -9,6 +11,7 @@ import torch
 
 from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
+from plimsoll.kernels._numba import _measure
 from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
@@ -212,6 +215,29 @@ def test_accumulating_adds_and_overwriting_does_not(backend):
 def test_threads_cut_tensors_anywhere(threads, dtype):
     tensors = [wide_values(size).to(dtype) for size in (20, 100_003, 50, 7000, 30_000)]
     assert_agrees("numba", tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+def test_threads_that_are_the_first_to_measure_a_dtype_share_its_table(threads, dtype, monkeypatch):
+    monkeypatch.setattr(_measure, "_values", {})
+    monkeypatch.setattr(_measure, "entry", functools.cache(_measure.entry.__wrapped__))
+    decode, waiting = _measure.from_codes, threading.Barrier(3)
+
+    def slow(*arguments):  # all three ask before one has an answer
+        with contextlib.suppress(threading.BrokenBarrierError):
+            waiting.wait(1.0)
+        return decode(*arguments)
+
+    monkeypatch.setattr(_measure, "from_codes", slow)
+    x = wide_values(100_003).to(dtype)
+    rows_of("numba", [x])
+    monkeypatch.setattr(_measure, "from_codes", decode)
+    for _ in range(5):
+        filled = [torch.full((256,), math.pi, dtype=torch.float64) for _ in range(50)]  # where freed tables were
+        assert_agrees("numba", [x])
+        del filled
+    (table,) = _measure._values.values()
+    assert _measure.entry(dtype)[1] == table.ctypes.data
 
 
 def test_threads_do_not_race_for_a_row(threads):

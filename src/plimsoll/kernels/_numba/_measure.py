@@ -23,6 +23,7 @@ from plimsoll.kernels._torch._cast import from_codes
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CODES = 4
 _NO_TABLE = np.zeros(256)
+_values: dict[torch.dtype, Any] = {}
 _SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each (_pool)
 _PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
 
@@ -130,7 +131,12 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
         _block_kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
 
 
-@functools.cache
 def _values_of_codes(dtype: torch.dtype) -> Any:
-    """The float64 values of an 8-bit dtype's 256 codes."""
-    return from_codes(torch.arange(256), get_element(dtype, "measure")).numpy()
+    """The float64 values of an 8-bit dtype's 256 codes: one array for good, as kernels are given its address.
+
+    A cache would not do: of threads that come first together each gets an array of its own, and all but one are freed.
+    """
+    known = _values.get(dtype)
+    if known is None:
+        known = _values.setdefault(dtype, from_codes(torch.arange(256), get_element(dtype, "measure")).numpy())
+    return known
