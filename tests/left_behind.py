@@ -93,7 +93,7 @@ def left_open(before: list[object]) -> list[str]:
 
 
 def forget_compiled() -> None:
-    """Drops compiled code: a watch that begins in a later test would, and its run would say so."""
+    """Drops compiled code. Otherwise a watch in a later test would, and write an event about it."""
     if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
         torch.compiler.reset()
 

@@ -1,7 +1,8 @@
 """Python processes that start at little cost: each is forked from one that has imported torch, and nothing of Plimsoll.
 
-Its environment holds, except for what torch and Numba read while they are imported; torch has one thread in it. A test
-about these, or about the start of Python itself, starts a process in the usual way.
+Its environment holds, except for what torch and Numba read while they are imported. Torch has one thread in it. A test
+about these, or about the start of Python itself, uses `subprocess`. The fork server of `multiprocessing` would not do:
+its processes end without exit handlers and without `sys.excepthook`, which many tests are about.
 """
 
 import atexit
@@ -19,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,7 +78,7 @@ def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
 
 
 class Process:
-    """One that was started; its output goes to files."""
+    """A running or ended process, whose output goes to files."""
 
     def __init__(self, arguments: Sequence[object], cwd: Path | None, env: Mapping[str, str] | None) -> None:
         self.arguments = [str(argument) for argument in arguments]
@@ -136,19 +136,15 @@ class Process:
 # -- the process that forks
 
 
-@dataclass
 class _Server:
-    """Its side here: the process, and the socket that it hears requests on."""
+    """The process that forks, as the test process sees it."""
 
-    process: subprocess.Popen[bytes] = field(init=False)
-    requests: socket.socket = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}}
         command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, env=environment | told, pass_fds=[theirs.fileno()], cwd=ROOT)
+        self.process = subprocess.Popen(command, env=environment | own, pass_fds=[theirs.fileno()], cwd=ROOT)
         theirs.close()
         atexit.register(self._end)
 
@@ -191,8 +187,8 @@ def _keep(files: Sequence[int]) -> tuple[dict[str, Any], Sequence[int]]:
         os.close(files[3])
         return json.loads(os.pread(files[0], os.fstat(files[0]).st_size, 0)), files[1:3]
     os.write(files[3], b"%d\n" % pid)
-    _, status, used = os.wait4(pid, 0)
-    os.write(files[3], b"%d %f" % (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
+    _, status, usage = os.wait4(pid, 0)
+    os.write(files[3], b"%d %f" % (os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
     os._exit(0)
 
 
@@ -209,6 +205,7 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> tuple[str, list
     while arguments[0] == "-W":
         filters.append(arguments[1])
         del arguments[:2]
+    sys.warnoptions[:] = filters  # processes that this one starts get them too
     for name in filters:
         warnings.simplefilter(name)  # type: ignore[arg-type]  (only actions are given)
     kind = arguments.pop(0) if arguments[0] in {"-c", "-m"} else "script"
@@ -229,7 +226,7 @@ def _run(kind: str, arguments: Sequence[str]) -> None:
 
 
 def _import() -> None:
-    """What nearly every process of the tests imports, none of which may start a thread."""
+    """Imports what nearly every test process needs; none of it may start a thread, which no fork would have."""
     import numba  # noqa: F401
     import torch._dynamo
     import torch.distributed.tensor  # noqa: F401

@@ -32,9 +32,9 @@ def test_the_copy_is_of_what_git_knows_or_would_add_and_runs_by_itself(
 
 def test_settings_reach_the_processes_and_the_home_is_empty(tmp_path: Path) -> None:
     for setting, variables in portable.SETTINGS.items():
-        told = portable.environment(setting, tmp_path / "home")
-        assert variables.items() <= told.items()
-        assert told["HOME"] == str(tmp_path / "home") and not list((tmp_path / "home").iterdir())
+        made = portable.environment(setting, tmp_path / "home")
+        assert variables.items() <= made.items()
+        assert made["HOME"] == str(tmp_path / "home") and not list((tmp_path / "home").iterdir())
 
 
 def test_the_random_order_is_told_its_seed_and_only_there() -> None:

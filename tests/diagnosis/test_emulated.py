@@ -55,6 +55,20 @@ def test_gradients_that_the_emulated_format_holds_are_sound(tmp_path: Path) -> N
     assert judged(run) == []
 
 
+def test_gradients_of_activations_that_were_not_looked_at_prove_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collect = {"gradients": 1, "activation_gradients": 100}
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=1, collect=collect):
+        for step in range(12):
+            optimizer.zero_grad()
+            ((step < 2) * model(torch.ones(2, 4)).square().sum() + 1.0).backward()
+            optimizer.step()
+    view = View(pl.Run(tmp_path / "run"))
+    view.__dict__["emulations"] = [(range(2, 100), {"activation_gradients": "e4m3"})]
+    assert "underflow-high" not in {f.rule for f in pl.diagnose(view)}
+
+
 def test_formats_of_products_alone_are_not_those_of_results(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", divisor=1.0, forward="e4m3", backward="e5m2")
     assert [event.kind for event in run.events()] == []

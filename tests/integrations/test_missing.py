@@ -25,5 +25,5 @@ except plimsoll.MissingExtraError as error:
 )
 def test_a_missing_trainer_is_named(module: str, package: str, line: str) -> None:
     script = _SCRIPT.format(module=module, package=package)
-    told = processes.python("-c", script)
-    assert line in told.stdout
+    done = processes.python("-c", script)
+    assert done.returncode == 0 and line in done.stdout, done.stderr

@@ -56,7 +56,7 @@ class Cells:
         return len(self.layer)
 
     def emulated(self, steps: range, fmt: str) -> "Cells":
-        """The cells as of a format that FP32 values were rounded to at these steps."""
+        """The cells with this format in place of FP32 at these steps."""
         wide = np.array([name == "fp32" for name in self.formats], dtype=bool)[self.format]
         inside = (self.steps[self.at] >= steps.start) & (self.steps[self.at] < steps.stop)
         names = np.where(wide & inside, fmt, np.array(self.formats)[self.format])

@@ -55,7 +55,7 @@ class UnderflowHigh(Rule):
         """One for each collection."""
         alone = view.cells("gradients") is None
         kept = False  # whether the parameters' gradients were recorded and lose next to nothing
-        yield from self._all_of_it(view)
+        yield from self._flushed_from_the_output_on(view)
         for collection in ("gradients", "activation_gradients", "activations"):
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -72,8 +72,8 @@ class UnderflowHigh(Rule):
                 for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
                     yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
 
-    def _all_of_it(self, view: View) -> Iterator[Finding]:
-        """Gradients that an emulated format has held, and that were zero from the model's output on at every look."""
+    def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
+        """Parameter gradients that are zero because an emulated format flushed those of all activations to zero."""
         outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
         if outputs is None or narrow is None:
             return
@@ -81,7 +81,8 @@ class UnderflowHigh(Rule):
         silent = (modules.total(cells.total(cells.nonzero)) == 0).astype(np.float64)
         for steps, formats in view.emulations:
             fmt = formats.get(outputs.collection)
-            if fmt is None or outputs.nonzero[_within(outputs.steps, steps)[outputs.at]].any():
+            emulated = _within(outputs.steps, steps)[outputs.at]
+            if fmt is None or not emulated.any() or outputs.nonzero[emulated].any():
                 continue
             judged = _within(cells.steps, steps) & ~view.solved(cells.steps)
             yield from self._judged(

@@ -68,7 +68,7 @@ class View:
         return self._cells[collection]
 
     def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
-        """The cells as they were read, as of the formats that an emulation has rounded their values to."""
+        """The cells, with the formats of an emulation in place of FP32 where one has rounded their values."""
         if cells is not None:
             for steps, formats in self.emulations:
                 if collection in formats:
@@ -77,11 +77,11 @@ class View:
 
     @cached_property
     def emulations(self) -> Sequence[tuple[range, Mapping[str, str]]]:
-        """From when to when an emulation has rounded all results, and to which formats, by collection."""
-        told = [event for event in self.events if event.kind == "emulation"]
-        steps = [*(event.step for event in told), sys.maxsize]
+        """The steps in which an emulation rounded all results, and its formats by collection."""
+        changes = [event for event in self.events if event.kind == "emulation"]
+        steps = [*(event.step for event in changes), sys.maxsize]
         found: list[tuple[range, Mapping[str, str]]] = []
-        for event, end in zip(told, steps[1:], strict=True):
+        for event, end in zip(changes, steps[1:], strict=True):
             formats = event.details.get("formats")
             if isinstance(formats, Mapping):
                 pairs = cast("Mapping[str, object]", formats).items()

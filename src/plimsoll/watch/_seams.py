@@ -52,7 +52,7 @@ class Listener(Protocol):
 # What says by which factor a tensor's gradient is larger than the loss scale makes it: rooms above have their own.
 factors: list[Callable[[Any], float]] = []
 
-# Say which formats this thread's operations round their results to, by collection; empty where none does.
+# Callbacks that return the formats to which this thread's operations round their results, by collection.
 emulated: list[Callable[[], Mapping[str, str]]] = []
 
 _listeners: list["weakref.ref[Listener]"] = []
@@ -91,7 +91,7 @@ def listeners() -> list[Listener]:
 def listen(listener: Listener, scaler: object = None) -> None:
     """Tells the listener of everything from now on."""
     with _lock:
-        # The listener first: were none listed, one that the collector finds meanwhile would take all patches back.
+        # The listener first: with none listed, a dead listener that is collected meanwhile would undo all patches.
         _listeners.append(weakref.ref(listener, _gone))
         if not _undo:
             _install()

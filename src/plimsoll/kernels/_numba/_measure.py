@@ -132,9 +132,9 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:
-    """The float64 values of an 8-bit dtype's 256 codes: one array for good, as kernels are given its address.
+    """The float64 values of an 8-bit dtype's 256 codes, always in the same array: kernels keep its address.
 
-    A cache would not do: of threads that come first together each gets an array of its own, and all but one are freed.
+    `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
     """
     known = _values.get(dtype)
     if known is None:
