@@ -91,17 +91,29 @@ class Process:
             "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
         }
-        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         _server().start(request, [self._output.fileno(), self._errors.fileno(), theirs.fileno()])
         theirs.close()
-        self.pid = int(self._status.recv(64))
+        self._lines = b""
+        while b"\n" not in self._lines:
+            self._receive()
+        number, _, self._lines = self._lines.partition(b"\n")
+        self.pid = int(number)
         self._status.setblocking(False)
+
+    def _receive(self) -> None:
+        said = self._status.recv(64)
+        if not said:
+            raise RuntimeError("the process that starts the processes of the tests has ended")
+        self._lines += said
 
     def poll(self) -> int | None:
         """The exit code; the negative number of the signal that ended it; None while it runs."""
         if self._code is None:
             with contextlib.suppress(BlockingIOError):
-                code, seconds = self._status.recv(64).split()
+                self._receive()
+            if b"\n" in self._lines:
+                code, seconds = self._lines.split()
                 self._code = int(code)
                 used[0] += float(seconds)
                 self._said = [self._read(file) for file in (self._output, self._errors)]
@@ -140,7 +152,8 @@ class _Server:
     """The process that forks, as the test process sees it."""
 
     def __init__(self) -> None:
-        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A stream, in which each request is one byte: macOS has no packets that keep their order.
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}}
         command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
@@ -154,10 +167,10 @@ class _Server:
 
     def start(self, request: Mapping[str, Any], files: Sequence[int]) -> None:
         """Asks for a process."""
-        with tempfile.TemporaryFile() as long:  # an environment may be longer than a packet
+        with tempfile.TemporaryFile() as long:
             long.write(json.dumps(request).encode())
             long.flush()
-            socket.send_fds(self.requests, [b"start"], [long.fileno(), *files])
+            socket.send_fds(self.requests, [b"+"], [long.fileno(), *files])
 
 
 @functools.cache
@@ -169,7 +182,7 @@ def _serve(requests: socket.socket) -> tuple[dict[str, Any], Sequence[int]] | No
     """Forks at each request; returns in the processes that are to carry one out, and None at the end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the keepers are nobody's to wait for
     while True:
-        said, files, _, _ = socket.recv_fds(requests, 16, 4)
+        said, files, _, _ = socket.recv_fds(requests, 1, 4)
         if not said:
             return None
         if os.fork() == 0:
@@ -188,7 +201,7 @@ def _keep(files: Sequence[int]) -> tuple[dict[str, Any], Sequence[int]]:
         return json.loads(os.pread(files[0], os.fstat(files[0]).st_size, 0)), files[1:3]
     os.write(files[3], b"%d\n" % pid)
     _, status, usage = os.wait4(pid, 0)
-    os.write(files[3], b"%d %f" % (os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
+    os.write(files[3], b"%d %f\n" % (os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
     os._exit(0)
 
 

@@ -51,6 +51,13 @@ def test_the_tests_that_are_listed_as_slow_are_there() -> None:
     assert listed == sorted(set(listed)) and all((tiers.HERE.parent / name).exists() for name in files)
 
 
+def test_the_list_of_slow_tests_is_made_from_costs() -> None:
+    costs = "0.11 - t.py::one@group\n0.09 - t.py::two[a b]\n0.3 - t.py::two[c]@t.py\n9 gpu t.py::three\n"
+    costs += "0.08 - t.py::cases[x]\n" * 6
+    assert tiers.slow_tests(costs) == ["t.py::cases", "t.py::one", "t.py::two"]
+    assert tiers.slow_tests(costs.replace("0.3", "0.03")) == ["t.py::cases", "t.py::one"]
+
+
 def test_random_order_keeps_files_together_and_repeats() -> None:
     def order(seed: int) -> list[str]:
         items = [SimpleNamespace(nodeid=f"tests/test_{file}.py::test_{i}") for file in "abcd" for i in range(6)]

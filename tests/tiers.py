@@ -1,13 +1,15 @@
 """Pytest plugin: kinds of tests, tests that share one worker, random order, and one line on those that were skipped.
 
 The kind of a test is found from the code that it and its fixtures reach in `tests/`, so nobody marks tests by hand.
-`tests/slow.txt` adds those that are slow for another reason: `--costs FILE` writes what each test costs.
+`tests/slow.txt` adds those that are slow for another reason. To make it anew: `make test PYTEST_ARGS="--costs FILE"`, then
+`python -m tests.tiers FILE`.
 """
 
 import random
 import re
 import resource
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -36,6 +38,8 @@ _REACHES = {
     "compile": {"compile"},
 }
 _FIXTURES = {"browser": {"browser", "page", "opened"}}
+_QUICK = 0.1  # CPU seconds of a case
+_QUICK_WITH_CASES = 0.4  # of all cases of a test
 _NEEDS = {"browser": re.compile("Chromium"), "gpu": re.compile(r"needs a (CUDA|GPU)")}  # in a skip's reason
 _FILES = {
     "triton": re.compile(r"tests/kernels/test_(triton|fp8_compile)"),
@@ -180,13 +184,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     result = yield
     if path := item.config.getoption("costs"):
         with open(path, "a", encoding="utf-8") as costs:  # noqa: PTH123  (one short write: workers share the file)
-            costs.write(f"{_cpu_seconds() - before:.3f} {item.nodeid}\n")
+            kinds = ",".join(kind for kind in SLOW if item.get_closest_marker(kind)) or "-"
+            costs.write(f"{_cpu_seconds() - before:.3f} {kinds} {item.nodeid}\n")
     return result
 
 
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used) + processes.used[0]
+
+
+def slow_tests(costs: str) -> list[str]:
+    """The tests of no slow kind that cost too much for `make quick`, from what `--costs` has written."""
+    cases: defaultdict[str, list[float]] = defaultdict(list)
+    for seconds, kinds, name in (line.split(" ", 2) for line in costs.splitlines()):
+        if kinds == "-":
+            cases[re.split(r"[\[@]", name)[0]].append(float(seconds))  # behind @ stands the group
+    return sorted(name for name, each in cases.items() if max(each) > _QUICK or sum(each) > _QUICK_WITH_CASES)
 
 
 # -- what was left out
@@ -209,3 +223,9 @@ def _why(report: Any) -> tuple[str, str]:
     if "browser" in kinds:
         return " browser", reason
     return "", reason
+
+
+if __name__ == "__main__":
+    slow = slow_tests(Path(sys.argv[1]).read_text("utf-8"))
+    head = [line for line in (HERE / "slow.txt").read_text("utf-8").splitlines() if line.startswith("#")]
+    (HERE / "slow.txt").write_text("\n".join([*head, *slow]) + "\n", encoding="utf-8")
