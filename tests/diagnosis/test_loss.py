@@ -122,6 +122,27 @@ def test_an_alarm_is_a_note_once_the_loss_has_come_back(tmp_path: Path) -> None:
     assert live.since_step == after.since_step == 300
 
 
+@pytest.mark.parametrize("broken", ["loss", "loss:actor"])
+def test_each_loss_of_a_run_is_judged(broken: str, tmp_path: Path) -> None:
+    """Those of its other optimizers as well; a finding says of which loss it is."""
+    losses = {"loss": learned(400), "loss:actor": learned(400)} | {broken: then(learned(200), 60 * noise(200, 0.3))}
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+        for step in range(400):
+            writer.write(Scalars(step=step, values={name: float(each[step]) for name, each in losses.items()}))
+    (found,) = diagnose(tmp_path / "run", rules=RULE)
+    assert (found.severity, found.since_step) == ("alarm", 200)
+    assert ("loss:actor rose" in verdict(View(Run(tmp_path / "run")), [found])) == (broken == "loss:actor")
+
+
+def test_nan_in_the_loss_of_another_optimizer_is_an_alarm(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run", flush_seconds=600) as writer:
+        for step in range(30):
+            values = {"loss": 1.0, "loss:actor": float("nan") if step > 20 else 1.0}
+            writer.write(Scalars(step=step, values=values))
+    (found,) = diagnose(tmp_path / "run", rules=["nonfinite"])
+    assert (found.severity, found.since_step, found.evidence["steps_with_loss"]) == ("alarm", 21, 9)
+
+
 def test_updates_that_jump_are_a_warning_where_the_loss_follows(tmp_path: Path) -> None:
     jump = {"update_ratio": lambda name, s: 2.0 ** (-6.5 if (name, s) == (LAYERS[9], 125) else -10)}
     forerunner = ["spike-forerunner"]

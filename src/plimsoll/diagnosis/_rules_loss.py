@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from plimsoll.diagnosis._cells import Cells, Floats
+from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._finding import SEVERITIES, Finding, Severity
 from plimsoll.diagnosis._modules import Modules
 from plimsoll.diagnosis._rule import Rule, Where, last_of, spells, threshold, worst
@@ -78,8 +78,11 @@ class LossSpike(Rule):
     repeats: float = threshold(8, "spikes, of which the later half is four times as high as the earlier")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the recorded loss."""
-        steps, loss = view.scalar("loss")
+        """One of each recorded loss."""
+        for name, (steps, loss) in view.losses.items():
+            yield from self._finding(name, steps, loss)
+
+    def _finding(self, name: str, steps: Ints, loss: Floats) -> Iterator[Finding]:
         broken = bool(len(loss)) and not np.isfinite(loss[-1])
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
@@ -93,7 +96,7 @@ class LossSpike(Rule):
         if severity == "info" and self._grow(loss, found):
             severity, course = "warning", "growing spikes"
         rise = worst_of.rise
-        evidence = {
+        evidence: dict[str, float | int | str] = {
             "course": course,
             "spikes": len(found),
             "highest": float(loss[rise.peak]),
@@ -103,6 +106,8 @@ class LossSpike(Rule):
             "began_at": beginning(loss),
             "now": float(np.median(loss[-int(self.lasting) :])),
         }
+        if name != "loss":
+            evidence["loss"] = name
         one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
         since = rise.first if one else found[0].first
         until = rise.last if one else max(each.last for each in found)
@@ -115,8 +120,10 @@ class LossSpike(Rule):
         )  # fmt: skip
 
     def rose_at(self, view: View) -> list[int]:
-        """The steps at which rises of the loss begin that are more than a note."""
-        steps, loss = view.scalar("loss")
+        """The steps at which rises of a loss begin that are more than a note."""
+        return [step for steps, loss in view.losses.values() for step in self._rose_at(steps, loss)]
+
+    def _rose_at(self, steps: Ints, loss: Floats) -> list[int]:
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
             return []

@@ -60,7 +60,7 @@ class Nonfinite(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One, of the whole run; it names the first place."""
-        losses = _bad(view.scalar("loss"), lambda values: ~np.isfinite(values))
+        losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))
         gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):

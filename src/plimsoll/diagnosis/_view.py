@@ -115,6 +115,12 @@ class View:
         return self._scalars[name]
 
     @cached_property
+    def losses(self) -> Mapping[str, tuple[Ints, Floats]]:
+        """The losses of the run by name: `loss`, then those of its other optimizers, as `loss:actor`."""
+        others = sorted(name for name in self.run.scalar_names if name.startswith("loss:"))
+        return {name: self.scalar(name) for name in ("loss", *others)}
+
+    @cached_property
     def events(self) -> Sequence[Event]:
         """What happened."""
         return [e for e in self.run.events() if self.until is None or e.step <= self.until]

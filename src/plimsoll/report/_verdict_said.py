@@ -287,7 +287,8 @@ def _epsilon_dominates(case: Case) -> Said:
 def _loss_spike(case: Case) -> Said:
     highest, usual, now = (case.number(name) for name in ("highest", "usual", "now"))
     course, spikes = case.finding.evidence.get("course"), case.number("spikes")
-    rose = f"the loss rose from {number(usual)} {case.at} to {number(highest)}"
+    loss = str(case.finding.evidence.get("loss", "the loss"))
+    rose = f"{loss} rose from {number(usual)} {case.at} to {number(highest)}"
     if course == "diverged":
         return Said(
             what=f"{rose} and did not come back",
@@ -303,10 +304,10 @@ def _loss_spike(case: Case) -> Said:
         until = f"came back only after step {case.finding.until_step:,}"
         return Said(what=f"{rose} and {until}", remedy="look at the batches there")
     if course == "growing spikes":
-        what = f"the loss spiked {spikes:,.0f} times {case.since}, higher each time, to {number(highest)}"
+        what = f"{loss} spiked {spikes:,.0f} times {case.since}, higher each time, to {number(highest)}"
         return Said(what=what, remedy="clip gradients or lower the learning rate")
     return Said(
-        what=f"the loss spiked to {number(highest)} (usually {number(usual)}) {case.at}",
+        what=f"{loss} spiked to {number(highest)} (usually {number(usual)}) {case.at}",
         effect=f"{spikes:,.0f} spikes in all" if spikes > 1 else "",
         remedy="clip gradients or lower the learning rate",
     )
