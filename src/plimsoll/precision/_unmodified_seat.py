@@ -26,6 +26,7 @@ def seat_of(model: nn.Module) -> nn.Module:
 
 
 def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of a class by one that `run` carries out; returns what undoes it."""
     original = owner.__dict__[name]
 
     @functools.wraps(original)
@@ -94,4 +95,5 @@ class Widen(ModuleHook):
 
 
 def widened(x: Tensor) -> Tensor:
+    """A 16-bit tensor in FP32; any other as it is."""
     return x.float() if x.dtype in _HALF else x

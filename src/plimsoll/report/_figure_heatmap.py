@@ -179,6 +179,7 @@ def focused(matrix: Matrix, focus: Sequence[str]) -> tuple[Matrix, str]:
 
 
 def row_labels(rows: Rows, matrix: Matrix, focus: Sequence[str]) -> list[str]:
+    """Names of the rows, bold where a finding names them."""
     wanted = set(focus)
     place = rows.place.tolist()
     bold = {place[i] for i, name in enumerate(matrix.series) if name in wanted}

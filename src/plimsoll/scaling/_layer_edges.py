@@ -44,11 +44,13 @@ class Shift(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
+        """Passes the values through."""
         ctx.edge = edge
         return x.view_as(x)  # a view, so that torch refuses a write that would go past it
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Multiplies the gradient by the edge's power of two."""
         return _pulled(ctx.edge, grad_outputs[0]), None
 
 
@@ -57,6 +59,7 @@ class Leave(Shift):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
+        """Passes the values on, and no gradient."""
         ctx.edge = edge
         return x.detach()
 

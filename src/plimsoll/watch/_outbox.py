@@ -135,27 +135,33 @@ class Outbox:
         self._send(name, None, pa.table({"json": strings([json.dumps(content)])}))
 
     def next_flush(self) -> int:
+        """The next flush of the rank's own folder; 0 without one."""
         return 0 if self._own is None else self._own.next_flush()
 
     def add_series(self, series: Sequence[Series]) -> None:
+        """Makes more series known."""
         self.series = list(series)
         if self._own is not None:
             self._own.add_series(series)
 
     def write_manifest(self) -> None:
+        """Writes the manifest, or sends it to the rank that writes."""
         if self._own is not None:
             self._own.write_manifest()
         else:
             self._note("manifest", {name: value for name, value in self.manifest.items() if name != "dropped"})
 
     def replace_from(self, step: int) -> None:
+        """Replaces what was written from a step on."""
         if self._own is not None:
             self._own.replace_from(step)
 
     def is_due(self) -> bool:
+        """Whether the rank's own folder is due to be flushed."""
         return self._own is not None and self._own.is_due()
 
     def compact(self, *, closing: bool = False) -> None:
+        """Joins small parts of the rank's own folder."""
         if self._own is not None:
             self._own.compact(closing=closing)
 
@@ -175,9 +181,11 @@ class Outbox:
             self._own.finish(dropped)
 
     def close(self) -> None:
+        """Closes the rank's own folder."""
         if self._own is not None:
             self._own.close()
 
     def abandon(self) -> None:
+        """Leaves the rank's own folder as it is."""
         if self._own is not None:
             self._own.abandon()

@@ -363,6 +363,7 @@ def _write64(bits, target, kind, start, n, factor, carrier, half):
 def cast32(
     source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key,
 ):  # fmt: skip
+    """Rounds parts of float32, or narrower, values to an element format."""
     bits, words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
     group = np.full(1, -1, np.int64)
     for start in range(first, last, SPAN):
@@ -391,6 +392,7 @@ def cast32(
 def cast64(
     source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key, factor,
 ):  # fmt: skip
+    """Rounds parts of float64 values to an element format."""
     bits, half = np.empty(SPAN, np.uint64), np.empty(SPAN, np.uint32)
     words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
     group = np.full(1, -1, np.int64)
@@ -523,6 +525,7 @@ def cast_blocks32(
     source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
     scale_numbers, carrier,
 ):  # fmt: skip
+    """Rounds parts of float32, or narrower, values to a block format, with the scale of each block."""
     span = max(SPAN // block, 1) * block
     bits = np.empty(span, np.uint32)
     values = bits.view(np.float32)
@@ -551,6 +554,7 @@ def cast_blocks64(
     source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
     scale_numbers, carrier, factor, tensor_scale, upward, key,
 ):  # fmt: skip
+    """Rounds parts of values to a block format, in float64: what `cast_blocks32` cannot do exactly."""
     span = max(SPAN // block, 1) * block
     bits, half, words = np.empty(span, np.uint64), np.empty(span, np.uint32), np.empty(span, np.uint32)
     values = bits.view(np.float64)

@@ -293,6 +293,7 @@ def part_of(table, part, address, length, row):
 
 @inlined
 def row_at(address, fresh):
+    """The row of a bank at an address, zeroed as far as `fresh` says."""
     row = carray(pointer(address), (_WORDS,), np.int64)
     if fresh:
         carray(pointer(address), (fresh,), np.int64)[:] = 0
@@ -326,6 +327,7 @@ def measure_16bit(table, parts, address, length, row_address, fresh, variant):
 
 @kernel
 def measure_float64(table, parts, address, length, row_address, fresh, _):
+    """Counts the values of float64 parts into a row."""
     clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
     counts = np.zeros((4, 2048), np.int64)
     for part in range(parts):
@@ -344,6 +346,7 @@ def measure_float64(table, parts, address, length, row_address, fresh, _):
 
 @inlined
 def fold64(counts, row, low, high):
+    """Adds counts per float64 exponent to a row, whose binades are those of float32."""
     for e in range(low, high + 1):
         found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
         row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found

@@ -58,18 +58,22 @@ class Vectors:
         self.ternary = has_feature("avx512f")
 
     def fill(self, number: int) -> Any:
+        """A vector of one constant."""
         return ir.Constant(WORDS, [number] * LANES)
 
     def splat(self, value: Any) -> Any:
+        """A vector of one value in all lanes."""
         empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
         single = self.builder.insert_element(empty, value, ir.Constant(WORD, 0))
         return self.builder.shuffle_vector(single, empty, self.fill(0))
 
     def call(self, name: str, returns: Any, *arguments: Any) -> Any:
+        """Calls an intrinsic of LLVM."""
         kind = ir.FunctionType(returns, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def variable(self, start: Any) -> Any:
+        """A place on the stack that begins with a value."""
         return cgutils.alloca_once_value(self.builder, start)
 
     def at(self, address: Any, kind: Any, index: int = 0) -> Any:
@@ -111,9 +115,11 @@ class Vectors:
         self.call("llvm.prefetch.p0i8", ir.VoidType(), place, write, keep, data)
 
     def magnitude(self, value: Any) -> Any:
+        """Bit patterns without their signs."""
         return self.builder.and_(value, self.fill(_MAGNITUDE))
 
     def any(self, lanes: Any) -> Any:
+        """Whether any lane is true."""
         bits = self.builder.bitcast(lanes, ir.IntType(LANES))
         return self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
@@ -169,6 +175,7 @@ class Exponents:
         self.waiting: list[tuple[int, Any]] = []  # words of a group that wait for another of their plane
 
     def add(self, value: Any) -> None:
+        """Counts the exponents of a vector; they are written a few vectors later."""
         vectors, builder = self.vectors, self.vectors.builder
         one = vectors.fill(1)
         place = builder.lshr(value, vectors.fill(23))  # the sign is above what a rotation looks at
@@ -280,10 +287,12 @@ class ExtremesAndZeros:
         self.group: list[Any] = []
 
     def begin_group(self) -> None:
+        """Begins a group of vectors, whose extremes stay in registers."""
         start = [self.vectors.fill(start) for start in (0, 0, _NOTHING)]
         self.group = [*start, self.vectors.builder.load(self.held[3])]
 
     def add(self, value: Any) -> None:
+        """Takes a vector into the group's extremes and its count of zeros."""
         vectors, builder = self.vectors, self.vectors.builder
         positive, negative, before, zeros = self.group
         magnitude = vectors.magnitude(value)
@@ -304,6 +313,7 @@ class ExtremesAndZeros:
             leave()
 
     def end_group(self) -> None:
+        """Takes the group's extremes into those of the whole."""
         vectors, builder = self.vectors, self.vectors.builder
         positive, negative, before, zeros = self.held
         builder.store(vectors.larger(builder.load(positive), self.group[0]), positive)

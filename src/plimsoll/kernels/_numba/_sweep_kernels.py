@@ -91,6 +91,7 @@ def _take_back(bits, state):
 
 @inlined
 def multiply(bits, inverse, n):
+    """Multiplies float32 values, given as bits, in place."""
     values = bits.view(np.float32)
     for i in range(n):
         values[i] = values[i] * inverse

@@ -225,6 +225,7 @@ def _add_one_block(before, after, push, reading, n, flags, difference, row, move
 
 @kernel
 def update_float64(table, parts, _):
+    """Measures new minus old of float64 parts, and how far each value moved."""
     clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
     flags, difference = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint64)
     counts = np.zeros((4, 2048), np.int64)

@@ -35,6 +35,7 @@ def add_counts(counters, counts, first, N: tl.constexpr):
 
 @triton.jit
 def count_all(counters, bits, WIDE: tl.constexpr):
+    """Adds a tile's finite, non-zero values per binade to the counters."""
     magnitude = magnitude_of(bits, WIDE)
     there = (magnitude != 0) & (magnitude < infinity(WIDE))
     counts = tl.histogram(tl.where(there, _binade(magnitude, WIDE), _NO_BIN), 512)
@@ -43,6 +44,7 @@ def count_all(counters, bits, WIDE: tl.constexpr):
 
 @triton.jit
 def count_non_finite(counters, bits, WIDE: tl.constexpr):
+    """Adds a tile's NaN, Inf and -Inf to the counters."""
     magnitude = magnitude_of(bits, WIDE)
     limit = infinity(WIDE)
     nans = tl.sum((magnitude > limit).to(tl.int32))
@@ -85,6 +87,7 @@ def tally_blocks(counters, bits, tile, blocks, WIDE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def magnitude_of(bits, WIDE: tl.constexpr):
+    """Bit patterns without their signs."""
     if WIDE:
         return bits & 0x7FFFFFFFFFFFFFFF
     else:
@@ -106,6 +109,7 @@ def _binade(magnitude, WIDE: tl.constexpr):
 
 @triton.jit
 def infinity(WIDE: tl.constexpr):
+    """The bit pattern of infinity."""
     if WIDE:
         return tl.full((), _INF64, tl.int64)
     else:

@@ -159,6 +159,7 @@ def said(fp16: Training, bf16: Training, spectral: Training, layer: Training) ->
 
 
 def settings(bench: Bench) -> Mapping[str, object]:
+    """What the demonstration trains, and on what."""
     return described(setup_for(bench.steps, full=bench.full), bench.device)
 
 
