@@ -11,7 +11,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo quick test test-portable gpu lint format bench lab trust docs package clean
+.PHONY: help demo quick test test-portable gpu lint house format bench lab trust docs package clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-portable  all tests as on other machines; PORTABLE="generic --sensitive" for some'
 	@echo 'make gpu     on a machine with a GPU: its tests, then its benchmarks; nine minutes'
 	@echo 'make lint    format, lint, types, order of the rooms, spelling'
+	@echo 'make house   how large the source is, how deep its folders, what imports what'
 	@echo 'make format  rewrite the code as the linter wants it'
 	@echo 'make bench   the benchmarks, with their tables, and docs/benchmarks.md'
 	@echo 'make lab     every experiment; what comes of it is recorded; 40 minutes'
@@ -64,6 +65,9 @@ lint: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+house: $(READY)
+	$(BIN)/python tests/house.py
 
 format: $(READY)
 	$(BIN)/ruff format .

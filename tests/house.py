@@ -1,0 +1,117 @@
+"""Numbers about the source itself: ``make house``. How large it is, how flat its folders are, what imports what."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "plimsoll"
+PAGE = {".js", ".css", ".html", ".jinja"}
+_PRAGMA = re.compile(r"#\s*(noqa|type:|pragma|pyright|fmt|ruff|!|--)")  # no reasons, and headings
+
+
+def main() -> None:
+    """Prints one line for each number."""
+    for name, value in numbers().items():
+        sys.stdout.write(f"{name:64} {value}\n")
+
+
+def numbers() -> Mapping[str, str]:
+    """What is measured, by name."""
+    files = sorted(SOURCE.rglob("*.py"))
+    modules = {path: _dotted(path) for path in files}
+    folders = Counter(path.parent for path in files if path.name != "__init__.py")
+    largest, entries = folders.most_common(1)[0]
+    python = sum(_lines(path) for path in files)
+    page = sum(_lines(path) for path in SOURCE.rglob("*") if path.suffix in PAGE)
+    graph = import_graph({name: path for path, name in modules.items()})
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    private = sum(1 for path in files for _ in foreign_private_imports(path))
+    circles = [part for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    comments = sum(comment_lines(path.read_text("utf-8")) for path in files)
+    return {
+        "Lines of Python and of the page in src": f"{python + page:,} ({python:,} + {page:,})",
+        "Modules": f"{sum(folders.values()):,}",
+        "Modules in the largest folder": f"{entries} ({largest.relative_to(SOURCE)})",
+        "Imports of another folder's underscored modules": f"{private:,}",
+        "The same in tests": f"{sum(1 for path in tests for _ in foreign_private_imports(path)):,}",
+        "Circles of imports, with lazy and type-only ones": f"{len(circles)}, of {sum(map(len, circles))} modules",
+        "Lines that hold a comment which gives a reason": f"{comments:,} ({comments / python:.1%})",
+        "Tests": f"{_collected():,}",
+    }
+
+
+def import_graph(modules: Mapping[str, Path]) -> "nx.DiGraph[str]":
+    """Which module imports which, wherever in the file; a package's own `__init__` that loads lazily is left out."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for name, path in modules.items():
+        if path.name == "__init__.py":
+            continue
+        for imported in _imports(path):
+            if imported in modules and imported != name and modules[imported].name != "__init__.py":
+                graph.add_edge(name, imported)
+    return graph
+
+
+def foreign_private_imports(path: Path) -> Iterator[str]:
+    """Imports of modules whose name begins with an underscore from a folder that is not the file's own."""
+    own = _dotted(path.parent / "__init__.py") if SOURCE in path.parents else ""
+    for imported in _imports(path):
+        folder, _, module = imported.rpartition(".")
+        if imported.startswith("plimsoll.") and module.startswith("_") and folder != own and _is_module(imported):
+            yield imported
+
+
+def comment_lines(source: str) -> int:
+    """Lines that hold a comment; those that only tools read, and headings, are left out."""
+    lines = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not _PRAGMA.match(token.string)
+    }
+    return len(lines)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file names in an import: `from a import b` may name the module a.b."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [member for member in members if _is_module(member)]
+            yield from found
+            if len(found) < len(members):
+                yield node.module
+
+
+def _is_module(name: str) -> bool:
+    place = SOURCE.parent / Path(*name.split("."))
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _lines(path: Path) -> int:
+    return path.read_text("utf-8").count("\n")
+
+
+def _collected() -> int:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sum(1 for line in said.splitlines() if "::" in line)
+
+
+if __name__ == "__main__":
+    main()
