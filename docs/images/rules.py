@@ -56,6 +56,7 @@ SHOWN = {
     "optimizer-idle": "a rate of NaN",
     "gradients-mishandled": "gradients never set to zero",
     "decay-lost": "weight decay lost in BF16",
+    "average-stuck": "an average stuck in BF16",
     "rank-differs": "a rank with other labels",
     "run-ended": "an exception ends it",
     "records-lost": "",

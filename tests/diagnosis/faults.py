@@ -230,6 +230,9 @@ FAULTS = [
     fault("weight decay lost in BF16",
           told(events=(wired("groups", 0, of=1, groups=[{"decay": 2.0**-10, "parameters": [f"{B}.weight"]}]),)),
           "decay-lost", "warning", B),
+    fault("an average stuck in BF16",
+          told(events=(wired("average stuck", 128, parameters=[f"average.{B}.weight"], format="bf16"),)),
+          "average-stuck", "warning", f"average.{B}", first=128, last=128),
     # -- ranks
     fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
           "warning", first=0, last=60),

@@ -44,6 +44,7 @@ WORDS: Mapping[str, str] = {
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
     "gradients-mishandled": r"gradients are never (set to zero|unscaled)",
     "decay-lost": r"rounding has undone the weight decay of",
+    "average-stuck": r"rounding to BF16 keeps the average .* where it was",
     "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }

@@ -21,7 +21,7 @@ from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.ending_rules import RunEnded
 from plimsoll.diagnosis.rank_rules import RankDiffers
 from plimsoll.diagnosis.remedies import with_remedy
-from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
+from plimsoll.diagnosis.wiring_rules import AverageStuck, DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs._names import matching
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
     Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
     DeadLayer(), StructuralZeros(), Drift(), UntrainedParameters(), OptimizerIdle(), GradientsMishandled(),
-    DecayLost(), RankDiffers(), RunEnded(), RecordsLost(),
+    DecayLost(), AverageStuck(), RankDiffers(), RunEnded(), RecordsLost(),
 )  # fmt: skip
 
 

@@ -389,6 +389,15 @@ def _decay_lost(case: Case) -> Said:
     )
 
 
+def _average_stuck(case: Case) -> Said:
+    fmt, one = shown(str(case.finding.evidence.get("format", ""))).upper(), len(case.finding.where) == 1
+    whose = f"the average {case.layer}" if one else f"{len(case.finding.where)} averages of weights"
+    return Said(
+        what=f"rounding to {fmt} keeps {whose} where {'it was' if one else 'they were'}, seen {case.since}",
+        remedy="keep averages in FP32",
+    )
+
+
 def _rank_differs(case: Case) -> Said:
     what, rank = str(case.finding.evidence.get("of", "")), case.number("rank")
     have = "has" if what == "loss" else "have"
@@ -447,6 +456,7 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "optimizer-idle": _optimizer_idle,
     "gradients-mishandled": _gradients_mishandled,
     "decay-lost": _decay_lost,
+    "average-stuck": _average_stuck,
     "rank-differs": _rank_differs,
     "run-ended": _run_ended,
     "records-lost": _records_lost,
