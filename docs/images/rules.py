@@ -48,6 +48,7 @@ SHOWN = {
     "second-moment-lost": "second moments of one layer lost",
     "epsilon-dominates": "epsilon dominates",
     "loss-spike": "loss spikes",
+    "loss-unbounded": "the loss falls without bound",
     "spike-forerunner": "an update explodes",
     "dead-layer": "dead ReLU layer",
     "structural-zeros": "unused embedding rows",

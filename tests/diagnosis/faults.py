@@ -208,6 +208,8 @@ FAULTS = [
           first=121, last=121),
     fault("loss stays up and comes back", told(loss=lambda s: 9.0 if 90 <= s < 130 else 2.0 + 0.01 * (s % 7)),
           "loss-spike", "warning", first=90, last=90),
+    fault("the loss falls without bound", told(loss=lambda s: 2.0 + 0.01 * (s % 7) - (s / 20.0) ** 4), "loss-unbounded",
+          "warning", first=130, last=140),
     fault("an update explodes", told(update_ratio=lambda name, s: 2.0 ** (-4 if (name, s) == (B, 125) else -10)),
           "spike-forerunner", "warning", B, first=125, last=125),
     # -- layers

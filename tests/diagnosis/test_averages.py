@@ -71,17 +71,15 @@ def late(begins: int, follow: Follow) -> Follow:
     return lambda slow, fast, step: follow(slow, fast, step) if step >= begins else None
 
 
-def train(
-    path: Path, follow: Follow, dtype: torch.dtype = torch.bfloat16, *, steps: int = 300, until: int = 10**9, lr: float = 1e-3
-) -> list[Finding]:
+def train(path: Path, follow: Follow, dtype: torch.dtype = torch.bfloat16, *, until: int = 10**9) -> list[Finding]:
     """A watched training of one of two copies, whose rate is 0 from step `until` on."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"net": net()})
     model["average"] = copy.deepcopy(model["net"]).to(dtype).requires_grad_(False)
-    optimizer = torch.optim.Adam(model["net"].parameters(), lr=lr)
+    optimizer = torch.optim.Adam(model["net"].parameters(), lr=1e-3)
     target = torch.randn(8, 4)
-    with pl.watch(model, optimizer, run=path, every=50):
-        for step in range(steps):
+    with pl.watch(model, optimizer, run=path, every=100):
+        for step in range(300):
             if step == until:
                 optimizer.param_groups[0]["lr"] = 0.0
             x = torch.randn(16, 8)
@@ -99,14 +97,14 @@ STUCK: dict[str, tuple[Follow, torch.dtype]] = {
     "in FP16": (in_place(0.9999), torch.float16),
     "by .data": (by_data, torch.bfloat16),
     "by foreach": (by_foreach, torch.bfloat16),
-    "late": (late(100, in_place(0.999)), torch.bfloat16),
+    "late": (late(60, in_place(0.999)), torch.bfloat16),
 }
 
 
 @pytest.mark.parametrize("name", STUCK)
 def test_an_average_that_rounding_keeps_is_named(name: str, tmp_path: Path) -> None:
     follow, dtype = STUCK[name]
-    (found,) = train(tmp_path / "run", follow, dtype, steps=600)
+    (found,) = train(tmp_path / "run", follow, dtype)
     assert found.severity == "warning" and found.evidence["format"] == pl.formats.get_element(dtype, "test").name
     assert {"average.0.weight", "average.3.weight"} <= set(found.where)
     assert all(name.startswith("average.") for name in found.where)
@@ -123,13 +121,18 @@ MOVES: dict[str, Follow] = {
     "target of each step": copied(1),
     "frozen": stays,
     "rewritten": rewritten,
-    "reset once": late(299, copied(100)),
+    "reset now and then": copied(140),
 }
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_a_copy_that_can_move_or_is_to_stay_is_not(name: str, tmp_path: Path) -> None:
-    assert train(tmp_path / "run", MOVES[name], steps=600) == []
+    assert train(tmp_path / "run", MOVES[name]) == []
+
+
+@pytest.mark.parametrize("follow", [from_fp32(0.99), copied(1)], ids=["copied from FP32", "target"])
+def test_a_copy_of_weights_that_have_settled_is_not(follow: Follow, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", follow, until=60) == []
 
 
 @pytest.mark.parametrize("follow", [in_place(0.999), by_data], ids=["in place", "by .data"])

@@ -37,6 +37,7 @@ WORDS: Mapping[str, str] = {
     "epsilon-dominates": r"Adam has divided by its epsilon",
     "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",
     "loss-spike": r"the loss (spiked|rose)",
+    "loss-unbounded": r"the loss falls without bound, from .* to -",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",

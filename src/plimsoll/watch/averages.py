@@ -15,6 +15,7 @@ There is a look after 1, 2, 4, 8, ... steps and then every 256. Nothing here wai
 import itertools
 import weakref
 from collections.abc import Callable, Collection
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -71,19 +72,23 @@ class Averages:
         facts = [(copy.name, copy.format, copy.size) for copy in copies]
 
         def produce() -> list[Record]:
-            found: list[str] = []
+            table = cast("list[list[int]]", counts.tensor().tolist())
+            found: dict[str, str] = {}
             moving: list[str] = []
-            formats: list[str] = []
-            for (name, fmt, size), (moved, stuck) in zip(facts, counts.tensor().tolist(), strict=True):
+            for (name, fmt, size), (moved, stuck) in zip(facts, table, strict=True):
                 if name in self._stuck - self._moving and moved > stuck:
                     moving.append(name)
                 elif name not in self._stuck and moved and stuck > max(moved, _SHARE * size):
-                    found.append(name)
-                    formats.append(fmt)
+                    found[name] = fmt
             self._stuck.update(found)
             self._moving.update(moving)
-            some = [_event(step, "average stuck", found, format=formats[0], of=of)] if found else []
-            return some + ([_event(step, "average moves", moving)] if moving else [])
+            records: list[Record] = []
+            if found:
+                fmt = next(iter(found.values()))
+                records.append(_event(step, "average stuck", list(found), format=fmt, of=of))
+            if moving:
+                records.append(_event(step, "average moves", moving))
+            return records
 
         self.core.writer.submit(produce, 100 * of, numbers=True)
 
