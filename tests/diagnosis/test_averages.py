@@ -20,7 +20,7 @@ def net() -> nn.Module:
 
 def in_place(decay: float) -> Follow:
     def follow(slow: nn.Module, fast: nn.Module, _: int) -> None:
-        for a, w in zip(slow.parameters(), fast.parameters(), strict=True):
+        for a, w in zip(slow.state_dict().values(), fast.parameters(), strict=True):
             a.mul_(decay).add_(w.to(a.dtype), alpha=1 - decay)
 
     return follow
@@ -67,15 +67,26 @@ def stays(*_: object) -> None:
     """The copy is frozen."""
 
 
+class Flat(nn.Module):
+    """A copy whose weights are buffers with names that have no dots."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        for name, w in of.named_parameters():
+            self.register_buffer(name.replace(".", ""), w.detach().clone())
+
+
 def late(begins: int, follow: Follow) -> Follow:
     return lambda slow, fast, step: follow(slow, fast, step) if step >= begins else None
 
 
-def train(path: Path, follow: Follow, dtype: torch.dtype = torch.bfloat16, *, until: int = 10**9) -> list[Finding]:
+def train(
+    path: Path, follow: Follow, dtype: torch.dtype = torch.bfloat16, *, until: int = 10**9, flat: bool = False
+) -> list[Finding]:
     """A watched training of one of two copies, whose rate is 0 from step `until` on."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"net": net()})
-    model["average"] = copy.deepcopy(model["net"]).to(dtype).requires_grad_(False)
+    model["average"] = (Flat if flat else copy.deepcopy)(model["net"]).to(dtype).requires_grad_(False)
     optimizer = torch.optim.Adam(model["net"].parameters(), lr=1e-3)
     target = torch.randn(8, 4)
     with pl.watch(model, optimizer, run=path, every=100):
@@ -109,6 +120,11 @@ def test_an_average_that_rounding_keeps_is_named(name: str, tmp_path: Path) -> N
     assert {"average.0.weight", "average.3.weight"} <= set(found.where)
     assert all(name.startswith("average.") for name in found.where)
     assert "FP32" in found.advice
+
+
+def test_an_average_in_buffers_is_named_by_names_without_dots(tmp_path: Path) -> None:
+    (found,) = train(tmp_path / "run", in_place(0.999), flat=True)
+    assert {"average.0weight", "average.3weight"} <= set(found.where)
 
 
 MOVES: dict[str, Follow] = {

@@ -28,7 +28,7 @@ from plimsoll.watch._names import clean
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FOLLOWED = 16  # copies
 _SAMPLE = 4096  # values of each
-_EVERY = 256  # steps between looks: one takes about a millisecond
+_EVERY = 256  # steps between looks: one takes about two milliseconds
 _DECAY = 0.9999  # the slowest that is usual
 _SHARE = 0.1  # of the sample: less does not matter
 
@@ -141,14 +141,20 @@ def _chosen(core: Core, owned: Collection[int]) -> list[_Copy]:
     for raw, p in model.named_parameters():
         if id(p) in owned and _is_plain(p):
             trained.setdefault((p.shape, p.device), []).append((clean(raw), p))
-    pairs: list[tuple[str, Tensor, Tensor]] = []
-    for raw, x in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x):
-            name = clean(raw)
-            alike = [(_likeness(name, theirs), w) for theirs, w in trained.get((x.shape, x.device), ())]
-            if alike and max(alike, key=lambda pair: pair[0])[0] > (0, 0):
-                pairs.append((name, x, max(alike, key=lambda pair: pair[0])[1]))
-    return [_Copy(*pair) for pair in pairs[:: -(-len(pairs) // _FOLLOWED) or 1]]
+    mine = [
+        (clean(raw), x)
+        for raw, x in itertools.chain(model.named_parameters(), model.named_buffers())
+        if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x)
+        if (x.shape, x.device) in trained
+    ]
+    found: list[_Copy] = []
+    for name, x in mine[:: -(-len(mine) // _FOLLOWED) or 1]:
+        likeness, weight = max(
+            ((_likeness(name, theirs), w) for theirs, w in trained[x.shape, x.device]), key=lambda pair: pair[0]
+        )
+        if any(likeness):
+            found.append(_Copy(name, x, weight))
+    return found
 
 
 def _is_plain(x: Tensor) -> bool:
