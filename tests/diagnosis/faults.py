@@ -208,6 +208,8 @@ FAULTS = [
           first=121, last=121),
     fault("loss stays up and comes back", told(loss=lambda s: 9.0 if 90 <= s < 130 else 2.0 + 0.01 * (s % 7)),
           "loss-spike", "warning", first=90, last=90),
+    fault("the loss falls without bound", told(loss=lambda s: 2.0 + 0.01 * (s % 7) - (s / 20.0) ** 4), "loss-unbounded",
+          "warning", first=130, last=140),
     fault("an update explodes", told(update_ratio=lambda name, s: 2.0 ** (-4 if (name, s) == (B, 125) else -10)),
           "spike-forerunner", "warning", B, first=125, last=125),
     # -- layers
@@ -230,6 +232,9 @@ FAULTS = [
     fault("weight decay lost in BF16",
           told(events=(wired("groups", 0, of=1, groups=[{"decay": 2.0**-10, "parameters": [f"{B}.weight"]}]),)),
           "decay-lost", "warning", B),
+    fault("an average stuck in BF16",
+          told(events=(wired("average stuck", 128, parameters=[f"average.{B}.weight"], format="bf16"),)),
+          "average-stuck", "warning", f"average.{B}", first=128, last=128),
     # -- ranks
     fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
           "warning", first=0, last=60),

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report._verdict import verdict
 from plimsoll.runs import Run, RunWriter, Scalars
@@ -104,6 +107,62 @@ def test_a_broken_course_is_named(name: str, tmp_path: Path) -> None:
 def test_a_sound_course_is_a_note_at_most(name: str, tmp_path: Path) -> None:
     found = findings(tmp_path / "run", SOUND_LOSSES[name])
     assert [str(f) for f in found if f.severity != "info"] == []
+
+
+UNBOUNDED = {
+    "an error that is maximised": -0.4 - (np.arange(300) / 30) ** 4 * noise(300),
+    "exponential": 2.3 - np.geomspace(1, 1e6, 300) * noise(300),
+    "from far above zero": 400 - 1e-3 * np.arange(900.0) ** 3,
+}
+BOUNDED = {
+    "a likelihood that levels off": 300 - 4e4 * (1 - np.exp(-np.arange(400) / 80)) + 100 * RANDOM.normal(size=400),
+    "a reward that is being found": -1e3 / (1 + np.exp(-(np.arange(160) - 150) / 20)) * noise(160),
+    "a reward that is found late": -1e3 / (1 + np.exp(-(np.arange(400) - 150) / 20)) * noise(400),
+    "a rise of the reward at a constant pace": -2.0 * np.arange(400) + 0.5 * RANDOM.normal(size=400),
+    "a likelihood without noise": -np.log(1 + np.arange(400.0)),
+    "ever faster, and not far": -((np.arange(400) / 100) ** 3) * noise(400),
+    "far below zero from the start": -1e6 * noise(400),
+    "learned": learned(400),
+    "short": -np.geomspace(1, 1e6, 30),
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_a_loss_that_falls_ever_faster_is_named(name: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run", UNBOUNDED[name])
+    (found,) = diagnose(path, rules=["loss-unbounded"])
+    assert found.severity == "warning" and "sign of the loss" in found.advice
+    assert "falls without bound" in verdict(View(Run(path)), [found])
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_loss_that_may_be_below_zero_is_not(name: str, tmp_path: Path) -> None:
+    assert diagnose(recorded(tmp_path / "run", BOUNDED[name]), rules=["loss-unbounded"]) == []
+
+
+@pytest.mark.parametrize("of", ["one feature", "the targets"])
+def test_an_input_that_grew_as_the_loss_rose_is_named(of: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, target = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for step in range(140):
+            x = torch.randn(16, 4)
+            y = x @ target
+            if step >= 100:
+                (x[:, 1:2] if of == "one feature" else y).mul_(1e3)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), x @ target if of == "one feature" else y)
+            loss.backward()
+            optimizer.step()
+    (found,) = diagnose(tmp_path / "run", rules=RULE)
+    assert found.severity == "alarm" and found.since_step == 100
+    sentence = verdict(View(Run(tmp_path / "run")), [found])
+    if of == "one feature":
+        assert str(found.evidence["input"]).endswith(":input") and 100 < float(found.evidence["input_times"]) < 1e4
+        assert found.advice.startswith("Look at the batches from there on: ") and "the model's input is" in sentence
+    else:
+        assert "input" not in found.evidence and "input" not in found.advice + sentence
 
 
 def test_the_highest_loss_is_in_the_verdict_and_not_the_first_spike(tmp_path: Path) -> None:

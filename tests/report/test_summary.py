@@ -37,6 +37,7 @@ WORDS: Mapping[str, str] = {
     "epsilon-dominates": r"Adam has divided by its epsilon",
     "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",
     "loss-spike": r"the loss (spiked|rose)",
+    "loss-unbounded": r"the loss falls without bound, from .* to -",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",
@@ -44,6 +45,7 @@ WORDS: Mapping[str, str] = {
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
     "gradients-mishandled": r"gradients are never (set to zero|unscaled)",
     "decay-lost": r"rounding has undone the weight decay of",
+    "average-stuck": r"rounding to BF16 keeps the average .* where it was",
     "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }

@@ -9,7 +9,7 @@ from plimsoll.diagnosis._finding import SEVERITIES, Finding
 from plimsoll.diagnosis._rule import Rule
 from plimsoll.diagnosis._rules_casts import CastFlushes, CastSaturates, CodesUnused, UnitDrift
 from plimsoll.diagnosis._rules_layers import DeadLayer, Drift, StructuralZeros
-from plimsoll.diagnosis._rules_loss import LossSpike, SpikeForerunner
+from plimsoll.diagnosis._rules_loss import LossSpike, LossUnbounded, SpikeForerunner
 from plimsoll.diagnosis._rules_nonfinite import Nonfinite
 from plimsoll.diagnosis._rules_optimizer import EpsilonDominates, SecondMomentLost, UpdatesSwallowed
 from plimsoll.diagnosis._rules_overflow import ActivationGrowth, OverflowAhead, SaturatedFP8
@@ -21,7 +21,13 @@ from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.ending_rules import RunEnded
 from plimsoll.diagnosis.rank_rules import RankDiffers
 from plimsoll.diagnosis.remedies import with_remedy
-from plimsoll.diagnosis.wiring_rules import DecayLost, GradientsMishandled, OptimizerIdle, UntrainedParameters
+from plimsoll.diagnosis.wiring_rules import (
+    AverageStuck,
+    DecayLost,
+    GradientsMishandled,
+    OptimizerIdle,
+    UntrainedParameters,
+)
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.runs._names import matching
@@ -29,9 +35,9 @@ from plimsoll.runs._names import matching
 RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),
     OverflowAhead(), ActivationGrowth(), SaturatedFP8(), CastSaturates(), CastFlushes(), CodesUnused(), UnitDrift(),
-    Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), SpikeForerunner(),
-    DeadLayer(), StructuralZeros(), Drift(), UntrainedParameters(), OptimizerIdle(), GradientsMishandled(),
-    DecayLost(), RankDiffers(), RunEnded(), RecordsLost(),
+    Nonfinite(), UpdatesSwallowed(), SecondMomentLost(), EpsilonDominates(), LossSpike(), LossUnbounded(),
+    SpikeForerunner(), DeadLayer(), StructuralZeros(), Drift(), UntrainedParameters(), OptimizerIdle(),
+    GradientsMishandled(), DecayLost(), AverageStuck(), RankDiffers(), RunEnded(), RecordsLost(),
 )  # fmt: skip
 
 

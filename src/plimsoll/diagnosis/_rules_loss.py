@@ -22,7 +22,7 @@ _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
 _BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
 _FIVE = 5
-_UNLEARNED = 1000.0  # times the unit: so far the loss of a run that never fell may climb slowly, as an agent's does
+_UNLEARNED = 1000.0  # times the unit: so far the loss may climb slowly, or fall below zero, as an agent's does
 _MEANINGS = {
     "diverged": "The loss rose and has not come back: the run diverges.",
     "never learned": "The loss blew up at the start and has never come below where it began: nothing is learned.",
@@ -76,6 +76,7 @@ class LossSpike(Rule):
     height: float = threshold(10, "times the same: a blow-up, however short")
     learned: float = threshold(0.5, "of what the loss had fallen is lost")
     repeats: float = threshold(8, "spikes, of which the later half is four times as high as the earlier")
+    input: float = threshold(8, "times the largest input before: three binades")
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One of each recorded loss."""
@@ -113,11 +114,33 @@ class LossSpike(Rule):
         until = rise.last if one else max(each.last for each in found)
         if course == "never learned":
             until = len(loss) - 1
+        advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
+        grown = None if severity == "info" else self._grown_input(view, int(steps[since]))
+        if grown is not None:
+            evidence |= {"input": grown[0], "input_times": grown[1]}
+            advice = (
+                f"Look at the batches from there on: {grown[0]} is {grown[1]:.3g} times as large as before. {advice}"
+            )
         yield self.finding(
             severity, (), evidence, since_step=int(steps[since]), until_step=int(steps[until]),
-            meaning=_MEANINGS[course], advice=_TOO_HIGH if course == "never learned" else _ADVICE[severity],
-            actions=() if severity == "info" else None,
+            meaning=_MEANINGS[course], advice=advice, actions=() if severity == "info" else None,
         )  # fmt: skip
+
+    def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
+        """The model's input that became larger than ever as the loss rose, and how many times; None if none did."""
+        cells, root = view.cells("activations"), view.run.manifest.get("root")
+        if cells is None:
+            return None
+        earlier = cells.steps < since - self.lasting
+        near = ~earlier & (cells.steps <= cells.steps[cells.steps >= since].min(initial=since))
+        if np.count_nonzero(earlier) < _AT_ONCE or not near.any():
+            return None
+        found = (0.0, "")
+        for place, name in enumerate(cells.names):
+            if name.startswith(f"{root}:input"):
+                before, now = (np.nanmax(cells.rms[place, at], initial=0.0) for at in (earlier, near))
+                found = max(found, (float(now / before) if before > 0 else 0.0, name))
+        return (found[1], found[0]) if found[0] >= self.input else None
 
     def rose_at(self, view: View) -> list[int]:
         """The steps at which rises of a loss begin that are more than a note."""
@@ -206,6 +229,40 @@ class LossSpike(Rule):
 def _unit(began: float) -> float:
     """What a rise is counted in: the first loss, or 1 if that is less, as of an agent before its first reward."""
     return max(abs(began), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossUnbounded(Rule):
+    """A loss that falls below zero by orders of magnitude, faster and faster.
+
+    Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is maximised,
+    the loss falls as the error grows. Four parts of the record are compared, so the first losses do not matter.
+    """
+
+    id = "loss-unbounded"
+    says = "the loss falls below zero without bound, faster and faster"
+    meaning = "Nothing bounds the loss from below, and the weights grow with it: what the loss measures is not learned."
+    advice = "Look at the sign of the loss: an error that is maximised falls like this. Else bound it from below."
+    figure = "loss_and_scale"
+
+    times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
+    least: float = threshold(40, "losses: ten in each quarter")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the recorded loss."""
+        steps, loss = view.scalar("loss")
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if len(loss) < self.least:
+            return
+        began = float(np.median(loss[:_FIVE]))
+        limit = -self.times * _unit(began)
+        parts = np.array_split(loss, 4)
+        fallen = -np.diff([float(np.median(part)) for part in parts])
+        if np.median(parts[-1]) > limit or not (0 < fallen[0] < fallen[1] < fallen[2]) or not falls(parts[-1]):
+            return
+        since = int(np.flatnonzero(loss <= limit)[0])
+        evidence = {"began_at": began, "now": float(np.median(loss[-_FIVE:]))}
+        yield self.finding("warning", (), evidence, since_step=int(steps[since]), until_step=int(steps[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

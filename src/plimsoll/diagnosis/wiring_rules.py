@@ -270,6 +270,34 @@ class DecayLost(Rule):
         yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AverageStuck(Rule):
+    """A moving average of the weights, kept in 16 bits, whose steps are smaller than its rounding.
+
+    The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have moved.
+    One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
+    """
+
+    id = "average-stuck"
+    says = "a moving average of the weights, kept in a 16-bit format, moves by less than its rounding"
+    meaning = "The average follows the weights by less than half a unit in its last place: it stays where it was."
+    advice = "Keep the average in FP32, and cast a copy of it where 16 bits are needed."
+    figure = "loss_and_scale"
+
+    copies: float = threshold(1, "the facts are exact")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of all averages."""
+        moving = _names_of(view, "average moves")
+        events = _all(view, "average stuck")
+        since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
+        if not since or len(since) < self.copies:
+            return
+        evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
+        spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
+        yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
+
+
 def weights_stay(view: View) -> bool | None:
     """Return whether every recorded weight is the same at all samples; None with fewer than two samples."""
     cells = view.cells("weights")

@@ -6,7 +6,7 @@ Every rule has a phrase of its own, which is what makes the file long.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.remedies import scale_remedy
@@ -285,6 +285,13 @@ def _epsilon_dominates(case: Case) -> Said:
 
 
 def _loss_spike(case: Case) -> Said:
+    found, times = _course_of_loss(case), case.number("input_times")
+    if math.isfinite(times):
+        return replace(found, remedy=f"look at the batches there: the model's input is {number(times)} times as large")
+    return found
+
+
+def _course_of_loss(case: Case) -> Said:
     highest, usual, now = (case.number(name) for name in ("highest", "usual", "now"))
     course, spikes = case.finding.evidence.get("course"), case.number("spikes")
     loss = str(case.finding.evidence.get("loss", "the loss"))
@@ -310,6 +317,14 @@ def _loss_spike(case: Case) -> Said:
         what=f"{loss} spiked to {number(highest)} (usually {number(usual)}) {case.at}",
         effect=f"{spikes:,.0f} spikes in all" if spikes > 1 else "",
         remedy="clip gradients or lower the learning rate",
+    )
+
+
+def _loss_unbounded(case: Case) -> Said:
+    began, now = number(case.number("began_at")), number(case.number("now"))
+    return Said(
+        what=f"the loss falls without bound, from {began} to {now}, faster and faster {case.since}",
+        remedy="look at its sign, or bound it from below",
     )
 
 
@@ -390,6 +405,15 @@ def _decay_lost(case: Case) -> Said:
     )
 
 
+def _average_stuck(case: Case) -> Said:
+    fmt, one = shown(str(case.finding.evidence.get("format", ""))).upper(), len(case.finding.where) == 1
+    whose = f"the average {case.layer}" if one else f"{len(case.finding.where)} averages of weights"
+    return Said(
+        what=f"rounding to {fmt} keeps {whose} where {'it was' if one else 'they were'}, seen {case.since}",
+        remedy="keep averages in FP32",
+    )
+
+
 def _rank_differs(case: Case) -> Said:
     what, rank = str(case.finding.evidence.get("of", "")), case.number("rank")
     have = "has" if what == "loss" else "have"
@@ -440,6 +464,7 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "second-moment-lost": _second_moment_lost,
     "epsilon-dominates": _epsilon_dominates,
     "loss-spike": _loss_spike,
+    "loss-unbounded": _loss_unbounded,
     "spike-forerunner": _spike_forerunner,
     "dead-layer": _dead_layer,
     "structural-zeros": _structural_zeros,
@@ -448,6 +473,7 @@ _PHRASES: dict[str, Callable[[Case], Said]] = {
     "optimizer-idle": _optimizer_idle,
     "gradients-mishandled": _gradients_mishandled,
     "decay-lost": _decay_lost,
+    "average-stuck": _average_stuck,
     "rank-differs": _rank_differs,
     "run-ended": _run_ended,
     "records-lost": _records_lost,

@@ -7,7 +7,8 @@ What goes wrong here leaves the numbers finite and plausible, so it is recorded 
 - gradients that are added to those of the step before, because nothing has set them to zero;
 - gradients of a scaled loss that reach the optimizer as the backward left them;
 - an epsilon of Adam that is zero in the FP16 of its second moments;
-- weight decay that is less than half a unit in the last place of 16-bit weights.
+- weight decay that is less than half a unit in the last place of 16-bit weights;
+- averages of weights that rounding keeps where they are (`averages`).
 
 Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
 parameters of each optimizer are followed, and nothing here waits for a device. Each fact is one event of kind "wiring".
@@ -28,6 +29,7 @@ from plimsoll.watch._kinds import OWN, kind_of
 from plimsoll.watch._later import Later, number, resolved
 from plimsoll.watch._names import clean
 from plimsoll.watch._parameters import innermost, parameters_of
+from plimsoll.watch.averages import Averages
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
@@ -129,6 +131,7 @@ class Wiring:
         self._of_scaled = False  # the backward that runs is its
         self._judged = False
         self._said: set[str] = set()
+        self._averages = Averages(core)
         given = list(optimizers)
         if given and not [o for o in given if self._meet(o) is not None]:
             names = ", ".join(type(optimizer).__name__ for optimizer in given)
@@ -197,7 +200,9 @@ class Wiring:
         known.steps += 1
         if known.steps == 1:
             self._look_at_epsilon(optimizer, known)
-        self._steps = max(self._steps, known.steps)
+        if known.steps > self._steps:
+            self._steps = known.steps
+            self._averages.step_ends(self._steps, self._owned)
         has = known.had_gradients or _has_gradients(optimizer)  # a closure makes them inside the step
         known.empty = 0 if has or not self._since_step else known.empty + 1
         self._since_step = 0
@@ -259,7 +264,7 @@ class Wiring:
         model = self.core.model()
         if model is None or not self._known:
             return
-        owned = {key for known in self._known.values() for key in known.params}
+        owned = self._owned()
         trained = {id(p): clean(name) for name, p in model.named_parameters() if p.requires_grad}
         self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
         self._ungraded = {key: name for key, name in trained.items() if key in owned and key not in self._graded}
@@ -402,6 +407,7 @@ class Wiring:
             self._judge(warn=False)
         if not self._steps or self._steps >= _JUDGED_STEPS:
             self._say_no_step()
+        self._averages.look(self._steps, self._owned())
 
     # -- what there is
 
@@ -429,6 +435,10 @@ class Wiring:
         if late:
             self.core.say("wiring", f"{known.name} has taken {_listed(late)}", fact="joined", parameters=late)
         return known
+
+    def _owned(self) -> set[int]:
+        """The parameters of all optimizers, by identity."""
+        return {key for known in self._known.values() for key in known.params}
 
     def _names(self) -> Mapping[int, str]:
         model = self.core.model()
