@@ -138,8 +138,8 @@ class RunWriter:
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Writes what is queued, compacts, and gives the run back. A second call does nothing."""
-        self._finalizer.detach()
         self._worker.close(timeout)
+        self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 
     def __enter__(self) -> "RunWriter":
         return self

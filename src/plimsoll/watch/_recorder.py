@@ -63,7 +63,9 @@ class Recorder:
         self.core = core
         steps = core.settings.recorder_steps
         self._unsent: list[Facts] = []
-        self._guard = threading.Lock()  # a reader on another thread has them handed over
+        self._guard = (
+            threading.RLock()
+        )  # a reader on another thread has them handed over, or a signal's handler on this
         self._sent_at = time.monotonic()
         self._unread: deque[Facts] = deque()
         self._losses: deque[float] = deque(maxlen=steps)

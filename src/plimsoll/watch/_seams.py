@@ -29,6 +29,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from plimsoll.runs import deferral
+
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
 
@@ -131,9 +133,10 @@ def _gone(_: object) -> None:
 
 
 def _install() -> None:
-    before = register_optimizer_step_pre_hook(_optimizer_begins)
-    after = register_optimizer_step_post_hook(_optimizer_ends)
-    _undo.extend([before.remove, after.remove, _patch_backward(), _patch_excepthook(), _patch_compiler()])
+    _undo.append(register_optimizer_step_pre_hook(_optimizer_begins).remove)
+    _undo.append(register_optimizer_step_post_hook(_optimizer_ends).remove)
+    for patch in (_patch_backward, _patch_excepthook, _patch_compiler):
+        _undo.append(patch())  # one by one: what an interruption leaves is undone
     if torch.cuda.is_available():
         _undo.append(_wrap(torch.cuda.CUDAGraph, "replay", _replaying(torch.cuda.CUDAGraph.replay)))
     if threading.current_thread() is threading.main_thread():
@@ -143,10 +146,16 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
+    # Each is called before it is forgotten: all of them can be called again, after an interruption.
     while _undo:
-        _undo.pop()()
+        undo = _undo[-1]
+        undo()
+        if undo in _undo:  # what is collected meanwhile may have brought us here again
+            _undo.remove(undo)
     while _patched:
-        _patched.popitem()[1]()
+        owner, undo = next(reversed(_patched.items()))
+        undo()
+        _patched.pop(owner, None)
 
 
 def _optimizer_begins(optimizer: Any, *_: Any) -> None:
@@ -315,37 +324,55 @@ def _patch_excepthook() -> Callable[[], None]:
     original = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _tell("process_ends", "exception", f"{kind.__name__}: {error}", _SIGNAL_SECONDS)
-        original(kind, error, trace)
+        try:
+            _tell("process_ends", "exception", said(kind, error), _SIGNAL_SECONDS)
+        finally:
+            original(kind, error, trace)
 
     sys.excepthook = excepthook
     return lambda: _restore(sys, "excepthook", excepthook, original)
 
 
+def said(kind: type[BaseException], error: BaseException | None) -> str:
+    """Return an exception in one line, whatever its own text does."""
+    try:
+        return f"{kind.__name__}: {error}"
+    except Exception as another:  # noqa: BLE001  (a text that cannot be made must not hide the exception)
+        return f"{kind.__name__}: its text cannot be shown ({type(another).__name__})"
+
+
 def _patch_signal(number: signal.Signals) -> Callable[[], None]:
-    previous = signal.getsignal(number)
+    previous, process, received_before = signal.getsignal(number), os.getpid(), False
     if previous is signal.SIG_IGN or previous is None:
         return lambda: None
 
     def handle(received: int, frame: FrameType | None) -> None:
-        # On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds.
-        name = signal.Signals(received).name
-        work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
-        work.start()
-        work.join(_SIGNAL_SECONDS)
-        if callable(previous):
-            previous(received, frame)
-        else:
-            signal.signal(received, signal.SIG_DFL)
-            os.kill(os.getpid(), received)
+        nonlocal received_before
+        # The second one does not wait. A forked child has no run; most of them are workers that are being ended.
+        waits, received_before = not received_before and os.getpid() == process, True
+        try:
+            if waits:
+                _tell_of_signal(signal.Signals(received).name)
+        finally:
+            if callable(previous):
+                received_before = False  # the script goes on, if its own handler wants that
+                previous(received, frame)
+            else:
+                signal.signal(received, signal.SIG_DFL)
+                os.kill(os.getpid(), received)
 
     signal.signal(number, handle)
-    return lambda: _restore_signal(number, handle, previous)
+    return lambda: deferral.restore(number, handle, previous)
 
 
-def _restore_signal(number: signal.Signals, ours: object, previous: Any) -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is ours:
-        signal.signal(number, previous)
+def _tell_of_signal(name: str) -> None:
+    """On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds."""
+    work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
+    try:
+        work.start()
+    except RuntimeError:  # the interpreter is ending, which closes the run
+        return
+    work.join(_SIGNAL_SECONDS)
 
 
 def _restore(owner: Any, name: str, ours: object, original: object) -> None:
