@@ -1,6 +1,7 @@
 """However a watch ends, nothing of it stays in the model or in torch, and its run is readable with all steps."""
 
 import contextlib
+import errno
 import linecache
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import plimsoll as pl
+from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run, _files, deferral
 from plimsoll.watch import Watch, _seams
 from tests import processes
@@ -412,7 +414,7 @@ def test_a_script_that_a_signal_ends_has_what_it_had_done(name: str, tmp_path: P
     run = only_run(tmp_path / "run")
     reason = "signal" if name == "SIGTERM" else "exception"
     assert [e.details["reason"] for e in run.events() if e.kind == "trigger"] == [reason]
-    assert list(run.scalars("loss")[0])[:25] == list(range(25)) and [0, 5, 10, 15, 20] == list(run.steps)[:5]
+    assert list(run.scalars("loss")[0])[:25] == list(range(25)) and list(run.steps)[:5] == [0, 5, 10, 15, 20]
 
 
 def test_a_forked_child_that_is_ended_says_nothing_of_its_parent_s_run(tmp_path: Path) -> None:
@@ -454,3 +456,41 @@ def test_a_second_sigterm_in_training_does_not_wait(
     watch.close()
     assert calls == [signal.SIGTERM] * 2
     whole(tmp_path / "run")
+
+
+@pytest.mark.parametrize("step", ["3", 1.5, -1, True, math.nan, math.inf, 1 << 63, [3]], ids=str)
+def test_a_first_step_that_cannot_be_is_refused_and_changes_nothing(step: object, tmp_path: Path) -> None:
+    model, watch = watched(tmp_path / "run")
+    before = hooks_of(model)
+    with pytest.raises(ArgumentError, match=r"watch: expected start_step to be an integer from 0 to 2\^62; got start_"):
+        pl.watch(model, run=tmp_path / "run", start_step=step)  # type: ignore[arg-type]
+    assert not watch.closed and hooks_of(model) == before
+    watch.close()
+
+
+def test_a_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    for path in (f"{tmp_path}/a\0b", "", b"run", None):
+        with pytest.raises(ArgumentError, match="watch: expected the path of a folder"):
+            pl.watch(model, run=path)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"watch: expected sinks to be a list; got sinks='wandb'\."):
+        pl.watch(model, run=tmp_path / "run", sinks="wandb")
+    assert hooks_of(model) == 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.__getitem__)
+def test_a_disk_that_takes_no_more_stops_no_training(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> object:
+        raise OSError(error, os.strerror(error), str(path))
+
+    model, watch = watched(tmp_path / "run")
+    assert watch.flush()
+    monkeypatch.setattr(_files, "open_for_writing", refuse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert len(train(model, optimizer, batches(3, 4, 8))) == 3
+    assert not watch.flush()
+    watch.close()
+    assert hooks_of(model) == 0 and caplog.text.count(f"cannot be written ([Errno {error}]") == 1
+    assert list(only_run(tmp_path / "run").steps) == list(range(STEPS))

@@ -28,8 +28,8 @@ class Closing:
         with deferral.deferred(), self._lock:
             if self._busy or self._done:  # busy: something that is called at the end closes the watch
                 return
-            self._busy = True
             try:
+                self._busy = True
                 self._end()
                 self._done = True
             finally:

@@ -95,11 +95,12 @@ class Recorder:
     def send_facts(self) -> None:
         """Hands the numbers of the last steps to the log; on any thread."""
         with self._guard:
-            unsent, self._unsent = self._unsent, []
+            unsent = list(self._unsent)
             self._sent_at = time.monotonic()
-        if unsent:
-            kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
-            self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+            if unsent:
+                kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
+                self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+            del self._unsent[: len(unsent)]  # after it: what an interrupt leaves is sent once more
 
     def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
         """Writes what the ring holds, with the reason as an event."""

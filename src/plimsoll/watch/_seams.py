@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import RunWriter, Scalars, as_sink
+from plimsoll.runs import RunWriter, Scalars, _checks, as_sink
 from plimsoll.watch import _seams, _shadow, continuing
 from plimsoll.watch._beside import Beside
 from plimsoll.watch._casting import Casts
@@ -92,6 +92,9 @@ def watch(
         recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
         queue_bytes=queue_bytes, block=block,
     )  # fmt: skip
+    if start_step is not None:
+        start_step = _checks.step("watch", "start_step", start_step)
+    made_sinks = [as_sink(sink) for sink in _checks.listed("watch", "sinks", sinks)]
     _check_model(model)
     optimizers = _optimizers(optimizer)
     place = Ranks()
@@ -102,7 +105,7 @@ def watch(
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
     continuing.close_earlier(root, run, place.rank)
     start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
-    writer = _writer(run, settings, place, start_step, sinks)
+    writer = _writer(run, settings, place, start_step, made_sinks)
     core = Core(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
@@ -347,7 +350,7 @@ def _writer(
         world_size=place.world,
         resume_from=start_step,
         queue_bytes=settings.queue_bytes,
-        sinks=[as_sink(sink) for sink in sinks] if place.rank == 0 else [],  # one rank alone feeds them
+        sinks=sinks if place.rank == 0 else [],  # one rank alone feeds them
     )
 
 
