@@ -149,7 +149,7 @@ def test_a_sink_that_never_closes_holds_the_run_up_for_a_bounded_time(
     making.write_steps(writer, [1])
     with pytest.warns(RuntimeWarning) as warned:
         writer.close(HANG_SECONDS)
-    assert [str(w.message).partition(",")[0] for w in warned][0] == "plimsoll: waiting for tracker to close"
+    assert str(warned[0].message).startswith("plimsoll: waiting for tracker to close")
     run = Run(tmp_path)
     assert run.closed and run.steps == [1]
     assert ["tracker: close took more than" in event.message for event in run.events()] == [True]

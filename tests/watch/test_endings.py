@@ -132,16 +132,16 @@ def test_a_block_that_is_left_by_an_exception_is_closed(kind: type[BaseException
 
 
 def test_an_exception_whose_text_cannot_be_made_is_the_one_that_is_seen(tmp_path: Path) -> None:
-    class Untold(Exception):
+    class UntoldError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
     model, watch = watched(tmp_path / "run")
-    with pytest.raises(Untold), watch:
-        raise Untold
+    with pytest.raises(UntoldError), watch:
+        raise UntoldError
     assert hooks_of(model) == 0
     (event,) = [e for e in whole(tmp_path / "run").events() if e.kind == "trigger"]
-    assert event.message == "Untold: its text cannot be shown (RuntimeError)"
+    assert event.message == "UntoldError: its text cannot be shown (RuntimeError)"
 
 
 def test_a_generator_that_is_closed_closes_its_watch(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_second_signal_ends_a_close_at_once_and_the_next_close_goes_on(
     tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(deferral, "_impatient", False)
+    monkeypatch.setattr(deferral._state, "impatient", False)
     monkeypatch.setattr(deferral, "SECONDS", HANG_SECONDS)  # only the second signal ends the waiting
     model, watch = watched(tmp_path / "run")
     watch.flush()
@@ -485,10 +485,12 @@ def test_a_disk_that_takes_no_more_stops_no_training(
     def refuse(path: Path) -> object:
         raise OSError(error, os.strerror(error), str(path))
 
-    model, watch = watched(tmp_path / "run")
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = pl.watch(model, optimizer, run=tmp_path / "run", every=1)
+    train(model, optimizer, batches(STEPS, 4, 8))
     assert watch.flush()
     monkeypatch.setattr(_files, "open_for_writing", refuse)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert len(train(model, optimizer, batches(3, 4, 8))) == 3
     assert not watch.flush()
     watch.close()

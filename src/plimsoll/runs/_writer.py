@@ -41,7 +41,8 @@ class RunWriter:
     - `sinks`: are given every step as well.
 
     Raises `ArgumentError` for an argument that cannot be, a URI, or where another writer holds this run and rank;
-    `RunError` for a folder that holds something else, a run of a newer schema, or cannot be written to. After a fork the child's copy does nothing.
+    `RunError` for a folder that holds something else, a run of a newer schema, or cannot be written to. After a fork
+    the child's copy does nothing.
     """
 
     def __init__(
@@ -145,7 +146,10 @@ class RunWriter:
         return self._worker.flush(timeout)
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Writes what is queued, compacts, and gives the run back. A second call does nothing."""
+        """Writes what is queued, compacts, and gives the run back. A second call goes on where one was interrupted.
+
+        A first SIGINT or SIGTERM waits for that, 5 seconds at most, and then has its usual effect.
+        """
         self._worker.close(timeout)
         self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 

@@ -37,20 +37,17 @@ class _Deferral:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Notes the first signal; at the second one, nothing is waited for any more."""
-        global _impatient
         self._came.append((number, frame))
         self.until = min(self.until, time.monotonic() + SECONDS)
         if len(self._came) > 1:
-            _impatient = True
+            _state.impatient = True
             self.end()
 
     def tell(self) -> None:
         """Says, once and where it takes long, why the process has not ended."""
         if not self._told and self.until - time.monotonic() < SECONDS - _TELL_SECONDS:
             self._told = True
-            say(
-                f"plimsoll: the signal waits until the run is written, {SECONDS:g} s at most; another one does not wait."
-            )
+            say(f"plimsoll: the signal waits until the run is written, {SECONDS:g} s at most; a second one does not.")
 
     def defer(self, number: int) -> None:
         """Begins to note a signal."""
@@ -75,24 +72,27 @@ class _Deferral:
             signal.signal(number, previous)
 
 
-_active: _Deferral | None = None
-_impatient = False  # a second signal has come in this process
+class _State:
+    active: _Deferral | None = None
+    impatient = False  # a second signal has come in this process
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
 def deferred() -> Generator[None]:
     """Defers signals to the end of the block, on the main thread: no other one can set handlers."""
-    global _active
-    if _active is not None or threading.current_thread() is not threading.main_thread():
+    if _state.active is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    mine = _active = _Deferral()
+    mine = _state.active = _Deferral()
     try:
         for number in _SIGNALS:
             mine.defer(number)
         yield
     finally:
-        _active = None
+        _state.active = None
         mine.end()
 
 
@@ -103,10 +103,10 @@ def wait(until: Callable[[float], object], seconds: float | None, *, deferring: 
     """
     start = time.monotonic()
     end = math.inf if seconds is None else start + seconds
-    if _impatient and not threading.main_thread().is_alive():  # nobody else can tell that the interpreter ends
+    if _state.impatient and not threading.main_thread().is_alive():  # nobody else can tell that the interpreter ends
         end = min(end, start + _PARTING_SECONDS)
     while not until(max(0.0, min(_TURN_SECONDS, end - time.monotonic()))):
-        active = _active
+        active = _state.active
         if active is not None:
             active.tell()
         if time.monotonic() >= (end if active is None else min(end, active.until - SECONDS + deferring)):
@@ -116,7 +116,7 @@ def wait(until: Callable[[float], object], seconds: float | None, *, deferring: 
 
 def is_hurried() -> bool:
     """Whether a signal waits."""
-    active = _active
+    active = _state.active
     return active is not None and active.until < math.inf
 
 
@@ -124,7 +124,7 @@ def restore(number: int, ours: object, previous: Any) -> None:
     """Puts a handler back in place of ours, where ours still is the one, be it behind a deferral."""
     if threading.current_thread() is not threading.main_thread():
         return
-    active = _active
+    active = _state.active
     if active is not None and active.previous.get(number) is ours:
         active.previous[number] = previous
     elif signal.getsignal(number) is ours:

@@ -103,7 +103,7 @@ class SinkRunner:
                 self.give_up("close", timeout)
 
     def end(self, *, flushing: bool = False) -> None:
-        """Lets the sink take what still waits and closes it, after a flush where one is asked for; waits for nothing."""
+        """Lets the sink take what still waits, flushes it where that is asked for, and closes it; waits for nothing."""
         if self._absent() or self._closing:
             return
         with self._changed:
