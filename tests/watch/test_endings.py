@@ -20,6 +20,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
+from plimsoll.precision import clamp_residuals
 from plimsoll.runs import Run, _files, deferral
 from plimsoll.watch import Watch, _seams
 from tests import processes
@@ -101,6 +102,23 @@ def test_a_close_that_is_interrupted_anywhere_can_be_taken_up_again(arguments: d
         watch.close()
         assert watch.closed and hooks_of(model) == 0 and still_wrapped() == [], place
         whole(path)
+
+
+def test_a_guard_s_hooks_go_too_though_its_close_is_interrupted(tmp_path: Path) -> None:
+    def guarded(path: Path) -> tuple[nn.Module, Watch]:
+        model, watch = watched(path)
+        guard = pl.Guard(watch, ["clamp"], dry_run=False)
+        guard._remedies["clamp"]._clamps.append(clamp_residuals(model, ["0", "2"], "fp16"))  # as it does when it acts
+        return model, watch
+
+    lines = interrupted(guarded(tmp_path / "count")[1].close, math.inf)
+    for place in places(lines // 8, 20):  # the guard goes first
+        model, watch = guarded(tmp_path / str(place))
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(watch.close, place)
+        watch.close()
+        assert hooks_of(model) == 0 and still_wrapped() == [] and _seams.listeners() == [], place
+        whole(tmp_path / str(place))
 
 
 def test_a_watch_that_is_interrupted_while_it_begins_leaves_nothing(tmp_path: Path) -> None:

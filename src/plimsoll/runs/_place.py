@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs._arrow import ParquetFile, fs, pq
@@ -175,7 +175,7 @@ def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
     Raises `ArgumentError` for a URI, which would become a folder of its name, and for what names no folder.
     """
     try:
-        text = os.fspath(path)
+        text = cast("Any", os.fspath(path))
         usable = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
     except (TypeError, ValueError):  # no path; or not to be written in the file system's encoding
         usable = False
