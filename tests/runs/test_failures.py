@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 import plimsoll
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars, _files
+from tests import processes
 from tests.patience import HANG_SECONDS, wait_until
+from tests.processes import ROOT
 from tests.runs import making
 
 
@@ -370,3 +373,102 @@ def test_the_manifest_takes_more_entries_but_not_its_own(tmp_path: Path) -> None
         assert writer.flush()
         assert Run(tmp_path).manifest["aliases"] == {"a": ["b"]}
     assert Run(tmp_path).manifest["odd"] == {"x": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"resume_from": "3"}, r"resume_from to be an integer from 0 to 2\^62; got resume_from='3'\. Give the number"),
+        ({"resume_from": 1.5}, r"resume_from to be an integer .*; got resume_from=1.5\."),
+        ({"resume_from": -1}, r"got resume_from=-1\."),
+        ({"resume_from": True}, r"got resume_from=True\."),
+        ({"resume_from": float("nan")}, r"got resume_from=nan\."),
+        ({"resume_from": 1 << 63}, r"got resume_from=9223372036854775808\."),
+        ({"rank": 1}, r"rank to be an integer from 0 to 0; got rank=1\. Pass rank and world_size as"),
+        ({"rank": "0"}, r"got rank='0'"),
+        ({"world_size": 2.5}, r"world_size to be an integer of 1 or more; got world_size=2.5"),
+        ({"flush_seconds": float("inf")}, r"flush_seconds to be a positive number of seconds; got flush_seconds=inf\."),
+        ({"flush_seconds": float("nan")}, r"got flush_seconds=nan"),
+        ({"flush_seconds": True}, r"got flush_seconds=True"),
+        ({"compact_above": 1}, r"compact_above to be an integer of 2 or more; got compact_above=1"),
+        ({"queue_bytes": 1e6}, r"queue_bytes to be an integer of 1 or more; got queue_bytes=1000000.0"),
+        ({"thin": "a"}, r"thin=\(\(age_steps, keep_every\), ...\) .*; got thin='a'\."),
+        ({"settings": [1]}, r"settings to be a mapping; got settings=\[1\]"),
+        ({"sinks": "wandb"}, r"sinks to be a list; got sinks='wandb'\. Put it in brackets"),
+        ({"sinks": [5]}, r"sinks with the methods open, put, flush, close; got 5\. plimsoll.runs.as_sink makes one"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(
+    arguments: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=rf"RunWriter: expected .*{said}"):
+        RunWriter(tmp_path / "run", **arguments)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", b"run", None, 5, "\ud800"], ids=ascii)
+def test_what_names_no_folder_is_refused(path: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"RunWriter: expected the path of a folder.*\. Give for instance"):
+        RunWriter(path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_other_libraries_count_as_integers(tmp_path: Path) -> None:
+    for step in (np.int64(3), torch.tensor(3)):
+        RunWriter(tmp_path, resume_from=step).close()  # type: ignore[arg-type]
+    assert Run(tmp_path).manifest["sessions"][-1]["from_step"] == 3
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES], ids=errno.errorcode.__getitem__)
+def test_a_folder_that_cannot_be_written_to_is_said_at_once(error: int, tmp_path: Path, disk: Disk) -> None:
+    disk.full, disk.error = True, error
+    with pytest.raises(RunError, match=rf"expected a folder to write the run to; got .*{os.strerror(error)}") as raised:
+        RunWriter(tmp_path)
+    assert str(raised.value).endswith("Give another path, or make room and rights there.")
+    disk.full = False
+    RunWriter(tmp_path).close()  # the lock was given back
+
+
+LIMITED = """
+import resource, sys, warnings
+from plimsoll.runs import Run, RunWriter
+from tests.runs import making
+with warnings.catch_warnings(record=True) as said, RunWriter(sys.argv[1]) as writer:
+    warnings.simplefilter("always")
+    making.write_steps(writer, [1])
+    assert writer.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    making.write_steps(writer, [2])
+    assert not writer.flush()
+    assert Run(writer.path).steps == [1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert Run(writer.path).steps == [1, 2] and Run(writer.path).closed and writer.dropped == {}
+print([str(warning.message) for warning in said])
+"""
+
+
+def test_files_that_the_system_does_not_let_grow(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    ended = processes.python("-c", LIMITED, tmp_path / "run", cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("cannot be written") == 1 and "File too large" in ended.stdout
+
+
+def test_what_is_recorded_while_another_thread_closes_is_written_or_counted(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    begun, steps = threading.Event(), 0
+
+    def close() -> None:
+        begun.wait(HANG_SECONDS)
+        writer.close(HANG_SECONDS)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while closing.is_alive():
+            writer.write(Scalars(step=steps, values={"loss": 1.0}))
+            steps += 1
+            begun.set()
+    assert len(Run(tmp_path).scalars("loss")[0]) + writer.dropped.get("closed", 0) == steps

@@ -1,5 +1,6 @@
 """What sinks are given: one record for each step, in order, with what belongs to it."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.runs import Event, Run, RunWriter, Scalars, StepRecord
+from plimsoll.runs import Event, Run, RunWriter, Scalars, StepRecord, _feed
+from tests.patience import HANG_SECONDS, wait_until
 from tests.runs import making
 
 
@@ -99,3 +101,56 @@ def test_an_incomplete_step_waits_for_its_last_batch(tmp_path: Path) -> None:
         for last in (False, True):
             writer.write(making.batch(writer, 1, {("weights", "w"): torch.ones(2)}, last=last))
     assert [r.spectra()["weights", "w"].count for r in sink.records] == [4]
+
+
+class Hangs(Keeping):
+    """A sink that does not close until it is let go."""
+
+    sink_name = "tracker"
+
+    def __init__(self, go_on: threading.Event) -> None:
+        super().__init__()
+        self._go_on = go_on
+
+    def close(self) -> None:
+        super().close()
+        assert self._go_on.wait(HANG_SECONDS)
+
+
+def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_feed, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(_feed, "_CLOSE_SECONDS", HANG_SECONDS)
+    go_on = threading.Event()
+    sinks = [Hangs(go_on), Hangs(go_on), Keeping()]
+    writer = RunWriter(tmp_path, sinks=sinks)
+    making.write_steps(writer, [1])
+
+    def closing(message: str) -> None:
+        assert Run(tmp_path).steps == [1]  # the run itself is written before
+        said.append(message)
+        wait_until(lambda: all(sink.calls[1:] == ["flush", "close"] for sink in sinks))  # at the same time
+        go_on.set()
+
+    said: list[str] = []
+    monkeypatch.setattr(_feed, "say", closing)
+    writer.close(HANG_SECONDS)
+    (message,) = said
+    assert "waiting for tracker, tracker to close" in message
+    assert Run(tmp_path).closed and not Run(tmp_path).events()
+
+
+def test_a_sink_that_never_closes_holds_the_run_up_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_feed, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(_feed, "_CLOSE_SECONDS", 0.02)
+    go_on = threading.Event()
+    writer = RunWriter(tmp_path, sinks=[Hangs(go_on)])
+    making.write_steps(writer, [1])
+    with pytest.warns(RuntimeWarning) as warned:
+        writer.close(HANG_SECONDS)
+    assert str(warned[0].message).startswith("plimsoll: waiting for tracker to close")
+    run = Run(tmp_path)
+    assert run.closed and run.steps == [1]
+    assert ["tracker: close took more than" in event.message for event in run.events()] == [True]
+    go_on.set()

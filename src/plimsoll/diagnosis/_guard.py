@@ -168,15 +168,13 @@ class Guard:
         return broken is None
 
     def close(self) -> None:
-        """Ends it: looks and acts no more, and takes its hooks off the model. Closing twice does nothing."""
-        if self._closed:
-            return
+        """Ends it: looks and acts no more, and takes its hooks off the model. Closing again does what is left."""
         self._closed = True
         self._boundary.remove()
-        self._forget()
-        self._looker.close()
         for remedy in self._remedies.values():
             remedy.undo()
+        self._looker.close()
+        self._forget()
 
     def __enter__(self) -> "Guard":
         return self

@@ -80,8 +80,9 @@ class ToBF16(Remedy):
 
     def undo(self) -> None:
         """In a loop of one's own: the modules run as before."""
-        while self._regions:
-            self._regions.pop().remove()
+        while self._regions:  # dropped once it is gone: an interrupted close is taken up again
+            self._regions[-1].remove()
+            self._regions.pop()
 
     def _enter_by_hooks(self, order: Order) -> None:
         from plimsoll.diagnosis._guard_region import InBF16
@@ -140,4 +141,5 @@ class Clamp(Remedy):
     def undo(self) -> None:
         """The modules return what they return."""
         while self._clamps:
-            self._clamps.pop().remove()
+            self._clamps[-1].remove()
+            self._clamps.pop()

@@ -30,8 +30,9 @@ class InBF16:
 
     def remove(self) -> None:
         """The modules compute as what is around them."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 class _Region:

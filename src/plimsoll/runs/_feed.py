@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plimsoll.runs import deferral
 from plimsoll.runs._decode import true_spectrum
 from plimsoll.runs._entries import Entries
 from plimsoll.runs._records import Event, Scalars, Sink, StepRecord
+from plimsoll.runs._say import say
 from plimsoll.runs._tables import Series
 from plimsoll.spectrum import Spectrum
 
 if TYPE_CHECKING:
     from plimsoll.runs._sinks._runner import SinkRunner
+
+_SAY_SECONDS = 2.0  # after which it is said which sinks are waited for
+_CLOSE_SECONDS = 10.0  # that all sinks together have to take what waits and to close
+_DEFERRING_SECONDS = 2.0  # and where a signal waits
 
 Spectra = Mapping[tuple[str, str], Spectrum]
 
@@ -63,11 +69,28 @@ class Feed:
         for runner in self._runners:
             runner.flush()
 
-    def close(self) -> None:
-        """Flushes and closes the sinks."""
-        self.flush()
+    def end(self) -> None:
+        """Hands on all that waits, and has the sinks close once they have taken it; waits for nothing."""
+        self.release()
         for runner in self._runners:
-            runner.close()
+            runner.end(flushing=True)
+
+    def close(self) -> None:
+        """Waits for the sinks to close, all at the same time, and goes on without those that do not."""
+        self.end()
+        late = list(self._runners)
+
+        def have_ended(seconds: float) -> bool:
+            late[:] = [runner for runner in late if not runner.has_ended(seconds / len(late))]
+            return not late
+
+        if deferral.wait(have_ended, _SAY_SECONDS, deferring=_DEFERRING_SECONDS):
+            return
+        rest = _CLOSE_SECONDS - _SAY_SECONDS
+        say(f"plimsoll: waiting for {', '.join(runner.name for runner in late)} to close, {rest:g} s more at most.")
+        if not deferral.wait(have_ended, rest, deferring=_DEFERRING_SECONDS):
+            for runner in late:
+                runner.give_up("close", _CLOSE_SECONDS)
 
     def failures(self) -> list[str]:
         """What has failed in sinks since this was last asked, each once."""

@@ -48,12 +48,17 @@ class Log:
         self._above, self._thin = compact_above, thin
         self._guard = threading.Lock()
         _prepare(path)
-        self._lock = Lock(path, rank)
         try:
-            self._open(world_size, settings, resume_from)
-        except BaseException:
-            self._lock.release()
+            self._lock = Lock(path, rank)
+            try:
+                self._open(world_size, settings, resume_from)
+            except BaseException:
+                self._lock.release()
+                raise
+        except RunError:
             raise
+        except OSError as error:
+            raise _not_to_be_written(path, error) from error
 
     def _open(self, world_size: int, settings: Mapping[str, object], resume_from: int | None) -> None:
         fresh = _manifest.fresh(rank=self.rank, world_size=world_size, settings=settings)
@@ -260,13 +265,17 @@ def _prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         names = [p.name for p in path.iterdir() if not p.name.startswith(".")]
     except OSError as error:
-        raise RunError(
-            f"RunWriter: expected a folder to write the run to; got {path}, where that fails: {error}. "
-            "Give another path, or make room and rights there."
-        ) from error
+        raise _not_to_be_written(path, error) from error
     ours = set(names) & set(KINDS) or any(_manifest.rank_of(name) is not None for name in names)
     if names and not ours:
         raise RunError(
             f"RunWriter: expected an empty folder or one that holds a run; got {path} with {sorted(names)[:3]} in it. "
             "Give the run a folder of its own, for example one below this."
         )
+
+
+def _not_to_be_written(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"RunWriter: expected a folder to write the run to; got {path}, where that fails: {error}. "
+        "Give another path, or make room and rights there."
+    )

@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs._arrow import ParquetFile, fs, pq
@@ -170,7 +170,20 @@ def is_elsewhere(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a folder that a run is written to; `ArgumentError` for a URI, which would become one of its name."""
+    """The path of a folder that a run is written to.
+
+    Raises `ArgumentError` for a URI, which would become a folder of its name, and for what names no folder.
+    """
+    try:
+        text = cast("Any", os.fspath(path))
+        usable = isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except (TypeError, ValueError):  # no path; or not to be written in the file system's encoding
+        usable = False
+    if not usable:
+        raise ArgumentError(
+            f"{operation}: expected the path of a folder, as a str or pathlib.Path, that is not empty and holds no NUL "
+            f'or half a surrogate pair; got {path!r}. Give for instance "runs/exp1".'
+        )
     if is_elsewhere(path):
         raise ArgumentError(
             f"{operation}: expected a folder of this machine to write to; got the URI {without_secrets(str(path))}. "

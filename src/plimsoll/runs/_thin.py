@@ -5,6 +5,7 @@ by `keep_every` stay. A part all of whose steps a rule has come to hold for is r
 has the number of rules that were applied to all of it as its generation.
 """
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,12 +19,15 @@ Rules = tuple[tuple[int, int], ...]
 
 def rules(thin: Sequence[tuple[int, int]]) -> Rules:
     """The rules, youngest age first; `ArgumentError` for ages below 0 and intervals below 1."""
-    checked = tuple(sorted((int(age), int(every)) for age, every in thin))
+    try:
+        checked = tuple(sorted((operator.index(age), operator.index(every)) for age, every in thin))
+    except (TypeError, ValueError):
+        checked = ((-1, 0),)
     for age, every in checked:
         if age < 0 or every < 1:
             raise ArgumentError(
                 f"RunWriter: expected thin=((age_steps, keep_every), ...) with age_steps >= 0 and keep_every >= 1; got "
-                f"({age}, {every}). thin=((100_000, 100),) keeps every 100th step of what is older than 100,000 steps."
+                f"thin={thin!r}. thin=((100_000, 100),) keeps every 100th step of what is older than 100,000 steps."
             )
     return checked
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plimsoll.errors import PlimsollError
-from plimsoll.runs import _entries
+from plimsoll.runs import _entries, deferral
 from plimsoll.runs._buffer import Buffer
 from plimsoll.runs._entries import Entries
 from plimsoll.runs._feed import Feed
@@ -83,6 +83,7 @@ class Worker:
         self._deadline: float | None = None
         self._running = True
         self._closed = False
+        self._last = _Mark(threading.Event(), [], closing=True)
         self._thread = threading.Thread(target=self._run, name="plimsoll-run-writer", daemon=True)
         self._thread.start()
 
@@ -105,14 +106,15 @@ class Worker:
             accepted = room.takes(size) and not self._closed
             if accepted:
                 room.used += size
+                self._queue.put((item, size, room))  # under the guard: nothing comes after the last mark
         if accepted:
-            self._queue.put((item, size, room))
-        elif self._closed:
+            return True
+        if self._closed:
             self._losses.count("closed", 1, f"plimsoll: the writer of {self._keeper.path} is closed; records are lost.")
         else:
             message = f"plimsoll: records for {self._keeper.path} come faster than they are written; some are dropped."
             self._losses.count("queue full", 1, f"{message} Sample less often, or give more queue_bytes.")
-        return accepted
+        return False
 
     def flush(self, timeout: float | None) -> bool:
         """Waits until everything queued before is on disk; False where it is not, or not in time."""
@@ -120,19 +122,21 @@ class Worker:
             return self._closed and not len(self._buffer)
         mark = _Mark(threading.Event(), [])
         self._queue.put((mark, 0, self._numbers))
-        return mark.done.wait(timeout) and mark.result == [True]
+        return deferral.wait(mark.done.wait, timeout) and mark.result == [True]
 
     def close(self, timeout: float | None) -> None:
-        """Flushes and ends the thread; gives up waiting after the timeout."""
+        """Flushes and ends the thread; gives up waiting after the timeout. An interrupted call can be repeated."""
         with self._guard:
-            if self._closed:
-                return
             self._closed = True
-        mark = _Mark(threading.Event(), [], closing=True)
-        self._queue.put((mark, 0, self._numbers))
-        if threading.current_thread() is not self._thread and not mark.done.wait(timeout):
+        if self._last.done.is_set() or not self._thread.is_alive():  # in a forked child there is no thread
+            return
+        with deferral.deferred():
+            self._queue.put((self._last, 0, self._numbers))  # a second one is never reached
+            if threading.current_thread() is self._thread or deferral.wait(self._last.done.wait, timeout):
+                return
+            within = f"{deferral.SECONDS:g} s of a signal" if deferral.is_hurried() else f"{timeout} s"
             message = (
-                f"plimsoll: {self._keeper.path} could not be closed within {timeout} s; its last records may be lost."
+                f"plimsoll: {self._keeper.path} could not be closed within {within}; its last records may be lost."
             )
             self._losses.say("close", message)
 
@@ -254,10 +258,12 @@ class Worker:
         try:
             for step in sorted(self._steps):
                 self._complete(step)
+            _ = self._write() and self._write_rest()  # before all that may take long
+            self._feed.end()
+            if not deferral.is_hurried():
+                self._keeper.compact_all()
             self._feed.close()
             _ = self._write() and self._write_rest()
-            self._keeper.compact_all()
-            _ = self._write_rest()
             self._buffer.give_up(self._keeper.path)
             self._keeper.close(self._registry.series)
         except (OSError, PlimsollError) as error:

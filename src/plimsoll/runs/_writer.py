@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import _manifest, _parts, _thin
+from plimsoll.runs import _checks, _manifest, _parts, _thin
 from plimsoll.runs._feed import Feed
 from plimsoll.runs._keeper import Keeper
 from plimsoll.runs._log import Log
@@ -17,6 +17,8 @@ from plimsoll.runs._records import Record, Sink
 from plimsoll.runs._registry import Registry
 from plimsoll.runs._worker import Worker
 
+_AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
+_NO_REASON = "Leave it out, unless there is a reason for another number."
 _READ_SECONDS = 2.0  # that a reader in this process waits for what was recorded
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _writers: "weakref.WeakSet[RunWriter]" = weakref.WeakSet()
@@ -38,8 +40,9 @@ class RunWriter:
       wait to be written; scalars and events have 64 MB of their own.
     - `sinks`: are given every step as well.
 
-    Raises `ArgumentError` where another writer holds this run and rank, or for a URI; `RunError` for a folder that
-    holds something else, a run of a newer schema, or cannot be written to. After a fork the child's copy does nothing.
+    Raises `ArgumentError` for an argument that cannot be, a URI, or where another writer holds this run and rank;
+    `RunError` for a folder that holds something else, a run of a newer schema, or cannot be written to. After a fork
+    the child's copy does nothing.
     """
 
     def __init__(
@@ -56,8 +59,14 @@ class RunWriter:
         queue_bytes: int = 64 << 20,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        _check(rank, world_size, flush_seconds, compact_above, queue_bytes)
-        settings = dict(settings or {})
+        world_size = _checks.whole("RunWriter", "world_size", world_size, 1, advice=_AS_COUNTED)
+        rank = _checks.whole("RunWriter", "rank", rank, 0, world_size - 1, advice=_AS_COUNTED)
+        flush_seconds = _checks.seconds("RunWriter", "flush_seconds", flush_seconds)
+        compact_above = _checks.whole("RunWriter", "compact_above", compact_above, 2, advice=_NO_REASON)
+        queue_bytes = _checks.whole("RunWriter", "queue_bytes", queue_bytes, 1, advice=_NO_REASON)
+        if resume_from is not None:
+            resume_from = _checks.step("RunWriter", "resume_from", resume_from)
+        settings, sinks = _checks.settings("RunWriter", settings), _checks.sinks("RunWriter", sinks)
         log = Log(
             folder_to_write("RunWriter", path).absolute(),
             rank=rank,
@@ -137,9 +146,12 @@ class RunWriter:
         return self._worker.flush(timeout)
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Writes what is queued, compacts, and gives the run back. A second call does nothing."""
-        self._finalizer.detach()
+        """Writes what is queued, compacts, and gives the run back. A second call goes on where one was interrupted.
+
+        A first SIGINT or SIGTERM waits for that, 5 seconds at most, and then has its usual effect.
+        """
         self._worker.close(timeout)
+        self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -168,19 +180,6 @@ def _next_step(log: Log, world_size: int) -> int:
         parts, _ = _parts.listed(Folder(log.path))
         last = max([last, *(part.max_step for part in parts)])
     return last + 1
-
-
-def _check(rank: int, world_size: int, flush_seconds: float, compact_above: int, queue_bytes: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ArgumentError(
-            f"RunWriter: expected 0 <= rank < world_size; got rank={rank}, world_size={world_size}. "
-            "Pass both as torch.distributed counts them."
-        )
-    if flush_seconds <= 0 or compact_above < 2 or queue_bytes <= 0:
-        raise ArgumentError(
-            "RunWriter: expected flush_seconds > 0, compact_above >= 2 and queue_bytes > 0; got "
-            f"{flush_seconds}, {compact_above}, {queue_bytes}. Leave out what has no reason to differ."
-        )
 
 
 def _after_fork() -> None:

@@ -63,7 +63,9 @@ class Recorder:
         self.core = core
         steps = core.settings.recorder_steps
         self._unsent: list[Facts] = []
-        self._guard = threading.Lock()  # a reader on another thread has them handed over
+        self._guard = (
+            threading.RLock()
+        )  # a reader on another thread has them handed over, or a signal's handler on this
         self._sent_at = time.monotonic()
         self._unread: deque[Facts] = deque()
         self._losses: deque[float] = deque(maxlen=steps)
@@ -93,11 +95,12 @@ class Recorder:
     def send_facts(self) -> None:
         """Hands the numbers of the last steps to the log; on any thread."""
         with self._guard:
-            unsent, self._unsent = self._unsent, []
+            unsent = list(self._unsent)
             self._sent_at = time.monotonic()
-        if unsent:
-            kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
-            self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+            if unsent:
+                kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
+                self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+            del self._unsent[: len(unsent)]  # after it: what an interrupt leaves is sent once more
 
     def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
         """Writes what the ring holds, with the reason as an event."""

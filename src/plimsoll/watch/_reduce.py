@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars
+from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars, deferral
 from plimsoll.runs._arrow import Table, array, values_of
 from plimsoll.runs._records import EXTRAS
 from plimsoll.runs._rows import blocks_of, numbers, rows_of
@@ -32,6 +32,7 @@ from plimsoll.watch._outbox import Sender
 
 _HELLO_SECONDS = 20.0  # for rank 0 to open the run
 _END_SECONDS = 5.0  # that a closing rank gives the others
+_DEFERRING_SECONDS = 2.0  # and where a signal waits
 _POLL_SECONDS = 0.2
 _OPEN_STEPS = 32  # that wait for the slowest rank
 _OPEN_BYTES = 64 << 20
@@ -71,7 +72,7 @@ class Collector(RunWriter):
         self._waits = set(range(1, world_size))  # ranks that have not ended
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="plimsoll-collector", daemon=True)
-        self._collecting, self._deadline = True, 0.0
+        self._collecting, self._closed, self._deadline = True, False, 0.0
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, Collector.close, weakref.proxy(self))
         link.tell("opened", str(self.next_step))
@@ -196,24 +197,32 @@ class Collector(RunWriter):
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Gives the other ranks a few seconds to end, writes what there is, and gives the run back."""
-        if not self._collecting:
+        if self._closed:
             return
-        self._deadline = time.monotonic() + _END_SECONDS
-        self._collecting = False
-        self._stop.set()
-        self._thread.join(2 * _END_SECONDS)
-        super().flush(timeout)  # of what the others have sent
-        for rank in sorted(self._waits):
-            step = self._through[rank]
-            message = f"rank {rank} had not ended when rank 0 closed the run; its last spectra are of step {step}"
-            super().write(Event(step=max(step, 0), kind="rank lost", message=message, details={"rank": rank}))
-        super().submit(lambda: self._complete(everything=True), 1000)
-        super().flush(timeout)
-        for writer in self._others.values():
-            writer.close(timeout)
-        super().close(timeout)
-        with contextlib.suppress(OSError):
-            self._link.tell("closed", "1")
+        with deferral.deferred():
+            if self._collecting:
+                self._deadline = time.monotonic() + _END_SECONDS
+            self._collecting = False
+            self._stop.set()
+            deferral.wait(self._has_stopped, 2 * _END_SECONDS, deferring=_DEFERRING_SECONDS)
+            super().flush(timeout)  # of what the others have sent
+            for rank in sorted(self._waits):
+                step = self._through[rank]
+                message = f"rank {rank} had not ended when rank 0 closed the run; its last spectra are of step {step}"
+                super().write(Event(step=max(step, 0), kind="rank lost", message=message, details={"rank": rank}))
+                self._waits.discard(rank)
+            super().submit(lambda: self._complete(everything=True), 1000)
+            super().flush(timeout)
+            for writer in self._others.values():
+                writer.close(timeout)
+            super().close(timeout)
+            with contextlib.suppress(OSError):
+                self._link.tell("closed", "1")
+            self._closed = True
+
+    def _has_stopped(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
 
 def _as_part(batch: Batch, *, last: bool) -> Batch:

@@ -22,12 +22,14 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from plimsoll.runs import deferral
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
@@ -57,7 +59,7 @@ emulated: list[Callable[[], Mapping[str, str]]] = []
 
 _listeners: list["weakref.ref[Listener]"] = []
 _undo: list[Callable[[], None]] = []
-_patched: dict[type, Callable[[], None]] = {}
+_patched: dict[type, list[Callable[[], None]]] = {}
 _lock = threading.RLock()
 
 
@@ -131,22 +133,25 @@ def _gone(_: object) -> None:
 
 
 def _install() -> None:
-    before = register_optimizer_step_pre_hook(_optimizer_begins)
-    after = register_optimizer_step_post_hook(_optimizer_ends)
-    _undo.extend([before.remove, after.remove, _patch_backward(), _patch_excepthook(), _patch_compiler()])
+    _undo.append(register_optimizer_step_pre_hook(_optimizer_begins).remove)
+    _undo.append(register_optimizer_step_post_hook(_optimizer_ends).remove)
+    _patch_backward()
+    _patch_excepthook()
+    _patch_compiler()
     if torch.cuda.is_available():
-        _undo.append(_wrap(torch.cuda.CUDAGraph, "replay", _replaying(torch.cuda.CUDAGraph.replay)))
+        _wrap(torch.cuda.CUDAGraph, "replay", _replaying(torch.cuda.CUDAGraph.replay), _undo)
     if threading.current_thread() is threading.main_thread():
-        _undo.append(_patch_signal(signal.SIGTERM))
+        _patch_signal(signal.SIGTERM)
     _patch_scaler(torch.amp.GradScaler)
     look_for_scalers()
 
 
 def _uninstall() -> None:
-    while _undo:
-        _undo.pop()()
-    while _patched:
-        _patched.popitem()[1]()
+    # All are called before they are forgotten: each can be called again, after an interruption.
+    for undo in reversed([*_undo, *(each for of_owner in _patched.values() for each in of_owner)]):
+        undo()
+    _undo.clear()
+    _patched.clear()
 
 
 def _optimizer_begins(optimizer: Any, *_: Any) -> None:
@@ -162,7 +167,7 @@ def _tell(event: str, *facts: object) -> None:
         getattr(listener, event)(*facts)
 
 
-def _patch_backward() -> Callable[[], None]:
+def _patch_backward() -> None:
     original = torch.autograd.backward
 
     @functools.wraps(original)
@@ -175,17 +180,15 @@ def _patch_backward() -> Callable[[], None]:
         original(tensors, *args, **kwargs)
         _tell("backward_ends")
 
-    torch.autograd.backward = backward
-    return lambda: _restore(torch.autograd, "backward", backward, original)
+    _put(torch.autograd, "backward", backward, original, _undo)
 
 
-def _patch_compiler() -> Callable[[], None]:
+def _patch_compiler() -> None:
     config: Any = importlib.import_module("torch._dynamo.config")
     before = getattr(config, "skip_nnmodule_hook_guards", None)
-    if before is None:
-        return lambda: None
-    config.skip_nnmodule_hook_guards = False
-    return lambda: setattr(config, "skip_nnmodule_hook_guards", before)
+    if before is not None:
+        _undo.append(lambda: setattr(config, "skip_nnmodule_hook_guards", before))
+        config.skip_nnmodule_hook_guards = False
 
 
 def _replaying(original: Any) -> Any:
@@ -202,12 +205,10 @@ def _patch_scaler(kind: type) -> None:
     for owner in kind.__mro__:
         if owner in _patched or owner is object:
             continue
-        undo = [
-            _wrap(owner, name, wrapper(owner.__dict__[name]))
-            for name, wrapper in (("scale", _scaling), ("step", _stepping), ("update", _updating))
-            if name in owner.__dict__
-        ]
-        _patched[owner] = functools.partial(_call_all, undo)
+        undo = _patched[owner] = []
+        for name, wrapper in (("scale", _scaling), ("step", _stepping), ("update", _updating)):
+            if name in owner.__dict__:
+                _wrap(owner, name, wrapper(owner.__dict__[name]), undo)
 
 
 def look_for_scalers() -> None:
@@ -229,9 +230,10 @@ def look_for_pipelines() -> None:
     ):
         owner = getattr(pipelining, kind, None)
         if owner is not None and owner not in _patched:
-            found = [(name, wrapper) for name, wrapper in wrappers.items() if name in owner.__dict__]
-            undo = [_wrap(owner, name, wrapper(owner.__dict__[name])) for name, wrapper in found]
-            _patched[owner] = functools.partial(_call_all, undo)
+            undo = _patched[owner] = []
+            for name, wrapper in wrappers.items():
+                if name in owner.__dict__:
+                    _wrap(owner, name, wrapper(owner.__dict__[name]), undo)
 
 
 def _dividing(original: Any) -> Any:
@@ -259,15 +261,14 @@ def _trying(original: Any) -> Any:
     return prepare
 
 
-def _wrap(owner: Any, name: str, wrapper: Any) -> Callable[[], None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, wrapper)
-    return lambda: _restore(owner, name, wrapper, original)
+def _wrap(owner: Any, name: str, wrapper: Any, undo: list[Callable[[], None]]) -> None:
+    _put(owner, name, wrapper, owner.__dict__[name], undo)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _put(owner: Any, name: str, ours: object, original: object, undo: list[Callable[[], None]]) -> None:
+    """Replaces an attribute; how to undo that is kept first, for an interruption may come in between."""
+    undo.append(lambda: _restore(owner, name, ours, original))
+    setattr(owner, name, ours)
 
 
 def _acts(scaler: Any) -> bool:
@@ -311,41 +312,58 @@ def _updating(original: Any) -> Any:
     return update
 
 
-def _patch_excepthook() -> Callable[[], None]:
+def _patch_excepthook() -> None:
     original = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _tell("process_ends", "exception", f"{kind.__name__}: {error}", _SIGNAL_SECONDS)
-        original(kind, error, trace)
+        try:
+            _tell("process_ends", "exception", said(kind, error), _SIGNAL_SECONDS)
+        finally:
+            original(kind, error, trace)
 
-    sys.excepthook = excepthook
-    return lambda: _restore(sys, "excepthook", excepthook, original)
+    _put(sys, "excepthook", excepthook, original, _undo)
 
 
-def _patch_signal(number: signal.Signals) -> Callable[[], None]:
-    previous = signal.getsignal(number)
+def said(kind: type[BaseException], error: BaseException | None) -> str:
+    """Return an exception in one line, whatever its own text does."""
+    try:
+        return f"{kind.__name__}: {error}"
+    except Exception as another:  # noqa: BLE001  (a text that cannot be made must not hide the exception)
+        return f"{kind.__name__}: its text cannot be shown ({type(another).__name__})"
+
+
+def _patch_signal(number: signal.Signals) -> None:
+    previous, process, received_before = signal.getsignal(number), os.getpid(), False
     if previous is signal.SIG_IGN or previous is None:
-        return lambda: None
+        return
 
     def handle(received: int, frame: FrameType | None) -> None:
-        # On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds.
-        name = signal.Signals(received).name
-        work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
-        work.start()
-        work.join(_SIGNAL_SECONDS)
-        if callable(previous):
-            previous(received, frame)
-        else:
-            signal.signal(received, signal.SIG_DFL)
-            os.kill(os.getpid(), received)
+        nonlocal received_before
+        # The second one does not wait. A forked child has no run; most of them are workers that are being ended.
+        waits, received_before = not received_before and os.getpid() == process, True
+        try:
+            if waits:
+                _tell_of_signal(signal.Signals(received).name)
+        finally:
+            if callable(previous):
+                received_before = False  # the script goes on, if its own handler wants that
+                previous(received, frame)
+            else:
+                signal.signal(received, signal.SIG_DFL)
+                os.kill(os.getpid(), received)
 
+    _undo.append(lambda: deferral.restore(number, handle, previous))
     signal.signal(number, handle)
-    return lambda: _restore_signal(number, handle, previous)
 
 
-def _restore_signal(number: signal.Signals, ours: object, previous: Any) -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is ours:
-        signal.signal(number, previous)
+def _tell_of_signal(name: str) -> None:
+    """On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds."""
+    work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
+    try:
+        work.start()
+    except RuntimeError:  # the interpreter is ending, which closes the run
+        return
+    work.join(_SIGNAL_SECONDS)
 
 
 def _restore(owner: Any, name: str, ours: object, original: object) -> None:

@@ -323,12 +323,15 @@ class Steps:
         core = self.core
         self._hand_over()
         self._turns.end()
-        core.step += 1
+        core.step, self._ended = core.step + 1, False  # both: after an interrupt the step is settled again, or no more
         core.on_request = max(0, core.on_request - 1)
         core.plan(core.step, self._turns.number(core.step))
         self.parameters.start_step()
+        self._losses.start_step()
         self._stepped_by_scaler.clear()
-        self._ended = self._sealed = self._awaits_update = False
+        self._sealed = self._awaits_update = False
+        self._scale = self._skipped = None
+        self._microbatches, self._micro_losses = 1, []
         self._trained_forwards = 0
 
     def request(self, steps: int) -> None:
@@ -366,19 +369,18 @@ class Steps:
         self.settle()
 
     def _facts(self) -> Facts:
-        scale, self._scale = self._scale, None
-        skipped, self._skipped = self._skipped, None
         count = self.parameters.count_nonfinite()
-        nonfinite = None if count is None else number(count)
-        microbatches, self._microbatches = self._microbatches, 1
-        losses = self._losses.end_step(microbatches)
-        micro, self._micro_losses = self._micro_losses, []
-        if microbatches > 1 and micro:  # a pipeline, of one model; with FSDP gradients come after its backwards
-            losses[MAIN] = total(micro, microbatches) or 0.0
-        loss = losses.pop(MAIN, None)
+        losses = self._losses.end_step(self._microbatches)
+        if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
+            losses[MAIN] = total(self._micro_losses, self._microbatches) or 0.0
         return Facts(
-            step=self.core.step, loss=loss, other_losses=losses, scale=scale, nonfinite=nonfinite, skipped=skipped
-        )  # fmt: skip
+            step=self.core.step,
+            loss=losses.pop(MAIN, None),
+            other_losses=losses,
+            scale=self._scale,
+            nonfinite=None if count is None else number(count),
+            skipped=self._skipped,
+        )
 
     def _trains_in_eval_mode(self, taps: Taps) -> bool:
         """Whether a step has come of forwards in eval mode alone, which looked like evaluation till then."""

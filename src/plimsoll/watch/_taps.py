@@ -62,6 +62,9 @@ class Taps:
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
         self._handles: list[Any] = []
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Registers the hooks."""
         for name, module in modules.items():
             self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(_After(self, name), with_kwargs=True))

@@ -13,10 +13,11 @@ from torch import nn
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import RunWriter, Scalars, as_sink
+from plimsoll.runs import RunWriter, Scalars, _checks, as_sink
 from plimsoll.watch import _seams, _shadow, continuing
 from plimsoll.watch._beside import Beside
 from plimsoll.watch._casting import Casts
+from plimsoll.watch._closing import Closing, finish
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
@@ -91,6 +92,9 @@ def watch(
         recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
         queue_bytes=queue_bytes, block=block,
     )  # fmt: skip
+    if start_step is not None:
+        start_step = _checks.step("watch", "start_step", start_step)
+    made_sinks = [as_sink(sink) for sink in _checks.listed("watch", "sinks", sinks)]
     _check_model(model)
     optimizers = _optimizers(optimizer)
     place = Ranks()
@@ -101,7 +105,7 @@ def watch(
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
     continuing.close_earlier(root, run, place.rank)
     start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
-    writer = _writer(run, settings, place, start_step, sinks)
+    writer = _writer(run, settings, place, start_step, made_sinks)
     core = Core(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
@@ -133,10 +137,31 @@ class Watch:
         self._steps.casts = Casts(core, selection.takes)
         self._recorder = recorder
         _forget_compiled(core)
-        begin = root.register_forward_pre_hook(_RootBegins(self._steps), with_kwargs=True, prepend=True)
+        # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
+        closing = Closing(core, self._steps)
+        self._end = weakref.finalize(root, closing)
+        try:
+            self._begin(root, modules, selection, optimizers, scaler, closing)
+        except BaseException:
+            finish(self._end)  # an interrupt, or what cannot be watched: nothing stays
+            raise
+
+    def _begin(
+        self,
+        root: nn.Module,
+        modules: Mapping[str, nn.Module],
+        selection: Selection,
+        optimizers: Sequence[Any],
+        scaler: Any,
+        closing: Closing,
+    ) -> None:
+        core, parameters = self._core, self._steps.parameters
+        begins = _RootBegins(self._steps)
+        closing.handles.append(root.register_forward_pre_hook(begins, with_kwargs=True, prepend=True))
         tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
         self._steps.taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
-        end = root.register_forward_hook(_RootEnds(self._steps), always_call=True)
+        self._steps.taps.attach(tapped)
+        closing.handles.append(root.register_forward_hook(_RootEnds(self._steps), always_call=True))
         _shadow.attach(core, root, self._steps.begin)
         _describe(core, root)
         core.plan(core.step)
@@ -146,8 +171,6 @@ class Watch:
         self._steps.origin = origin = Origin(core, parameters, root)
         self._steps.taps.trace = origin.sees
         _seams.listen(origin)
-        # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
-        self._end = weakref.finalize(root, _close, core, self._steps, (begin, end))
 
     @property
     def path(self) -> os.PathLike[str]:
@@ -206,8 +229,12 @@ class Watch:
         return self._core.writer.flush(timeout)
 
     def close(self) -> None:
-        """Ends the watch: removes every hook, and writes the rest. Closing twice does nothing."""
-        self._end()
+        """Ends the watch: removes every hook, and writes the rest.
+
+        Closing twice does nothing; after an interrupt, it goes on with what that has left. A first SIGINT or SIGTERM
+        waits until the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
+        """
+        finish(self._end)
 
     def __enter__(self) -> "Watch":
         return self
@@ -215,9 +242,11 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not self.closed:
-            self._recorder.fire("exception", f"{kind.__name__}: {error}")
-        self.close()
+        try:
+            if kind is not None and not self.closed:
+                self._recorder.fire("exception", _seams.said(kind, error))
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at step {self._core.step}"
@@ -256,27 +285,6 @@ class _RootEnds(ModuleHook):
 
 
 inlined_only(_RootBegins.__call__, _RootEnds.__call__)
-
-
-def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
-    while core.at_close:
-        core.at_close.pop()()
-    _seams.forget(steps)
-    for listener in (steps.wiring, steps.origin):
-        if listener is not None:
-            _seams.forget(listener)
-    for end in core.at_close:
-        end()
-    steps.settle_if_ended(closing=True)
-    steps.recorder.send_facts()
-    for handle in handles:
-        handle.remove()
-    if steps.taps is not None:
-        steps.taps.detach()
-    if core.shadow is not None:
-        core.shadow.detach()
-    core.shut()
-    core.writer.close()
 
 
 def _check_model(model: object) -> None:
@@ -342,7 +350,7 @@ def _writer(
         world_size=place.world,
         resume_from=start_step,
         queue_bytes=settings.queue_bytes,
-        sinks=[as_sink(sink) for sink in sinks] if place.rank == 0 else [],  # one rank alone feeds them
+        sinks=sinks if place.rank == 0 else [],  # one rank alone feeds them
     )
 
 

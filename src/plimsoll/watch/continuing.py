@@ -7,6 +7,8 @@ shapes, and an optimizer that has made about as many steps as the run has. Elsew
 where a cell is run again and again, the earlier run is kept under a numbered name and the folder is free.
 """
 
+import atexit
+import functools
 import hashlib
 import os
 import sys
@@ -19,8 +21,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import _manifest, _parts, script
+from plimsoll.runs import _manifest, _parts, deferral, script
 from plimsoll.runs._place import Folder, folder_to_write
+from plimsoll.watch._closing import finish
 from plimsoll.watch._names import clean, unwrapped
 
 _AHEAD = 1000  # steps that a killed run may have lost, at least; or as many as it has
@@ -91,8 +94,22 @@ def is_taken(folder: Path, found: Earlier | None, rank: int) -> bool:
 def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, Any]") -> None:
     """Notes that this process watches the model into the folder; `end` closes the watch."""
     path = run.absolute()
+    _register_end()
     _watched.setdefault(unwrapped(model), set()).add(path)
     _open[path, rank] = end
+
+
+@functools.cache
+def _register_end() -> None:
+    """Has all watches closed when the process ends; after the first finalizer was made, so that it goes first."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    """Closes what is open before a signal takes effect: by themselves, finalizers stop at a KeyboardInterrupt."""
+    with deferral.deferred():
+        for end in list(_open.values()):
+            finish(end)
 
 
 def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
@@ -106,7 +123,7 @@ def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
     if end is None or watched is None:
         return
     if watched[0] is unwrapped(model) or _in_notebook():
-        end()
+        finish(end)
         return
     raise ArgumentError(
         f"watch: expected a folder that no other watch writes to; got run={path}, into which this process watches a "

@@ -201,8 +201,8 @@ class Losses:
         return name
 
     def end_step(self, microbatches: int) -> dict[str, float | Later]:
-        """The step's losses by name; a pipeline's are means over so many micro-batches."""
-        taken, self._taken = self._taken, {}
+        """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
+        taken = self._taken
         main = taken.get(MAIN)
         found: dict[str, float | Later] = {}
         for name, losses in taken.items():
@@ -217,6 +217,10 @@ class Losses:
                 )
                 self.core.say("loss", message, once=name, name=name)
         return found
+
+    def start_step(self) -> None:
+        """The next step starts."""
+        self._taken = {}
 
 
 class _Step:

@@ -24,7 +24,7 @@ _Mark = threading.Event
 
 
 class SinkRunner:
-    """Runs one sink. None of its four methods raises, and none but `flush` and `close` waits for anything.
+    """Runs one sink. None of its methods raises, and none but `flush`, `close` and `has_ended` waits for anything.
 
     - `queue_steps`: how many records may wait; beyond it the oldest is dropped.
     - `dropped`: records that the sink was never given: from a full queue, after it was switched off or closed.
@@ -90,23 +90,34 @@ class SinkRunner:
         with self._changed:
             if mark in self._queue:
                 self._queue.remove(mark)
-        self._late("flush", timeout)
+        self.give_up("flush", timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Lets the sink take what still waits and closes it, waiting at most `timeout` seconds; then goes on without.
 
         A sink that is merely slow goes on in the background while the process lives.
         """
+        if not self._closing:
+            self.end()
+            if not self.has_ended(timeout):
+                self.give_up("close", timeout)
+
+    def end(self, *, flushing: bool = False) -> None:
+        """Lets the sink take what still waits, flushes it where that is asked for, and closes it; waits for nothing."""
         if self._absent() or self._closing:
             return
         with self._changed:
+            if flushing and not self._off:
+                self._queue.append(_Mark())
             self._closing = True
             self._changed.notify()
-        if self._thread is None or self._thread is threading.current_thread():
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._late("close", timeout)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Waits at most so long for the thread to end; whether it has, as seen from any other one."""
+        if self._absent() or self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _absent(self) -> bool:
         return os.getpid() != self._pid
@@ -179,7 +190,8 @@ class SinkRunner:
             if isinstance(job, _Mark):
                 job.set()
 
-    def _late(self, operation: str, timeout: float) -> None:
+    def give_up(self, operation: str, timeout: float) -> None:
+        """Says that the sink has not done something in time."""
         with self._changed:
             records = sum(not isinstance(job, _Mark) for job in self._queue)
         self._note(
