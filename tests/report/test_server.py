@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 import plimsoll as pl
 from plimsoll import report
 from plimsoll.diagnosis import View
+from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
 from plimsoll.report._server import App, app
 from plimsoll.report._server_answers import OFFERED
 from plimsoll.report._server_figures import OF_ONE
@@ -81,6 +82,15 @@ def get(served: App) -> Any:
 
 def _no_number(constant: str) -> None:
     raise AssertionError(f"the answer holds {constant}, which is no JSON")
+
+
+@pytest.mark.parametrize("name", [*(fmt.name for fmt in (*ELEMENTS, *BLOCKS)), *ALIASES, "e11m0", "e10m52", "e12m3"])
+def test_every_format_is_answered_or_refused(served: App, name: str) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
+    queries += [f"figure/{figure}?{word}={name}" for figure in OF_ONE for word in ("format", "formats")]
+    statuses = {query: asked.get(f"/api/runs/sound/{query}").status_code for query in queries}
+    assert {status for status in statuses.values()} <= {200, 404, 422}, statuses
 
 
 # -- the list
