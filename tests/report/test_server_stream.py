@@ -256,7 +256,7 @@ def test_there_are_only_so_many_streams(tmp_path: Path, monkeypatch: pytest.Monk
             await browser.until(lambda browser=browser: "event" in browser.text)
         third = Browser().open(made)
         await third.until(lambda: len(third.messages) >= 2)
-        assert third.messages[0]["status"] == 422 and "at most 2 open streams" in json.loads(third.text)["error"]
+        assert third.messages[0]["status"] == 429 and "at most 2 open streams" in json.loads(third.text)["error"]
         await browsers[0].leave()
         fourth = Browser().open(made)
         await fourth.until(lambda: "event" in fourth.text)
