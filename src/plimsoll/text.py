@@ -84,19 +84,20 @@ def steps(first: int, last: int) -> str:
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Write text that comes from anywhere so that a terminal shows it and does nothing else.
+    r"""Write text that comes from anywhere so that a terminal shows it and does nothing else.
 
     Control characters, escape sequences, marks that turn the direction of writing, half characters: all that is not
     to be seen appears as its escape.
 
     Args:
+        text: Any text.
         lines: Whether a line may end within the text.
 
-    >>> print(printable("a\\x1b[31mred\\u202e\\nb"))
-    a\\x1b[31mred\\u202e
+    >>> print(printable("a\x1b[31mred\u202e\nb"))
+    a\x1b[31mred\u202e
     b
-    >>> print(printable("a\\nb", lines=False))
-    a\\nb
+    >>> print(printable("a\nb", lines=False))
+    a\nb
     """
     if text.isprintable():
         return text

@@ -4,7 +4,8 @@
   machine (DNS rebinding) would let any web page read the runs: 403.
 - Where a token is asked for it comes as ``Authorization: Bearer``, as the cookie, or once as ``?token=``, which is
   answered with the cookie (HttpOnly, SameSite=Strict): else 401.
-- Only GET and HEAD: 405, without a body: 413, with a head of at most 16 KB: 431. Pages of other origins cannot ask the API even without seeing the answer: 403.
+- Only GET and HEAD: 405, without a body: 413, and with a head of at most 16 KB: 431. Pages of other origins cannot ask
+  the API even without seeing the answer: 403.
 - Answers allow no script but the page's own, no framing, no guessing of types, no referrer, and no sharing with other
   origins (there are no CORS headers).
 
