@@ -28,11 +28,12 @@ LAYER = f"{A}.weight"  # the one that LOW flushes
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The page's address (without a slash at its end), its port, and the application that answers."""
+    """The page's address (without a slash at its end), its port, the application that answers, and who is connected."""
 
     url: str
     port: int
     app: Any
+    connections: Any
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterato
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="served", daemon=True)
     thread.start()
     try:
-        yield Served(url=f"http://127.0.0.1:{port}", port=port, app=made)
+        yield Served(url=f"http://127.0.0.1:{port}", port=port, app=made, connections=server.server_state.connections)
     finally:
         made.close()  # ends the streams, for which the server would wait
         server.should_exit = True
