@@ -75,7 +75,7 @@ def checked(answer: bytes, request: object) -> int | None:
     status = int(head.split(b" ", 2)[1])
     assert 200 <= status < 500, (request, answer[:500])
     fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-    kind = fields.get(b"content-type", b"")
+    kind, body = fields.get(b"content-type", b""), body[: int(fields.get(b"content-length", len(body)))]
     if status == 400:  # no request at all, which uvicorn says
         assert kind.startswith(b"text/plain") and body in (b"", b"Invalid HTTP request received.")
         return status
