@@ -54,7 +54,7 @@ def sent(site: Served, request: bytes) -> bytes:
             line.shutdown(socket.SHUT_WR)
         while not _is_whole(found, request) and (more := line.recv(1 << 16)):
             found += more
-    return found
+    return found.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if request.startswith(b"HEAD") and found else found
 
 
 def _is_whole(answer: bytes, request: bytes) -> bool:
