@@ -241,6 +241,7 @@ def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
     ("path", "status", "message"),
     [
         ("/api/runs/sound/figure/none", 404, "expected a figure among"),
+        ("/api/runs/sound/figure/before_after", 404, "expected a figure among"),
         ("/api/runs/sound/figure/heatmap?statistic=none", 422, "heatmap: expected"),
         ("/api/runs/sound/figure/heatmap?colour=red", 422, "got colour. Leave it out"),
         ("/api/runs/sound/figure/spectrogram?collection=gradients", 422, "expected name for spectrogram"),

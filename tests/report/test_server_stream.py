@@ -289,3 +289,22 @@ def test_the_end_of_the_server_ends_the_streams(tmp_path: Path) -> None:
             await late.task
 
     streamed(check, tmp_path)
+
+
+def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        looks: list[str] = []
+
+        def look(key: str) -> Mapping[str, object]:
+            looks.append(key)
+            if len(looks) < 3:
+                raise RuntimeError("a run that is odd")
+            return {"version": len(looks)}
+
+        browser = Browser().open(EventStream(Streams(look, poll_seconds=0.001), None))
+        await browser.until(lambda: bool(browser.events))
+        assert browser.events[0] == ("runs", {"version": 3})
+        await browser.leave()
+
+    asyncio.run(check())
+    assert caplog.text.count("could not be looked at") == 2

@@ -8,6 +8,7 @@ the task. What a slow browser has not taken yet is replaced by what is newer, so
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 
 from plimsoll.report._security import Receive, Scope, Send
@@ -16,6 +17,8 @@ from plimsoll.report._server_turns import BusyError
 MOST_STREAMS = 64
 _KEEP_ALIVE_SECONDS = 15.0
 _RUNS = ""  # the key of the list among those of runs
+
+_LOG = logging.getLogger("plimsoll")
 
 # The state of a run (by id) or of the list (by ""): the event's data, None where there is none.
 Look = Callable[[str], "Mapping[str, object] | None"]
@@ -111,7 +114,11 @@ class Streams:
     async def _watch(self, key: str) -> None:
         """Looks again and again; tells the state that it finds first, and each that differs from the one before."""
         while True:
-            found = await asyncio.to_thread(self._look, key)
+            try:
+                found = await asyncio.to_thread(self._look, key)
+            except Exception:  # noqa: BLE001  (the next look may go well, and the task is not begun again while anybody watches)
+                _LOG.exception("plimsoll serve: %a could not be looked at", key)
+                found = None
             if found is not None and found != self._last.get(key):
                 self._last[key] = found
                 for stream in self._watching.get(key, ()):
