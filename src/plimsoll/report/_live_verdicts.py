@@ -95,13 +95,13 @@ class Verdicts:
         due = next((run for run in ordered if self._is_due(run, now, run.id in opened)), None)
         if due is None:
             return None
-        begun = time.perf_counter()
         thread = threading.Thread(target=self._judged, args=(due,), name="plimsoll-verdict", daemon=True)
         thread.start()
         thread.join(_PATIENCE_SECONDS)
         if thread.is_alive():
             self._overdue[due.id] = thread
-        took = time.perf_counter() - begun
+        known = self.of(due)
+        took = _PATIENCE_SECONDS if thread.is_alive() or known is None else known.took_seconds
         return took * (1 / _SHARE - 1) if any(run.is_live(now) for run in runs) else 0.0
 
     def _is_due(self, run: Listed, now: float, is_open: bool) -> bool:
