@@ -110,7 +110,9 @@ def test_no_request_fails_or_hangs_and_the_page_goes_on(site: Served, caplog: py
             if draw.random() < 0.2:  # half of it, and no end
                 line = socket.create_connection(("127.0.0.1", site.port), HANG_SECONDS)
                 line.sendall(request[: draw.randrange(len(request))])
-                open_lines = [*open_lines[-60:], line]
+                open_lines.append(line)
+                if len(open_lines) > 60:
+                    open_lines.pop(0).close()
             else:
                 checked(sent(site, request), request)
     finally:

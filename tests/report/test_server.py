@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile.write(root / "hostile", steps=10)
     RunWriter(root / "empty").close()
     told(samples=1).write(root / "one step")
+    told(samples=1).write(root / "formats")
     with RunWriter(root / "scalars only") as writer:
         writer.write(Scalars(step=3, values={"loss": float("nan"), "scale": float("inf")}))
     shutil.copytree(root / "sound", root / "damaged part")
@@ -89,7 +90,7 @@ def test_every_format_is_answered_or_refused(served: App, name: str) -> None:
     asked = TestClient(served, base_url="http://localhost:8642")
     queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
     queries += [f"figure/{figure}?{word}={name}" for figure in OF_ONE for word in ("format", "formats")]
-    statuses = {query: asked.get(f"/api/runs/one%20step/{query}").status_code for query in queries}
+    statuses = {query: asked.get(f"/api/runs/formats/{query}").status_code for query in queries}
     assert set(statuses.values()) <= {200, 404, 422}, statuses
 
 
