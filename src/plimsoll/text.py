@@ -1,4 +1,4 @@
-"""Numbers as text: one way to write shares, powers of two, counts and steps.
+"""Numbers as text: one way to write shares, powers of two, counts and steps. And text as a terminal can show it.
 
 Every surface writes its numbers with these functions: terminal, report, Markdown, live page, findings. The live page
 and the report's script write the same in JavaScript (`_page/words.js`, `_templates/report.js`).
@@ -81,3 +81,24 @@ def steps(first: int, last: int) -> str:
     ('steps 301 to 310', 'step 1,300')
     """
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    r"""Write text that comes from anywhere so that a terminal shows it and does nothing else.
+
+    Control characters, escape sequences, marks that turn the direction of writing, half characters: all that is not
+    to be seen appears as its escape.
+
+    Args:
+        text: Any text.
+        lines: Whether a line may end within the text.
+
+    >>> print(printable("a\x1b[31mred\u202e\nb"))
+    a\x1b[31mred\u202e
+    b
+    >>> print(printable("a\nb", lines=False))
+    a\nb
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)

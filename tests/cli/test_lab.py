@@ -174,7 +174,7 @@ def test_the_picture_in_one_line_spans_all_trainings() -> None:
 def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "screen").open("w") as screen:
         terminal = Console(file=screen, force_terminal=True, width=80)
-        monkeypatch.setattr(_lab_progress, "Console", lambda **_: terminal)
+        monkeypatch.setattr(_lab_progress, "console", lambda **_: terminal)
         with _lab_progress.told() as progress:
             progress.begin("FP16, stock scaler", 3)
             progress.advance()

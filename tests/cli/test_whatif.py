@@ -7,7 +7,21 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from tests.diagnosis.stories import SOUND
+from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
+from tests.diagnosis.stories import SOUND, told
+
+# With formats at the limits of eXmY.
+FORMATS = (
+    *(fmt.name for fmt in (*ELEMENTS, *BLOCKS)),
+    *ALIASES,
+    "e2m0",
+    "e2m52",
+    "e10m52",
+    "e11m0",
+    "e11m2",
+    "e12m3",
+    "e0m3",
+)
 
 
 def run(*arguments: object) -> Result:
@@ -48,3 +62,25 @@ def test_a_shift_and_a_collection_are_taken(path: Path) -> None:
 def test_what_cannot_be_answered_exits_with_2(path: Path, arguments: list[str], message: str) -> None:
     result = run(path, *arguments)
     assert result.exit_code == 2 and message in result.stderr
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return told(samples=2).write(tmp_path_factory.mktemp("formats") / "run")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_command_answers_or_refuses_every_format(short: Path, name: str) -> None:
+    commands = (
+        ["whatif", str(short), "--format", name],
+        ["whatif", str(short), "--format", name, "--inference", "--output", "json"],
+        ["whatif", str(short), "--format", name, "--shift", "-2200"],
+        ["plan", str(short), "--target", name],
+        ["plan", str(short), "--target", "fp16", "--fallback", name],
+        ["diff", str(short), str(short), "--computed-in", name],
+        ["formats", name],
+    )
+    for command in commands:
+        found = CliRunner().invoke(app, command)
+        assert found.exit_code in (0, 2) and isinstance(found.exception, SystemExit | None), (command, found.exception)
+        assert found.stderr.count("\n") == (found.exit_code == 2)

@@ -28,19 +28,19 @@ LAYER = f"{A}.weight"  # the one that LOW flushes
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The page's address (without a slash at its end), its port, and the application that answers."""
+    """The page's address (without a slash at its end), its port, the application that answers, and who is connected."""
 
     url: str
     port: int
     app: Any
+    connections: Any
 
 
 @contextlib.contextmanager
 def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterator[Served]:
     """The live page of a folder, until the end of the block."""
-    from uvicorn import Config, Server
-
     from plimsoll.report._server import app
+    from plimsoll.report._server_loop import PageServer
 
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,11 +48,11 @@ def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterato
     listener.listen(64)
     port = listener.getsockname()[1]
     made = app(folder, hosts=(f"127.0.0.1:{port}",), poll_seconds=poll_seconds)
-    server = Server(Config(made, log_config=None, ws="none", timeout_graceful_shutdown=1))
+    server = PageServer(made)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="served", daemon=True)
     thread.start()
     try:
-        yield Served(url=f"http://127.0.0.1:{port}", port=port, app=made)
+        yield Served(url=f"http://127.0.0.1:{port}", port=port, app=made, connections=server.server_state.connections)
     finally:
         made.close()  # ends the streams, for which the server would wait
         server.should_exit = True

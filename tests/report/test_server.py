@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 import plimsoll as pl
 from plimsoll import report
 from plimsoll.diagnosis import View
+from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
 from plimsoll.report._server import App, app
 from plimsoll.report._server_answers import OFFERED
 from plimsoll.report._server_figures import OF_ONE
@@ -37,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile.write(root / "hostile", steps=10)
     RunWriter(root / "empty").close()
     told(samples=1).write(root / "one step")
+    told(samples=1).write(root / "formats")
     with RunWriter(root / "scalars only") as writer:
         writer.write(Scalars(step=3, values={"loss": float("nan"), "scale": float("inf")}))
     shutil.copytree(root / "sound", root / "damaged part")
@@ -81,6 +83,15 @@ def get(served: App) -> Any:
 
 def _no_number(constant: str) -> None:
     raise AssertionError(f"the answer holds {constant}, which is no JSON")
+
+
+@pytest.mark.parametrize("name", [*(fmt.name for fmt in (*ELEMENTS, *BLOCKS)), *ALIASES, "e11m0", "e10m52", "e12m3"])
+def test_every_format_is_answered_or_refused(served: App, name: str) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
+    queries += [f"figure/{figure}?{word}={name}" for figure in OF_ONE for word in ("format", "formats")]
+    statuses = {query: asked.get(f"/api/runs/formats/{query}").status_code for query in queries}
+    assert set(statuses.values()) <= {200, 404, 422}, statuses
 
 
 # -- the list
@@ -231,6 +242,7 @@ def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
     ("path", "status", "message"),
     [
         ("/api/runs/sound/figure/none", 404, "expected a figure among"),
+        ("/api/runs/sound/figure/before_after", 404, "expected a figure among"),
         ("/api/runs/sound/figure/heatmap?statistic=none", 422, "heatmap: expected"),
         ("/api/runs/sound/figure/heatmap?colour=red", 422, "got colour. Leave it out"),
         ("/api/runs/sound/figure/spectrogram?collection=gradients", 422, "expected name for spectrogram"),

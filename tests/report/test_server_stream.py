@@ -256,7 +256,7 @@ def test_there_are_only_so_many_streams(tmp_path: Path, monkeypatch: pytest.Monk
             await browser.until(lambda browser=browser: "event" in browser.text)
         third = Browser().open(made)
         await third.until(lambda: len(third.messages) >= 2)
-        assert third.messages[0]["status"] == 422 and "at most 2 open streams" in json.loads(third.text)["error"]
+        assert third.messages[0]["status"] == 429 and "at most 2 open streams" in json.loads(third.text)["error"]
         await browsers[0].leave()
         fourth = Browser().open(made)
         await fourth.until(lambda: "event" in fourth.text)
@@ -289,3 +289,22 @@ def test_the_end_of_the_server_ends_the_streams(tmp_path: Path) -> None:
             await late.task
 
     streamed(check, tmp_path)
+
+
+def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        looks: list[str] = []
+
+        def look(key: str) -> Mapping[str, object]:
+            looks.append(key)
+            if len(looks) < 3:
+                raise RuntimeError("a run that is odd")
+            return {"version": len(looks)}
+
+        browser = Browser().open(EventStream(Streams(look, poll_seconds=0.001), None))
+        await browser.until(lambda: bool(browser.events))
+        assert browser.events[0] == ("runs", {"version": 3})
+        await browser.leave()
+
+    asyncio.run(check())
+    assert caplog.text.count("could not be looked at") == 2

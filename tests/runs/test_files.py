@@ -1,9 +1,11 @@
 """Files that appear whole or not at all."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from plimsoll.formats import Plan
 from plimsoll.runs import _files
 
 
@@ -30,3 +32,36 @@ def test_a_failure_on_the_way_leaves_the_old_one_and_nothing_else(tmp_path: Path
     with pytest.raises(error):
         write()
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_opened_to_be_written_only_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(FileExistsError):
+        _files.open_for_writing(tmp_path / "link")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("kind", ["run's file", "plan"])
+def test_no_link_can_lie_in_wait_under_the_hidden_name(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows the process and has seen a name before does not know the next one."""
+    opened: list[Path] = []
+    real = Path.open
+
+    def noted(path: Path, mode: str = "r", *given: Any, **options: Any) -> Any:
+        if path.parent == tmp_path:
+            assert "x" in mode
+            opened.append(path)
+        return real(path, mode, *given, **options)
+
+    monkeypatch.setattr(Path, "open", noted)
+    for _ in range(2):
+        if kind == "plan":
+            Plan(target="fp16", default="fp16", formats={}).save(tmp_path / "plan.toml")
+        else:
+            with _files.replacing(tmp_path / "a") as file:
+                file.write(b"new")
+    first, second = opened
+    assert first.name != second.name and not {first, second} & set(tmp_path.iterdir())
+    assert all(name.name.startswith(_files.HIDDEN) for name in opened)

@@ -5,6 +5,7 @@ defect of Plimsoll, and keeps its traceback.
 """
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -22,8 +23,12 @@ from plimsoll.cli._report import report
 from plimsoll.cli._run import run
 from plimsoll.cli._script import Handover
 from plimsoll.cli._serve import serve
+from plimsoll.cli._terminal import complain
 from plimsoll.cli._whatif import whatif
 from plimsoll.errors import PlimsollError
+from plimsoll.text import printable
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, which newer versions of typer carry within them
 
 
 class _Group(TyperGroup):
@@ -33,8 +38,11 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except PlimsollError as error:
-            print(f"plimsoll: {error}", file=sys.stderr)  # noqa: T201  (one line, unwrapped, so that it can be copied)
+            complain(str(error))
             raise typer.Exit(2) from error
+        except _UsageError as error:  # typer shows it, with the argument that it is about
+            error.message = printable(error.message, lines=False)
+            raise
 
 
 app = typer.Typer(
@@ -82,5 +90,8 @@ def main() -> None:
         app(prog_name="plimsoll")
     except Handover as handover:
         script = handover.script
+    except Exception:  # noqa: BLE001  (as Python does, with the error's text as a terminal can show it)
+        print(printable(traceback.format_exc()), file=sys.stderr, end="")  # noqa: T201
+        sys.exit(1)
     if script is not None:
         script()

@@ -1,6 +1,5 @@
 """``plimsoll check``: what the rules find in a run, as text or JSON, and an exit code for schedulers."""
 
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli._place import Opened, opened, refuse_empty, said
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say_json
 from plimsoll.errors import ArgumentError
-from plimsoll.text import counted, number
+from plimsoll.text import counted, number, printable
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Finding, View
@@ -51,7 +50,7 @@ def check(
     judged = [_judged(one, until, select, thresholds) for one in opened(run)]
     if output == "json":
         data = judged[0].to_dict() if len(judged) == 1 else _of_script(run, judged)
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        say_json(data)
     else:
         target = console()
         for number_of, each in enumerate(judged):
@@ -122,7 +121,7 @@ def _print(judged: _Judged, target: Console) -> None:
     found, view = judged.found, judged.view
     ended = "" if (ending := _early_end(view)) is None else f"; {shown(str(ending))}"
     head = f": {_counts(found)}, {_reach(view.last_step)}{ended}"
-    target.print(Text.assemble((judged.one.called, "bold"), head), soft_wrap=True)
+    target.print(Text.assemble((printable(judged.one.called, lines=False), "bold"), head), soft_wrap=True)
     if view.last_step >= 0:
         from plimsoll.report._verdict import verdict
 
@@ -188,7 +187,7 @@ def _print_rules(thresholds: dict[str, float], output: str) -> None:
             }
             for rule in rules
         ]
-        typer.echo(json.dumps(listed, indent=2))
+        say_json(listed)
         return
     target = console()
     for rule in rules:

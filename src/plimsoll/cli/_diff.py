@@ -1,6 +1,5 @@
 """``plimsoll diff``: where two runs part, as text or JSON, and an exit code for scripts."""
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,7 +7,7 @@ import typer
 from rich.text import Text
 
 from plimsoll.cli._place import Opened, opened, view_at
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say_json
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def diff(
     until: Annotated[int | None, typer.Option("--until", help="Compare up to this step.")] = None,
 ) -> None:
     """The first step and tensor where two runs part beyond rounding. Exit code 0: nowhere; 1: there; 2: unreadable."""
-    from plimsoll.diagnosis import diff as asked
+    from plimsoll.diagnosis import diff as asked, shown
 
     pairs, alone = _pairs(opened(run_a), opened(run_b))
     found = [
@@ -49,13 +48,13 @@ def diff(
     if output == "json":
         data = [{"model": a.model, **each.to_dict()} for (a, _), each in zip(pairs, found, strict=True)]
         whole = {"runs": data, "only_in_one": alone} if len(data) + len(alone) > 1 else found[0].to_dict()
-        typer.echo(json.dumps(whole, indent=2, allow_nan=False))
+        say_json(whole)
     else:
         for place, each in enumerate(found):
             if place:
                 console().print()
             _print(each, console())
-        for name in alone:
+        for name in map(shown, alone):
             console().print(Text(f"only one of the scripts trains {name}", style="bold red"))
     if alone or any(each.first is not None for each in found):
         raise typer.Exit(1)
@@ -111,7 +110,7 @@ def _print(found: "Divergence", target: "Console") -> None:
     for note in found.notes:
         target.print(Text(note))
     for name, a, b in found.changed[:_TOLD]:
-        target.print(Text(f"{name}: {shown(a)} in A, {shown(b)} in B"))
+        target.print(Text(f"{shown(name)}: {shown(a)} in A, {shown(b)} in B"))
     if len(found.changed) > _TOLD:
         target.print(Text(f"and {len(found.changed) - _TOLD} more settings"))
     for which, names in (("A", found.only_a), ("B", found.only_b)):

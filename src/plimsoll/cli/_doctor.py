@@ -1,7 +1,6 @@
 """``plimsoll doctor``: what this machine offers."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli._machine import Cache, Device, Extra, Machine, examine
-from plimsoll.cli._terminal import Glyphs, console, glyphs
+from plimsoll.cli._terminal import Glyphs, console, glyphs, say_json
 
 
 def doctor(
@@ -21,7 +20,7 @@ def doctor(
     """What this machine offers: devices, kernel backends, formats in hardware, optional parts."""
     machine = examine()
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(machine), indent=2))
+        say_json(dataclasses.asdict(machine))
     else:
         _print(machine, console())
 

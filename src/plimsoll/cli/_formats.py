@@ -1,6 +1,5 @@
 """``plimsoll formats``: the catalogue as a table, or one format on a page."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from plimsoll.cli._drawing import Axis, Reach, fields
 from plimsoll.cli._format_page import print_page
-from plimsoll.cli._terminal import Glyphs, console, glyphs
+from plimsoll.cli._terminal import Glyphs, console, glyphs, say_json
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
 from plimsoll.text import number
 
@@ -35,7 +34,7 @@ def formats(
     chosen = None if name is None else get(name)
     if as_json:
         result = facts(chosen) if chosen is not None else [facts(fmt) for fmt in (*ELEMENTS, *BLOCKS)]
-        typer.echo(json.dumps(result, indent=2))
+        say_json(result)
     elif chosen is not None:
         print_page(chosen, aliases(chosen), console())
     else:

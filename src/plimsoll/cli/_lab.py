@@ -1,6 +1,5 @@
 """``plimsoll lab``: the experiments, with their claims; one of them, carried out; or all."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ from plimsoll.cli._lab_list import list_experiments, list_rows
 from plimsoll.cli._lab_progress import told
 from plimsoll.cli._lab_show import show
 from plimsoll.cli._place import folder_here
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say, say_json, say_line
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _one(name: str, folder: Path, output: str, **settings: Any) -> None:
     with told() as progress:
         result = perform(chosen, folder, progress=progress, **settings)
     if output == "json":
-        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        say_json(result.to_dict())
     else:
         show(result, target)
     if not result.holds:
@@ -84,10 +83,10 @@ def _all(folder: Path, output: str, **settings: Any) -> None:
             folder, progress=progress, done=_say if output == "text" else None, **settings
         )  # fmt: skip
     if output == "json":
-        typer.echo((folder / "outcomes.json").read_text())
+        say((folder / "outcomes.json").read_text())
     else:
         held, minutes = sum(outcome.holds for outcome in outcomes), sum(outcome.seconds for outcome in outcomes) / 60
-        console().print(f"{held} of {len(outcomes)} experiments hold; {minutes:.0f} minutes. {folder}: outcomes.json")
+        say_line(f"{held} of {len(outcomes)} experiments hold; {minutes:.0f} minutes. {folder}: outcomes.json")
     if any(outcome.error for outcome in outcomes):
         raise typer.Exit(2)
     if not all(outcome.holds for outcome in outcomes):

@@ -1,16 +1,14 @@
 """What `plimsoll lab` lists: experiments with their outcomes, and the rows of the evidence base with their state."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say_json
 
 if TYPE_CHECKING:
     from plimsoll.lab import Outcome, Standing
@@ -28,7 +26,7 @@ def list_experiments(folder: Path | None, output: str) -> None:
             {"name": e.name, "claim": e.claim, "source": e.source, "state": _state(outcomes, e.name)}
             for e in EXPERIMENTS.values()
         ]
-        typer.echo(json.dumps(listed, indent=2))
+        say_json(listed)
         return
     table = _table("experiment", "evidence", "claim", wraps="claim")
     for experiment in EXPERIMENTS.values():
@@ -42,7 +40,7 @@ def list_rows(folder: Path | None, output: str) -> None:
 
     listed = standings(_outcomes(folder))
     if output == "json":
-        typer.echo(json.dumps([standing.to_dict() for standing in listed], indent=2, allow_nan=False))
+        say_json([standing.to_dict() for standing in listed])
         return
     table = _table("row", "state", "what it says, and what stands for it", wraps="what it says, and what stands for it")
     for standing in listed:

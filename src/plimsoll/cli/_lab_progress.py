@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from plimsoll.cli._terminal import console
+
 _WIDEST = 22  # cells of a part's title
 
 
@@ -41,13 +43,13 @@ class Lines:
 @contextmanager
 def told() -> Generator[Bars | Lines]:
     """Whom to tell; bars are there until the end of the block."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield Lines(console)
+    target = console(stderr=True)
+    if not target.is_terminal:
+        yield Lines(target)
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(bar_width=30),
         TextColumn("{task.completed:>5.0f}/{task.total:.0f}"), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=target, transient=True) as progress:
         yield Bars(progress)

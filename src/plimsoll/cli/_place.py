@@ -3,13 +3,13 @@
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plimsoll.cli._terminal import complain
 from plimsoll.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _read(path: str | Path, filesystem: Any) -> "Run":
     run = Run(path, filesystem=filesystem, warn=False)
     if run.problems:
         more = f", and {len(run.problems) - 1} more such problems" if len(run.problems) > 1 else ""
-        print(f"plimsoll: {run.problems[0]}{more}", file=sys.stderr)  # noqa: T201
+        complain(f"{run.problems[0]}{more}")
     return run
 
 

@@ -1,6 +1,5 @@
 """``plimsoll plan``: a precision plan from a run, or a plan held against one."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli._place import RunPlace, file_here, of_model, only, opened, said, view_at
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say, say_json, say_line
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
-from plimsoll.text import percent
+from plimsoll.text import percent, printable
 
 if TYPE_CHECKING:
     from plimsoll.formats import Plan
@@ -88,14 +87,15 @@ def plan(
             each.save(file)
     if output == "json":
         data = [{"model": one.model, **each.to_dict()} for one, each in made]
-        typer.echo(json.dumps({"runs": data} if len(made) > 1 else made[0][1].to_dict(), indent=2, allow_nan=False))
+        say_json({"runs": data} if len(made) > 1 else made[0][1].to_dict())
         return
     for place, ((one, each), file) in enumerate(zip(made, files, strict=True)):
         if len(made) > 1:
-            console().print(Text(("\n" if place else "") + one.called, style="bold"))
+            console().print(Text(("\n" if place else "") + printable(one.called, lines=False), style="bold"))
         _print(each, console())
         if file is not None:
-            typer.echo(f"\nwritten to {file}")
+            say("")
+            say_line(f"written to {file}")
 
 
 def _refuse_beside_check(
@@ -126,7 +126,7 @@ def _check(plan_file: str, run: str, tolerance: float | None, until: int | None,
         raise ArgumentError(f"plan: expected a plan file; got {str(path)!r}, which is not there. Write one with -o.")
     found = check_plan(Plan.load(path), view_at(only(run, "plan --check"), until), tolerance=tolerance)
     if output == "json":
-        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        say_json(found.to_dict())
     else:
         target = console()
         target.print(Text(found.sentence, style="bold green" if found.ok else "bold red"))

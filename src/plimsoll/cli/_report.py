@@ -1,12 +1,12 @@
 """``plimsoll report``: a run as one HTML file, or as Markdown or JSON for other programs."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from plimsoll.cli._place import RunPlace, file_here, of_model, opened, view_at
+from plimsoll.cli._terminal import as_json, say, say_line
 from plimsoll.errors import ArgumentError, RunError
 
 _BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
@@ -36,7 +36,7 @@ def report(
         return
     text = _text(run, chosen, until)
     if output is None or str(output) == "-":
-        typer.echo(text.encode("utf-8", "replace").decode("utf-8"), nl=not text.endswith("\n"))
+        say(text)
     else:
         _write(output, text)
 
@@ -65,8 +65,8 @@ def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
         told = summary(view)
         file = of_model(output, one, len(found))
         written = html(view, file, title=title, findings=told.findings)
-        typer.echo(f"{one.model}: {told.verdict}" if one.model else told.verdict)
-        typer.echo(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
+        say_line(f"{one.model}: {told.verdict}" if one.model else told.verdict)
+        say_line(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
 
 
 def _text(run: str, form: str, until: int | None) -> str:
@@ -76,7 +76,7 @@ def _text(run: str, form: str, until: int | None) -> str:
     if form == "markdown":
         return "\n".join(markdown(view) for _, view in found)
     data = [{"model": one.model, **summary(view).to_dict()} for one, view in found]
-    return json.dumps({"runs": data} if len(data) > 1 else summary(found[0][1]).to_dict(), indent=2, allow_nan=False)
+    return as_json({"runs": data} if len(data) > 1 else summary(found[0][1]).to_dict())
 
 
 def _write(output: Path, text: str) -> None:
@@ -91,4 +91,4 @@ def _write(output: Path, text: str) -> None:
         raise RunError(
             f"report: expected a file that can be written; got {output} ({error}). Choose another."
         ) from error
-    typer.echo(str(output))
+    say_line(str(output))

@@ -12,6 +12,7 @@ import typer
 
 from plimsoll.cli import _folder, _optimizers, _place, _script
 from plimsoll.errors import ArgumentError
+from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.watch._auto import Found
@@ -193,7 +194,7 @@ def _say(line: str) -> None:
     """One line on stderr; where that is closed, nothing."""
     try:
         who = f"plimsoll (rank {_rank()})" if _rank() else "plimsoll"
-        print(f"{who}: {' '.join(line.split())}", file=sys.stderr, flush=True)  # noqa: T201
+        print(printable(f"{who}: {' '.join(line.split())}"), file=sys.stderr, flush=True)  # noqa: T201
     except (OSError, ValueError, AttributeError):
         return
 

@@ -1,13 +1,13 @@
 """``plimsoll whatif``: what another format would have made of a run."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
 from plimsoll.cli._place import RunPlace, opened, view_at
-from plimsoll.cli._terminal import console
+from plimsoll.cli._terminal import console, say_json
+from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import WhatIf
@@ -37,11 +37,11 @@ def whatif(
     if output == "json":
         data = [{"model": one.model, **answer.to_dict()} for one, answer in answers]
         whole = {"runs": data} if len(data) > 1 else answers[0][1].to_dict()
-        typer.echo(json.dumps(whole, indent=2, allow_nan=False))
+        say_json(whole)
         return
     for place, (one, answer) in enumerate(answers):
         if len(answers) > 1:
-            console().print(Text(("\n" if place else "") + one.called, style="bold"))
+            console().print(Text(("\n" if place else "") + printable(one.called, lines=False), style="bold"))
         _print(answer, layers)
 
 

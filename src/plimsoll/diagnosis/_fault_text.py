@@ -6,6 +6,7 @@ import textwrap
 from plimsoll.diagnosis._fault import Fault, Operand
 from plimsoll.diagnosis._finding import shown
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import printable
 
 _WIDTH = 80
 _INDENT = " " * 11
@@ -19,13 +20,13 @@ _PLACES = {
 
 def block(fault: Fault) -> str:
     """The fault as lines of at most 80 columns."""
-    lines = textwrap.wrap(_clean(fault.sentence), _WIDTH, break_long_words=True)
+    lines = textwrap.wrap(printable(fault.sentence, lines=False), _WIDTH, break_long_words=True)
     lines += _entry("operation", _operation(fault))
     if fault.module is not None:
         lines += _entry("module", shown(fault.module))
     if fault.source is not None:
         lines += _entry("source", f"{_tail(fault.source.file)}:{fault.source.line}, in {shown(fault.source.function)}")
-        lines += [_INDENT + "  " + _cut(_clean(fault.source.text), _WIDTH - len(_INDENT) - 2)]
+        lines += [_INDENT + "  " + _cut(printable(fault.source.text, lines=False), _WIDTH - len(_INDENT) - 2)]
     lines += _operands("input", fault.inputs) + _operands("output", fault.outputs)
     if fault.scalars:
         lines += _entry("arguments", ", ".join(f"{name}={value}" for name, value in fault.scalars.items()))
@@ -34,9 +35,9 @@ def block(fault: Fault) -> str:
     if fault.scale is not None:
         lines += _entry("loss scale", number(fault.scale))
     if fault.reached is not None:
-        lines += _entry("reached", _clean(fault.reached))
+        lines += _entry("reached", printable(fault.reached, lines=False))
     if fault.error is not None:
-        lines += _entry("raised", _clean(fault.error))
+        lines += _entry("raised", printable(fault.error, lines=False))
     return "\n".join(lines)
 
 
@@ -104,19 +105,15 @@ def _power(exponent: float) -> str:
 def _entry(name: str, text: str) -> list[str]:
     head = f"{name:<{len(_INDENT)}}"
     return textwrap.wrap(
-        _clean(text), _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_long_words=True
+        printable(text, lines=False), _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_long_words=True
     ) or [head.rstrip()]
 
 
 def _tail(path: str) -> str:
     """The path's end, if it is long."""
-    clean = _clean(path)
+    clean = printable(path, lines=False)
     return clean if len(clean) <= _WIDTH - 30 else "..." + clean[-(_WIDTH - 33) :]
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.text import printable
 
 Severity = Literal["info", "warning", "alarm"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "alarm")
@@ -112,8 +113,8 @@ def grouped(names: Sequence[str], most: int = 3) -> str:
 
 
 def shown(name: str) -> str:
-    """A name as a line can show it: without control characters, its middle left out if it is long."""
-    clean = "".join(c if c.isprintable() else "?" for c in name)
+    """A name as a line can show it: control characters as their escapes, its middle left out if it is long."""
+    clean = printable(name, lines=False)
     half = _LONGEST // 2 - 2
     return clean if len(clean) <= _LONGEST else f"{clean[:half]}...{clean[-half:]}"
 

@@ -17,8 +17,9 @@ from plimsoll.formats import Format, get_element
 from plimsoll.kernels import _layout as layout
 from plimsoll.spectrum._population import BINADE, lost_point, normal_point, overflow_point
 
-_FARTHEST = 1000 * BINADE  # beyond every value that a row can hold; twice it is still an int64
-_SHIFTS = 2 * layout.BINADES  # how far apart a row and a format can be
+_END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more
+_FARTHEST = _END * BINADE
+_SHIFTS = 2200  # how far apart a row and a format can be: FP64's ends are 2,098 binades apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,17 +70,22 @@ class Populations:
 
     def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
         """An ordinal of the true values times ``2**shift`` as one of each row's stored values; of any at a scale."""
+        binade, inside = self._moved(point, shift, scale)
+        return np.clip(binade, -_END, _END) * BINADE + inside
+
+    def _moved(self, point: int, shift: int | Ints, scale: float | None = None) -> tuple[Ints, Ints]:
+        """As `points`, the binade and the position in it, which are no int64 together for formats as wide as FP64."""
         fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
-        moved = (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
-        moved = np.clip(moved, -_SHIFTS, _SHIFTS)
-        result = point + moved * BINADE
+        whole, position = divmod(point, BINADE)
+        binade = whole + (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
+        inside = np.full(binade.shape, position, dtype=np.int64)
         odd = fraction != 0.5  # a scale that is no power of two moves values within their binades
         if odd.any():
-            mantissa = (1 + (point % BINADE) / BINADE) * 2 * fraction[odd]
+            mantissa = (1 + position / BINADE) * 2 * fraction[odd]
             carried = mantissa >= 2
-            inside = ((np.where(carried, mantissa / 2, mantissa) - 1) * BINADE).astype(np.int64)
-            result[odd] = (point // BINADE + moved[odd] + carried) * BINADE + inside
-        return np.clip(result, -_FARTHEST, _FARTHEST)
+            inside[odd] = ((np.where(carried, mantissa / 2, mantissa) - 1) * BINADE).astype(np.int64)
+            binade[odd] += carried
+        return binade, inside
 
     def below(self, point: Ints, *, inclusive: bool) -> Tallies:
         """How many magnitudes of each row are below the ordinal, or at it if `inclusive` (`Population.below`)."""
@@ -154,8 +160,9 @@ class Populations:
 
     def highest_shift(self, fmt: Format) -> Ints:
         """The highest shift at which nothing of a row overflows; `_SHIFTS` for a row of zeros."""
-        beyond = self.points(overflow_point(fmt) + (not fmt.overflow_at_threshold), 0)
-        return np.where(self.cells.nonzero > 0, (beyond - 1 - self.last) // BINADE, _SHIFTS)
+        binade, inside = self._moved(overflow_point(fmt) - fmt.overflow_at_threshold, 0)  # the largest that is held
+        room = binade - self.last // BINADE - (inside < self.last % BINADE)
+        return np.where(self.cells.nonzero > 0, room, _SHIFTS)
 
     def lowest_shift(self, fmt: Format, tolerance: float) -> Ints:
         """The lowest shift at which surely less than `tolerance` of a row's nonzero values is lost."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -47,9 +48,16 @@ def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
         if table or title == "formats":
             lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
             lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    beside.replace(target)
+    # As `plimsoll.runs._files.replacing`, which lies above this package: a name that no link can lie in wait under.
+    beside = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}.tmp")
+    opened = beside.open("x", encoding="utf-8")
+    try:
+        with opened as file:
+            file.write("\n".join(lines) + "\n")
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:

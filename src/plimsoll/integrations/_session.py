@@ -12,6 +12,7 @@ from plimsoll.diagnosis import Finding, Guard
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.report import summary
 from plimsoll.runs._place import folder_to_write
+from plimsoll.text import printable
 from plimsoll.watch import Watch, watch
 
 _TAKEN = frozenset({"loss", "scale", "nonfinite"})  # what the watch itself records at every step
@@ -86,13 +87,14 @@ class Session:
         try:
             told = summary(self.path)
         except PlimsollError as error:
-            warnings.warn(f"plimsoll: {self.path} could not be judged: {error}", RuntimeWarning, stacklevel=4)
+            self._warn(f"{self.path} could not be judged: {error}")
             return
         self.findings = list(told.findings)
         if told.state == "alarm":
-            warnings.warn(
-                f"plimsoll: {told.verdict} plimsoll check {self.path} tells all.", RuntimeWarning, stacklevel=4
-            )
+            self._warn(f"{told.verdict} plimsoll check {self.path} tells all.")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(printable(f"plimsoll: {text}", lines=False), RuntimeWarning, stacklevel=5)
 
 
 def _name(name: str) -> str:

@@ -64,7 +64,7 @@ def in_reach(lines: Sequence[LoadLine], low: float, high: float) -> tuple[list[L
     far = [
         f"{one.format}: {one.says} {power(round(float(np.median(one.height))))}"
         for one in lines
-        if one not in near and one.says != "fewer digits below"
+        if one not in near and one.says != "fewer digits below" and np.isfinite(np.median(one.height))
     ]
     return near, far
 

@@ -4,16 +4,17 @@ An answer is made under the run's own lock and kept until the run has something 
 keeps nobody waiting who asks about another.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from plimsoll.diagnosis import View
-from plimsoll.errors import NotRecordedError, RunError, StateError
+from plimsoll.errors import NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import Listed, RunsList, Source
 from plimsoll.runs import Run
@@ -39,12 +40,7 @@ class LiveRun:
 
     def answer(self, listed: Listed, question: object, make: Callable[[LiveView], Any]) -> Any:
         """What `make` makes of the run's view, once for each state of the run and question; each time for None."""
-        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
-            raise StateError(
-                f"serve: expected an answer within {_PATIENCE_SECONDS:.0f} s; got none, since other questions to this "
-                "run are being answered. Ask again."
-            )
-        try:
+        with self.held():
             view = self._followed(listed)
             if question is None:
                 return make(view)
@@ -55,8 +51,27 @@ class LiveRun:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(question)
             return self._answers[question]
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """No other thread is answered about the run within the block. Raises `StateError` if that is not to be had."""
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            raise StateError(
+                f"serve: expected an answer within {_PATIENCE_SECONDS:.0f} s; got none, since other questions to this "
+                "run are being answered. Ask again."
+            )
+        try:
+            yield
         finally:
             self._lock.release()
+
+    def take_if_free(self) -> bool:
+        """Takes hold of the run unless another thread has; the caller then is to `let_go`."""
+        return self._lock.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """Ends what `take_if_free` began."""
+        self._lock.release()
 
     def judged(self, listed: Listed, make: Callable[[LiveView], _T]) -> _T:
         """What `make` makes of a copy of the view, without keeping others waiting; what it has read is kept."""
@@ -116,12 +131,12 @@ class Live:
         run = self._opened(found)
         try:
             result = run.answer(found, question, make)
-        except (OSError, LookupError) as error:
-            if isinstance(error, NotRecordedError):
+        except Exception as error:
+            if isinstance(error, PlimsollError) and not isinstance(error, RunError):
                 raise
-            self.forget(found)
+            self.forget(found)  # with what was read of it, and may be half of something
             self.listed(run_id)  # which says so if it has gone
-            if isinstance(error, RunError):
+            if isinstance(error, RunError) or not isinstance(error, OSError | LookupError):
                 raise
             raise RunError(
                 "serve: expected a run that stays as it is while it is read; got one whose files changed. Ask again."
@@ -154,14 +169,10 @@ class Live:
         with self._lock:
             if key in self._pairs:
                 return self._pairs[key]
-        low, high = sorted((first, second))  # always in the same order, so that two who ask never wait for each other
-        _, result = self.answer(
-            low,
-            None,
-            lambda one: self.answer(high, None, lambda other: make(*((one, other) if low == first else (other, one))))[
-                1
-            ],
-        )
+        with _held(*(self._opened(self.listed(each)) for each in (first, second))):
+            _, result = self.answer(
+                first, None, lambda one: self.answer(second, None, lambda other: make(one, other))[1]
+            )
         with self._lock:
             self._pairs[key] = result
             while len(self._pairs) > _PAIRS:
@@ -186,6 +197,22 @@ class Live:
         with self._lock:
             while len(self._open) > 1 and sum(run.size_bytes for run in self._open.values()) > self._most_bytes:
                 self._open.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _held(first: LiveRun, second: LiveRun) -> Generator[None]:
+    """Both runs at once. Who waits for one holds none: so nobody waits for a run because another one is slow."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < _PATIENCE_SECONDS:
+        with first.held():
+            if second.take_if_free():
+                try:
+                    yield
+                finally:
+                    second.let_go()
+                return
+        first, second = second, first
+    raise StateError("serve: expected two runs that can be read at a time; got two in use. Ask again.")
 
 
 def _why(problem: str) -> str:

@@ -6,15 +6,19 @@ the task. What a slow browser has not taken yet is replaced by what is newer, so
 """
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 
-from plimsoll.errors import ArgumentError
 from plimsoll.report._security import Receive, Scope, Send
+from plimsoll.report._server_turns import BusyError
 
 MOST_STREAMS = 64
 _KEEP_ALIVE_SECONDS = 15.0
 _RUNS = ""  # the key of the list among those of runs
+
+_LOG = logging.getLogger("plimsoll")
 
 # The state of a run (by id) or of the list (by ""): the event's data, None where there is none.
 Look = Callable[[str], "Mapping[str, object] | None"]
@@ -41,11 +45,20 @@ class Streams:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._last: dict[str, Mapping[str, object]] = {}
         self._closed = False
+        self.open = 0
 
-    @property
-    def open(self) -> int:
-        """How many streams there are."""
-        return len(self._watching.get(_RUNS, ()))
+    @contextlib.contextmanager
+    def place(self) -> Generator[None]:
+        """One of the few places for streams, from before the first byte is sent. Raises `BusyError` if none is left."""
+        if self.open >= MOST_STREAMS:
+            raise BusyError(
+                f"serve: expected at most {MOST_STREAMS} open streams; got one more. Close a page that follows a run."
+            )
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
 
     @property
     def tasks(self) -> int:
@@ -101,7 +114,11 @@ class Streams:
     async def _watch(self, key: str) -> None:
         """Looks again and again; tells the state that it finds first, and each that differs from the one before."""
         while True:
-            found = await asyncio.to_thread(self._look, key)
+            try:
+                found = await asyncio.to_thread(self._look, key)
+            except Exception:  # noqa: BLE001  (the next look may go well, and the task is not begun again while anybody watches)
+                _LOG.exception("plimsoll serve: %a could not be looked at", key)
+                found = None
             if found is not None and found != self._last.get(key):
                 self._last[key] = found
                 for stream in self._watching.get(key, ()):
@@ -117,14 +134,14 @@ class EventStream:
     """The ASGI answer with a stream's events. It ends when the browser leaves, also between two events."""
 
     def __init__(self, streams: Streams, run_id: str | None) -> None:
-        if streams.open >= MOST_STREAMS:
-            raise ArgumentError(
-                f"serve: expected at most {MOST_STREAMS} open streams; got one more. Close a page that follows a run."
-            )
         self._streams, self._run_id = streams, run_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
+        with self._streams.place():
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]  # fmt: skip
         await send({"type": "http.response.start", "status": 200, "headers": headers})

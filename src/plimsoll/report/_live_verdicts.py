@@ -2,7 +2,8 @@
 
 One run at a time, those whose page is open first, then those written to last, and only while somebody looks. A training
 that goes on on the same machine is not slowed: while any run is live, the thread rests four times as long as it worked,
-and a live run is judged again only after five times what the last verdict took.
+and a live run is judged again only after five times what the last verdict took. A run that takes too long is left to
+itself, and the others go on.
 """
 
 import threading
@@ -19,6 +20,7 @@ _SOONEST_SECONDS = 5.0  # between two verdicts on a live run
 _SOONEST_OPEN_SECONDS = 1.5  # the same while its page is open
 _LOOKED_AT_SECONDS = 30.0  # after a look at the list or a page they are kept up to date for so long
 _PAUSE_SECONDS = 0.5  # between two looks for something to do
+_PATIENCE_SECONDS = 60.0  # for one verdict
 _KEPT = 20_000  # verdicts, some 300 bytes each
 _SUMMARIES = 300  # of these with their findings, up to some 50 KB each
 
@@ -52,6 +54,7 @@ class Verdicts:
         self._known: OrderedDict[str, Verdict] = OrderedDict()
         self._looked: dict[str, float] = {}
         self._judging: dict[str, threading.Lock] = {}
+        self._overdue: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,12 +95,20 @@ class Verdicts:
         due = next((run for run in ordered if self._is_due(run, now, run.id in opened)), None)
         if due is None:
             return None
-        took = self._judged(due).took_seconds
+        thread = threading.Thread(target=self._judged, args=(due,), name="plimsoll-verdict", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+        if thread.is_alive():
+            self._overdue[due.id] = thread
+        known = self.of(due)
+        took = _PATIENCE_SECONDS if thread.is_alive() or known is None else known.took_seconds
         return took * (1 / _SHARE - 1) if any(run.is_live(now) for run in runs) else 0.0
 
     def _is_due(self, run: Listed, now: float, is_open: bool) -> bool:
         known = self.of(run)
         if not run.opens or (known is not None and known.token == run.token):
+            return False
+        if run.id in self._overdue and self._overdue[run.id].is_alive():
             return False
         if known is None or not run.is_live(now):
             return True
@@ -149,6 +160,7 @@ class Verdicts:
         with self._lock:
             for gone in self._known.keys() - ids:
                 del self._known[gone]
+            self._overdue = {run_id: thread for run_id, thread in self._overdue.items() if thread.is_alive()}
             self._judging = {run_id: lock for run_id, lock in self._judging.items() if run_id in ids or lock.locked()}
             self._looked = {key: at for key, at in self._looked.items() if now - at < _LOOKED_AT_SECONDS}
             return set(self._looked) - {""}

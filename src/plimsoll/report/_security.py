@@ -4,7 +4,8 @@
   machine (DNS rebinding) would let any web page read the runs: 403.
 - Where a token is asked for it comes as ``Authorization: Bearer``, as the cookie, or once as ``?token=``, which is
   answered with the cookie (HttpOnly, SameSite=Strict): else 401.
-- Only GET and HEAD: 405. Pages of other origins cannot ask the API even without seeing the answer: 403.
+- Only GET and HEAD: 405, without a body: 413, and with a head of at most 16 KB: 431. Pages of other origins cannot ask
+  the API even without seeing the answer: 403.
 - Answers allow no script but the page's own, no framing, no guessing of types, no referrer, and no sharing with other
   origins (there are no CORS headers).
 
@@ -44,6 +45,7 @@ HEADERS = (
     (b"cross-origin-opener-policy", b"same-origin"),
 )
 _METHODS = ("GET", "HEAD")
+LONGEST_HEAD_BYTES = 16 << 10  # of a request: its address and headers
 
 
 class Gate:
@@ -84,8 +86,15 @@ class Gate:
                 "plimsoll: this page does not go by that address. Open the one that plimsoll serve printed; behind a "
                 "proxy or a forwarded port, name the other one with --allow-host."
             ), []  # fmt: skip
+        size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        if size + sum(len(name) + len(value) for name, value in scope["headers"]) > LONGEST_HEAD_BYTES:
+            return 431, f"plimsoll: this request is longer than {LONGEST_HEAD_BYTES:,} bytes. Ask for less.", _LAST
         if scope["method"] not in _METHODS:
-            return 405, "plimsoll: the live page only reads. Use GET.", [(b"allow", ", ".join(_METHODS).encode())]
+            return 405, "plimsoll: the live page only reads. Use GET.", [
+                (b"allow", ", ".join(_METHODS).encode()), *_LAST
+            ]  # fmt: skip
+        if headers.get("content-length", ["0"]) != ["0"] or "transfer-encoding" in headers:
+            return 413, "plimsoll: the live page takes no content. Ask without a body.", _LAST
         if scope["path"].startswith("/api/") and "cross-site" in headers.get("sec-fetch-site", []):
             return 403, "plimsoll: only the live page itself may ask for this.", []
         if self._token is not None and not self._is_authorised(scope, headers, self._token):
@@ -130,6 +139,7 @@ class Gate:
 
 
 _Header = tuple[bytes, bytes]
+_LAST: list[_Header] = [(b"connection", b"close")]  # what follows on the connection is not looked at
 
 
 def cookie_of(token: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.report._security import ANY_ADDRESS, LOOPBACK
+from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.report._runs_list import Source
@@ -59,7 +60,7 @@ def serve(
         token = _token(token, place)
         made = app(folder, token, [*place.names, *allow_hosts])
         address = place.address(token)
-        print(_words(made.answers.live.list.source, address, place, token), flush=True)  # noqa: T201  (what serve says)
+        print(printable(_words(made.answers.live.list.source, address, place, token)), flush=True)  # noqa: T201
         if open_browser:
             webbrowser.open(address)
         run(made, place.listener)

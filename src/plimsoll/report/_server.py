@@ -1,11 +1,12 @@
 """`app`: the live page and its API as an ASGI application, behind the `Gate`. Only `serve` loads FastAPI.
 
-Questions are answered in threads, so a slow one delays no other; `Live` keeps the runs, `Streams` tells what is new.
+Questions are answered in `Turns`, so a slow run delays no other; `Live` keeps the runs, `Streams` tells what is new.
 """
 
 import contextlib
+import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,12 +18,14 @@ from plimsoll.report._runs_list import within
 from plimsoll.report._security import LOOPBACK, Gate, Receive, Scope, Send, is_api
 from plimsoll.report._server_answers import Answers, encoded
 from plimsoll.report._server_assets import Asset, assets
+from plimsoll.report._server_turns import BusyError, Turns
 
 # Newer versions of FastAPI send traces where the environment says so. What is asked about runs never leaves here.
 _SILENT: dict[str, Any] = {
     "telemetry": dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
 }
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (BusyError, 429),
     (NotRecordedError, 404),
     (ArgumentError, 422),
     (FormatError, 422),
@@ -30,6 +33,9 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (RunError, 409),
     (PlimsollError, 422),
 )
+
+
+_LOG = logging.getLogger("plimsoll")
 
 
 class App:
@@ -85,7 +91,7 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
     )
     _add_errors(inner, answers)
     _add_page(inner, assets())
-    _add_api(inner, answers)
+    _add_api(inner, answers, Turns())
 
     @inner.api_route("/api/stream", methods=["GET", "HEAD"], response_model=None)
     async def stream(run: str | None = None) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -94,10 +100,21 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
     return inner
 
 
-def _add_api(inner: FastAPI, answers: Answers) -> None:
+def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
     def get(path: str, answer: Callable[[Request], bytes]) -> None:
-        def endpoint(request: Request) -> Response:
-            return Response(answer(request), media_type="application/json", headers={"cache-control": "no-store"})
+        async def endpoint(request: Request) -> Response:
+            runs = _runs(request)
+            try:
+                body = await turns.answer(runs, lambda: answer(request))
+            except Exception as error:  # a run may hold anything; one that cannot be answered about is no 500
+                if isinstance(error, PlimsollError) or not any(runs):
+                    raise
+                _LOG.exception("plimsoll serve: %s could not be answered", request.url.path)
+                raise RunError(
+                    "serve: expected a run that can be read and judged; got one for which that fails "
+                    f"({type(error).__name__}). The terminal of plimsoll serve says where."
+                ) from error
+            return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
         inner.api_route(path, methods=["GET", "HEAD"], response_model=None)(endpoint)
 
@@ -117,6 +134,13 @@ def _compare_figure(answers: Answers, request: Request) -> bytes:
     first, second = _pair(query)
     rest = {key: value for key, value in query.items() if key not in ("a", "b")}
     return answers.compare_figure(first, second, _part(request, "figure"), rest)
+
+
+def _runs(request: Request) -> tuple[str, ...]:
+    """The runs that a question is about; of the list, "" is."""
+    if "id" in request.path_params:
+        return (_part(request, "id"),)
+    return tuple(request.query_params.get(each, "") for each in ("a", "b"))
 
 
 def _part(request: Request, name: str) -> str:
@@ -145,11 +169,11 @@ def _add_page(inner: FastAPI, files: dict[str, Asset]) -> None:
         return Response(asset.body, media_type=asset.kind, headers=headers)
 
     @inner.api_route("/", methods=["GET", "HEAD"], response_model=None)
-    def index(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def index(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return sent(request, files["index.html"])
 
     @inner.api_route("/assets/{path:path}", methods=["GET", "HEAD"], response_model=None)
-    def asset(request: Request, path: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def asset(request: Request, path: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         if path not in files:
             raise NotRecordedError("serve: expected a file of the live page; got an address that none has. Go to /.")
         return sent(request, files[path])
@@ -161,17 +185,17 @@ def _add_errors(inner: FastAPI, answers: Answers) -> None:
             return Response(encoded({"error": text}), status, media_type="application/json")
         return Response(f"{text}\n", status, media_type="text/plain")
 
-    def refused(request: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         status = next(number for kind, number in _STATUS if isinstance(error, kind))
         return told(request, status, within(str(error), answers.root))
 
-    def unknown(request: Request, _: Exception) -> Response:
+    async def unknown(request: Request, _: Exception) -> Response:
         return told(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
 
-    def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
+    async def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
         return told(request, 500, "plimsoll: this could not be answered; the terminal of plimsoll serve says why.")
 
-    handlers: dict[Any, Callable[[Request, Exception], Response]] = {
+    handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         PlimsollError: refused, 404: unknown, 405: unknown, Exception: defect
     }  # fmt: skip
     for kind, handler in handlers.items():

@@ -61,7 +61,8 @@ def _refuse(constant: str) -> None:
 
 
 def _known(name: str) -> Callable[..., Any]:
-    known = {**report.FIGURES, **{each: getattr(report, each) for each in OF_ONE}}
+    of_findings = {each: function for each, function in report.FIGURES.items() if each not in OF_TWO}
+    known = {**of_findings, **{each: getattr(report, each) for each in OF_ONE}}
     if name not in known:
         raise NotRecordedError(
             f"serve: expected a figure among {', '.join(sorted(known))}; got {name[:60]!r}. Choose one."

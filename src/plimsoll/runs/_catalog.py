@@ -13,6 +13,7 @@ from plimsoll.runs._manifest import Session
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Folder, Place
 from plimsoll.runs._tables import KINDS, Kind
+from plimsoll.text import printable
 
 _NAMED = 6  # runs below a folder that holds none itself
 _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
@@ -114,7 +115,8 @@ class Catalog:
         self._warned.update(new)
         if new:
             more = f" And {len(new) - 1} more; see Run.problems." if len(new) > 1 else ""
-            warnings.warn(f"Run: {self.place}: {new[0]}.{more}", RuntimeWarning, stacklevel=4)
+            text = printable(f"Run: {self.place}: {new[0]}.{more}", lines=False)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     @property
     def problems(self) -> list[str]:

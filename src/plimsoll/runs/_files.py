@@ -1,11 +1,13 @@
 """Files that appear whole or not at all. Everything that a run writes goes through here.
 
 A file is written under a hidden name in its own folder, flushed to the disk and renamed; a reader, or a machine that
-loses power, sees the old one or the new one and never a part of it.
+loses power, sees the old one or the new one and never a part of it. The hidden name is new and not to be guessed: in a
+folder that others write to, a link that lies in wait under it would lead the writing elsewhere.
 """
 
 import contextlib
 import os
+import secrets
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -16,9 +18,10 @@ HIDDEN = ".writing-"
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
     """A file to write to, which takes the place of `path` at the end of the block, unless that raises."""
-    temporary = path.with_name(f"{HIDDEN}{os.getpid()}-{path.name}.tmp")
+    temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}-{path.name}.tmp")
+    opened = open_for_writing(temporary)
     try:
-        with open_for_writing(temporary) as file:
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -31,8 +34,8 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def open_for_writing(path: Path) -> BinaryIO:
-    """The one place where a file of a run is opened to be written."""
-    return path.open("wb")
+    """The one place where a file of a run is opened to be written: a new one, never one that is there, nor a link's."""
+    return path.open("xb")
 
 
 def rename(source: Path, target: Path) -> None:

@@ -3,11 +3,14 @@
 import logging
 import warnings
 
+from plimsoll.text import printable
+
 _LOG = logging.getLogger("plimsoll")
 
 
 def say(message: str) -> None:
     """Warns; where warnings are errors (``-W error``) or cannot be shown, logs instead."""
+    message = printable(message, lines=False)
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except Exception:  # noqa: BLE001  (watching never stops training: a filter or a closed stderr can raise anything)

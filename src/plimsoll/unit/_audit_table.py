@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.text import printable
 from plimsoll.unit._audit_rows import Absence, Direction, Reading, Row
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _empty(heads: Sequence[str], widths: Sequence[int]) -> Table:
 
 def _named(row: Row) -> Text:
     """The row's name; of a long path the end says more than the beginning."""
-    name = row.name if row.name.isprintable() else ascii(row.name)
+    name = printable(row.name, lines=False)
     return Text(name if len(name) <= _NAME else f"…{name[1 - _NAME :]}")
 
 

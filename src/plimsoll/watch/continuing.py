@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import _manifest, _parts, deferral, script
 from plimsoll.runs._place import Folder, folder_to_write
+from plimsoll.text import printable
 from plimsoll.watch._closing import finish
 from plimsoll.watch._names import clean, unwrapped
 
@@ -198,4 +199,5 @@ def _set_aside(found: Earlier) -> None:
             f"watch: expected to keep the earlier run in {found.path} as {kept.name}; that fails: {error}. Give this "
             "training a folder of its own."
         ) from error
-    print(f"plimsoll: {found.path} held an earlier training, which is kept as {kept.name}")  # noqa: T201
+    said = f"plimsoll: {found.path} held an earlier training, which is kept as {kept.name}"
+    print(printable(said, lines=False))  # noqa: T201
