@@ -2,8 +2,8 @@
 
 Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add up.
 So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
-binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. Windows and
-sentences are `whatif`'s own.
+binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the best
+shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 
 Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
 """
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import View, shown, whatif
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._tallies import Populations
+from plimsoll.diagnosis._whatif import SHIFTS
 from plimsoll.diagnosis._whatif_blocks import has_records
 from plimsoll.diagnosis._whatif_result import WhatIf
 from plimsoll.diagnosis._windows import block_sentence, sentence
@@ -25,11 +26,11 @@ from plimsoll.formats import MXFP4, MXFP8_E4M3, NVFP4, get_element
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 BLOCK_FORMATS = (MXFP8_E4M3, MXFP4, NVFP4)  # of runs that have block records
-SHIFTS = range(-24, 41)
-LAYERS = 300  # most that are kept of each format, those that are hardest to serve
+LAYERS = 300  # most that are kept of each format, those that fare worst
 _GROUPS = 20_000  # histograms; with a scale of its own at every step there would be one a row
 _ASKED = ("gradients", "activation_gradients", "activations", "weights")
 _ONE = 65535  # of a share, in 16 bits
+_ABOUT = 1 / _ONE  # of a share that is estimated as 0, but may be more; what is known to be some is above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
