@@ -227,7 +227,7 @@ class WhatIf(NotebookRepr):
 
     def __str__(self) -> str:
         """The sentence, and what is lost at the shift."""
-        fit, written = self.overall.fit, _range if self.block else _fraction
+        fit, written = self.overall.fit, _range if self.block else interval_words
         return (
             f"{self.sentence} At 2^{self.shift}: lost {written(fit.lost)}, subnormal {written(fit.subnormal)}, "
             f"overflow {written(fit.overflow)}."
@@ -286,13 +286,23 @@ def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
     if in_blocks:
         window = "no" if row.window is None else "yes"
     noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
-    written = _range if in_blocks else _fraction
+    written = _range if in_blocks else estimate_words
     return [shown(row.name), *(written(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
 
 
-def _fraction(interval: Interval) -> str:
-    """An interval as its estimate in per cent."""
+def estimate_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent; about 0 where it may be more."""
     return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
+
+
+def interval_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent, with the ends where these differ.
+
+    >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0)), interval_words(Interval(low=0.5, high=0.5, estimate=0.5))
+    ('about 0 % (0 % to 19 %)', '50 %')
+    """
+    low, high = percent(interval.low), percent(interval.high)
+    return estimate_words(interval) + ("" if low == high else f" ({low} to {high})")
 
 
 def _range(interval: Interval) -> str:
@@ -301,7 +311,7 @@ def _range(interval: Interval) -> str:
     Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
     """
     if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
-        return _fraction(interval)
+        return estimate_words(interval)
     return f"{percent(interval.low)} to {percent(interval.high)}"
 
 

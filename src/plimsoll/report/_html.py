@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll._version import __version__
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.diagnosis._whatif_result import estimate_words, interval_words
+from plimsoll.diagnosis._windows import scales
+from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
 from plimsoll.report import _html_figures as figures, _summary_words as words
@@ -21,7 +24,6 @@ from plimsoll.report._html_assets import assets, marked, powers
 from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
 from plimsoll.report._summary import summary
 from plimsoll.runs._files import replacing
-from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -170,13 +172,16 @@ def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | Non
     if not answers:
         return None
     lead, formats = answers[0], [each.to_dict() for each in answers]
-    rows = [(shown(name), percent(lost), percent(over), _window(w)) for name, lost, over, w in lead.rows(_ROWS)]
+    rows = [
+        (shown(row.name), estimate_words(row.fit.lost), estimate_words(row.fit.overflow), _window(row.window))
+        for row in lead.answer.rows[:_ROWS]
+    ]
     return {
-        "collection": collection.replace("_", " "),
+        "collection": collection_words(collection),
         "note": lead.censored,
         "low": SHIFTS[0],
         "high": SHIFTS[-1],
-        "formats": [{**each, "lost_best": percent(a.at_best("lost")), "overflow_best": percent(a.at_best("overflow"))}
+        "formats": [{**each, **{f"{name}_best": interval_words(a.at_best(name)) for name in ("lost", "overflow")}}
                     for each, a in zip(formats, answers, strict=True)],
         "rows": rows,
         "json": marked(figures.in_page({"low": SHIFTS[0], "high": SHIFTS[-1], "formats": formats})),
@@ -184,7 +189,7 @@ def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | Non
 
 
 def _window(window: tuple[int, int] | None) -> str:
-    return "none" if window is None else f"2^{window[0]} to 2^{window[1]}"
+    return "none" if window is None else scales(*window)
 
 
 def _sections(explore: bool, whatif: bool, events: bool) -> list[tuple[str, str]]:

@@ -50,15 +50,17 @@ export function percent(fraction) {
   return `${Number((100 * fraction).toPrecision(2))}\u00a0%`;
 }
 
+// As plimsoll/diagnosis/_whatif_result.py writes intervals, and _templates/report.js.
+
 /** An interval's estimate in per cent; about 0 where it may be more. */
 export function estimate({ high, estimate: middle }) {
   return middle === 0 && high > 0 ? `about ${percent(0)}` : percent(middle);
 }
 
-/** The ends of an interval in words. */
+/** The ends of an interval, in brackets after its estimate; nothing where they do not differ. */
 export function between({ low, high }) {
   const [from, to] = [percent(low), percent(high)];
-  return from === to ? "exactly" : `${from} to ${to}`;
+  return from === to ? "" : ` (${from} to ${to})`;
 }
 
 /** 2 to a power, as one reads it; copied, or read aloud, it is 2^14. */
