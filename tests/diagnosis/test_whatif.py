@@ -130,7 +130,9 @@ def test_what_a_narrow_run_lost_counts_in_the_upper_bound(tmp_path: Path) -> Non
     assert answer.censored
     lost = answer.overall.fit.lost
     assert lost.estimate == 0 and lost.high > 0.1
-    zeros = r"\(\d+ % of all parameter gradient values at steps 0 to 10 are zeros there, and what they were is estimated\)"
+    zeros = (
+        r"\(\d+ % of all parameter gradient values at steps 0 to 10 are zeros there, and what they were is estimated\)"
+    )
     assert re.match(rf"Judged by what the run's own format has kept {zeros}: FP16 ", answer.sentence)
 
 

@@ -293,11 +293,11 @@ def test_many_losses_keep_their_extremes(tmp_path: Path) -> None:
 # -- the others
 
 
-def test_underflow_over_time_tells_the_rules_verdict(tmp_path: Path) -> None:
+def test_underflow_over_time_tells_the_rules_outlook(tmp_path: Path) -> None:
     story = told(gradient_std=lambda name, s: 2.0 ** (-27 - 0.04 * s))
     path = story.write(tmp_path / "run")
     figure = report.underflow_over_time(path)
-    assert "verdict: raise the scale" in figure.layout.title.subtitle.text
+    assert "outlook: raise the scale" in figure.layout.title.subtitle.text
     everything = np.asarray(named(figure, "of all parameter gradient values").y)
     view = View(Run(path))
     narrow = view.narrow("gradients")
@@ -305,7 +305,7 @@ def test_underflow_over_time_tells_the_rules_verdict(tmp_path: Path) -> None:
     nonzero, lost = narrow.cells.total(narrow.cells.nonzero).sum(0), narrow.lost_of_cell.sum(0)
     assert everything == pytest.approx(lost / (lost + nonzero), rel=1e-5)
     assert np.asarray(named(figure, "of layers").y)[[0, -1]].tolist() == [0.0, 1.0]
-    assert "verdict: stay" in report.underflow_over_time(SOUND.write(tmp_path / "b")).layout.title.subtitle.text
+    assert "outlook: stay" in report.underflow_over_time(SOUND.write(tmp_path / "b")).layout.title.subtitle.text
 
 
 def test_updates_are_held_against_their_weights(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_the_verdict_comes_first_then_findings_then_all_else(page: Page) -> None
     assert page.headings[0].startswith("Problem: the loss scale fell from 210 to 2")
     sections = [h for h in page.headings if h in ("Findings", "Explore", "What if", "The record")]
     assert sections == ["Findings", "Explore", "What if", "The record"]
-    for fact in ("0 to 199", "FP16", "84", "Loss scale at the end", "closed"):
+    for fact in ("0 to 199", "FP16", "84", "Loss scale at step 199", "closed"):
         assert fact in page.text
     assert page.text.count("What to do") == 5
 
@@ -339,7 +339,9 @@ def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.Monk
 
 
 def test_shares_in_16_bits_hide_no_loss() -> None:
-    packed = np.frombuffer(base64.b64decode(_packed(np.array([[0.0, 0.0, 1e-9, 0.5, 1.0]]), np.array([[0.0, 0.1, 0.1, 1.0, 1.0]]))), "<u2")
+    packed = np.frombuffer(
+        base64.b64decode(_packed(np.array([[0.0, 0.0, 1e-9, 0.5, 1.0]]), np.array([[0.0, 0.1, 0.1, 1.0, 1.0]]))), "<u2"
+    )
     assert packed.tolist() == [0, 1, 2, 32768, 65535]
 
 

@@ -7,6 +7,7 @@ has nothing left, nothing is said.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -114,7 +115,7 @@ def _bounds(narrow: Narrow, layers: Modules, fmt: Format) -> tuple[Floats, Float
     shape = (len(layers.names), len(cells.steps))
     group, size = layers.of_layer[cells.layer] * shape[1] + cells.at, shape[0] * shape[1]
     held = np.bincount(group, weights=cells.nonzero, minlength=size) > 0
-    low = values.lowest_shift_of_groups(fmt, TOLERANCE, group, size, narrow.hidden).astype(np.float64)
+    low = values.lowest_shift_of_groups(fmt, TOLERANCE, group, size, partial(narrow.hidden, fmt)).astype(np.float64)
     high = np.full(size, np.inf)
     np.minimum.at(high, group, np.where(cells.nonzero > 0, values.highest_shift(fmt), np.inf))
     low, high = (np.where(held, each, np.nan).reshape(shape) for each in (low, high))

@@ -26,7 +26,8 @@ _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
-    """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window: the shifts that work at all steps.
+    """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window: the shifts that
+    work at all steps.
 
     `worst_step` is the step at which most is lost or overflows. Of gradients the window is that of
     the whole module, whose parameters are judged together. A block format scales each block itself: its window is the
@@ -71,7 +72,8 @@ class WhatIf(NotebookRepr):
       then count in the upper bounds of what is lost.
     - `rows`: the tensors, those that lose most first, and of those that lose as much the one with the narrowest window;
       `overall`: all of them.
-    - `stretches`: over time, the shifts that work for all layers (nothing overflows, less than 1 % of any layer is lost).
+    - `stretches`: over time, the shifts that work for all layers (nothing overflows, less than 1 % of any layer is
+      lost).
     - `block`: of a block format the block length, else 0; `unrecorded`: how many layers at steps have no block record
       and are left out. A block format works where less than 1 % of a layer is lost; that values saturate is its way.
     - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
@@ -118,7 +120,8 @@ class WhatIf(NotebookRepr):
         hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
         which = " and ".join(value_words(collection) for collection in self.collections)
         of = f"{percent(hidden / (hidden + held))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
-        return f"Judged by what the run's own format has kept ({of} are zeros there, and what they were is estimated): {said}"
+        zeros = f"{of} are zeros there, and what they were is estimated"
+        return f"Judged by what the run's own format has kept ({zeros}): {said}"
 
     def at(self, name: str, step: int) -> Fit:
         """What becomes of one layer at one step."""
@@ -298,8 +301,8 @@ def estimate_words(interval: Interval) -> str:
 def interval_words(interval: Interval) -> str:
     """An interval as its estimate in per cent, with the ends where these differ.
 
-    >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0)), interval_words(Interval(low=0.5, high=0.5, estimate=0.5))
-    ('about 0 % (0 % to 19 %)', '50 %')
+    >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0))
+    'about 0 % (0 % to 19 %)'
     """
     low, high = percent(interval.low), percent(interval.high)
     return estimate_words(interval) + ("" if low == high else f" ({low} to {high})")

@@ -88,7 +88,7 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
     """Shifts, and at each the share of all values that is lost and that overflows."""
     whole = _summed(cells)
     values = Populations(cells=whole)
-    flushed = _Flushed.of(view, cells)
+    flushed = _Flushed.of(view, cells, fmt)
     total = float(whole.nonzero[0]) + flushed.total
     highest = int(values.highest_shift(fmt)[0])
     lowest = int(values.lowest_shift(fmt, TOLERANCE)[0])
@@ -100,22 +100,25 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flushed:
-    """Values that the run's own format has flushed: how many of each row, at which scale, how steeply they spread."""
+    """Values that the run's own format has flushed: how many of each row, and how steeply they spread.
+
+    `held`: the shift at which the format that is asked about would flush the same.
+    """
 
     lost: Floats
     held: Floats
     spread: Floats
 
     @classmethod
-    def of(cls, view: View, cells: Cells) -> "_Flushed":
+    def of(cls, view: View, cells: Cells, fmt: Format) -> "_Flushed":
         narrow = view.narrow(cells.collection)
         nothing_lost = np.empty(0)
         if narrow is None or not narrow.censors.any():
             return cls(lost=nothing_lost, held=nothing_lost, spread=nothing_lost)
-        held = np.round(np.log2(narrow.held)).astype(np.int64)
+        held = np.round(narrow.floor_shift(fmt)).astype(np.int64)
         lost = np.nan_to_num(narrow.lost)
         with np.errstate(all="ignore"):
-            spread = -np.log2(narrow.hidden(held + 1) / lost)  # what one power of two more brings back
+            spread = -np.log2(narrow.hidden(fmt, held + 1) / lost)  # what one power of two more brings back
         some = lost > 0
         return cls(lost=lost[some], held=held[some].astype(np.float64), spread=spread[some])
 

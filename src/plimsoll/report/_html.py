@@ -98,8 +98,8 @@ def _content(view: View, title: str | None, findings: Sequence[Finding] | None) 
     told, plots = summary(view, findings), figures.Plots()
     found = told.findings
     keys = figures.of_findings(plots, view, found)
-    scale = figures.of_scale(plots, view, found)
-    layers = figures.of_layers(plots, view)
+    scale = [key for key in figures.of_scale(plots, view, found) if key not in keys]
+    layers = figures.of_layers(plots, view, found)
     collection = collection_of(view)
     answers = offline(view, collection) if collection else []
     hardest = [(collection, name) for name in answers[0].names] if collection and answers else []
@@ -138,7 +138,7 @@ def _findings(found: Sequence[Finding], keys: Sequence[str | None]) -> list[dict
     for number, (finding, key) in enumerate(zip(found, keys, strict=True), 1):
         earlier = first.setdefault(key, number) if key else number
         spots = [
-            (words.cut(s.name, 160), f"{s.since_step:,}", words.spot_value(finding, s.value))
+            (words.cut(words.named(finding, s.name), 160), f"{s.since_step:,}", words.spot_value(finding, s.value))
             for s in finding.spots[:_SPOTS]
         ]
         shown_as.append(
@@ -157,7 +157,8 @@ def _findings(found: Sequence[Finding], keys: Sequence[str | None]) -> list[dict
                 "as_above": earlier if earlier != number else None,
                 "spots": spots if len(finding.where) > 1 else [],
                 "spots_head": words.spot_heading(finding),
-                "spots_words": _of_all(len(spots), len(finding.spots), "layer"),
+                "spots_noun": words.sentence_case(words.spot_noun(finding)),
+                "spots_words": _of_all(len(spots), len(finding.spots), words.spot_noun(finding)),
             }
         )
     return shown_as

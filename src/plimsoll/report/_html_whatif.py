@@ -154,7 +154,7 @@ def _answers(answer: WhatIf, values: Populations) -> Offline:
     for shift in SHIFTS:
         for name, tallies in (("lost", values.lost(fmt, shift)), ("overflow", values.overflow(fmt, shift))):
             for bound, each in (("", tallies.estimate), ("_low", tallies.low), ("_high", tallies.high)):
-                of_layer = np.bincount(cells.layer, weights=each, minlength=len(cells.names))
+                of_layer = np.bincount(cells.layer, weights=each, minlength=len(cells.names)).astype(np.float64)
                 found.setdefault(name + bound, []).append(of_layer)
     if answer.shift in SHIFTS:
         for name, known in _told(answer).items():

@@ -91,9 +91,9 @@ export function ago(moment, now = Date.now() / 1000) {
   return `${many} ${name}${many === 1 ? "" : "s"} ago`;
 }
 
-/** A moment (unix seconds) as a date and time of this place. */
+/** A moment (unix seconds) as date and time of day, in UTC, as plimsoll/report/_summary_words.py writes it. */
 export function moment(seconds) {
-  return new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+  return new Date(seconds * 1000).toISOString().replace("T", " ").replace(/\.\d+Z$/, " UTC");
 }
 
 /** "1 step", "2 steps". */

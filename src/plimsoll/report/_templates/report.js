@@ -26,9 +26,8 @@ function restyle() {
 }
 
 function showTheme() {
-  byId("theme").textContent = dark() ? "Light" : "Dark";
+  byId("theme").textContent = dark() ? "Light theme" : "Dark theme";
   byId("theme").setAttribute("aria-label", dark() ? "Use the light theme" : "Use the dark theme");
-  byId("theme").setAttribute("aria-pressed", String(dark()));
 }
 
 byId("theme").addEventListener("click", () => {
