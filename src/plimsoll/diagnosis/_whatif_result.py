@@ -26,12 +26,11 @@ _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
-    """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window: the shifts that
-    work at all steps.
+    """One tensor over all steps, or all tensors: fractions of the nonzero finite values, and the shifts that work.
 
-    `worst_step` is the step at which most is lost or overflows. Of gradients the window is that of
-    the whole module, whose parameters are judged together. A block format scales each block itself: its window is the
-    shift that was asked about, or None if that does not work.
+    `window`: the shifts that work at all steps, None for none; of gradients those of the whole module, whose parameters
+    are judged together. `worst_step` is the step at which most is lost or overflows. A block format scales each block
+    itself: its window is the shift that was asked about, or None if that does not work.
     """
 
     name: str

@@ -33,7 +33,7 @@ _LABELS = {
     "level": "Called a spike above", "spikes": "Spikes", "first": "First",
     "needs_scale": "Scale that it needs", "bears_scale": "Scale that it overflows above",
     "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps",
-    "at_step": "At step", "began_at": "Loss at the start", "now": "Loss now",
+    "at_step": "At step", "began_at": "Loss at the start", "now": "Median of the last losses",
 }  # fmt: skip
 _JUDGED_BY = {
     "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
