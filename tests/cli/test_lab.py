@@ -32,7 +32,7 @@ def experiment(measured: float, title: str = "FP16, stock scaler") -> Experiment
                     title=title if name == "fp16" else "BF16",
                     run=bench.runs / name,
                     numbers={"lost_after": 0.72, "loss_end": 0.7},
-                    verdict="stalls",
+                    outcome="stalls",
                     good=name == "bf16",
                     series=(3.5, 1.0, math.nan, 0.5),
                     findings=(FINDING,),

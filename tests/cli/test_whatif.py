@@ -33,12 +33,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SOUND.write(tmp_path_factory.mktemp("whatif") / "run")
 
 
-def test_it_says_what_serves_and_lists_the_worst_layers(path: Path) -> None:
+def test_it_says_what_works_and_lists_the_worst_layers(path: Path) -> None:
     result = run(path, "--format", "fp16", "--layers", 2)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("FP16 serves without a scale (S in [2^")
-    assert any(line.startswith("all ") for line in lines) and "and 10 layers that lose less" in result.stdout
+    assert lines[0].startswith("FP16 works without a scale, and with 2^")
+    assert any(line.startswith("all ") for line in lines) and "and 10 tensors that lose less" in result.stdout
     assert all(len(line) <= 80 for line in lines)
 
 

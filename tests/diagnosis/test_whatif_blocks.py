@@ -143,13 +143,13 @@ def test_the_whole_answer(trained: dict[int, Trained]) -> None:
     view = View(Run(path))
     good, bad = whatif(view, "mxfp8_e5m2"), whatif(view, "mxfp4")
     assert (good.shift, good.chosen, good.block, good.unrecorded) == (0, True, 32, 0)
-    assert good.sentence == "MXFP8_E5M2 serves at all steps."
+    assert good.sentence == "MXFP8_E5M2 works at all steps."
     assert [row.window for row in good.rows] == [(0, 0)] * len(good.rows)
     assert bad.sentence == "MXFP4 may lose 1 % or more of some layer at all steps." and bad.rows[0].window is None
     assert good.overall.fit.lost.high < bad.overall.fit.lost.low
     data = json.loads(json.dumps(bad.to_dict(), allow_nan=False))
     assert data["stretches"] == [{"from_step": 0, "to_step": STEPS - 1, "window": None}]
-    assert [column.header for column in bad.table().columns][-1] == "serves"
+    assert [column.header for column in bad.table().columns][-1] == "works"
     both = whatif(view, "mxfp8_e4m3", inference=True)
     assert both.collections == ("weights", "activations") and both.block == 32
 

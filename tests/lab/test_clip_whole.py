@@ -108,7 +108,7 @@ def test_where_all_batches_are_hard_a_high_scale_falls_at_once_and_stays(trained
     _, scale = Run(both.run).scalars("scale")
     assert scale[0] == HIGH and both.numbers["fell_at_once"] == 24 - math.log2(scale[:9].min()) == 8
     assert both.numbers["highest_later"] == 15 and both.numbers["scale_end"] < 8
-    assert trained["bf16-always-hard"].good and trained["bf16-always-hard"].verdict == "trains on"
+    assert trained["bf16-always-hard"].good and trained["bf16-always-hard"].outcome == "trains on"
 
 
 def test_a_single_layer_spans_more_than_fp16_in_hard_batches_only(trained: dict[str, Training]) -> None:

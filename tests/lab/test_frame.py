@@ -40,7 +40,7 @@ def tiny(bench: Bench) -> Measured:
     loss = float(run.scalars("loss")[1][-1])
     training = Training(
         name="tiny", title="a <tiny> one", run=Path(run.path), numbers={"loss": loss, "none": math.nan},
-        verdict="done", good=True, series=(1.0, loss), findings=tuple(pl.diagnose(run)),
+        outcome="done", good=True, series=(1.0, loss), findings=tuple(pl.diagnose(run)),
     )  # fmt: skip
     claim = Claim(id="low", says="the loss is low", measured=loss, at_most=100.0, unit="of loss")
     return Measured(trainings=(training,), claims=(claim,), said=("It is.",))

@@ -232,11 +232,7 @@ def test_the_cost_of_scales_is_that_of_the_whole_population(sound: Path) -> None
     low, high = figure.layout.meta["window"]
     assert whatif(sound, "fp16", high).overall.fit.overflow.high == 0
     assert whatif(sound, "fp16", high + 2).overall.fit.overflow.estimate > 0
-    assert (
-        whatif(sound, "fp16", low).overall.fit.lost.estimate
-        < 0.01
-        <= whatif(sound, "fp16", low - 2).overall.fit.lost.high
-    )
+    assert whatif(sound, "fp16").overall.window == (low, high)
     assert "used: 2<sup>10</sup>" in figure.layout.title.subtitle.text
 
 
@@ -247,7 +243,7 @@ def test_values_that_the_runs_own_format_lost_count(tmp_path: Path) -> None:
     assert at[0] > 0.3 and at[8] < 0.05  # half of such normal values are below 2^-25
 
 
-def test_the_window_is_that_of_the_layers_and_red_where_none_serves(tmp_path: Path) -> None:
+def test_the_window_is_that_of_the_layers_and_red_where_none_works(tmp_path: Path) -> None:
     story = told(
         gradient_std=of_layer(A, since(100, constant(2.0**-36), constant(2.0**-8)), constant(2.0**3)),
         gradient_fmt="bf16",
@@ -258,8 +254,8 @@ def test_the_window_is_that_of_the_layers_and_red_where_none_serves(tmp_path: Pa
     shades = [shape for shape in figure.layout.shapes if shape.type == "rect"]
     assert len(shades) == 1 and shades[0].x0 == 100
     assert set(np.asarray(named(figure, "scale used").y)) == {10.0}
-    assert f"{A}.weight needs" in figure.layout.title.subtitle.text
-    assert np.asarray(named(figure, f"{A}.weight needs").y)[[0, -1]].tolist() == [need.y[0], need.y[-1]]
+    assert f"{A} needs" in figure.layout.title.subtitle.text
+    assert np.asarray(named(figure, f"{A} needs").y)[[0, -1]].tolist() == [need.y[0], need.y[-1]]
 
 
 def test_loss_scale_and_what_happened_stand_on_one_axis(tmp_path: Path) -> None:
@@ -297,11 +293,11 @@ def test_many_losses_keep_their_extremes(tmp_path: Path) -> None:
 # -- the others
 
 
-def test_underflow_over_time_tells_the_rules_verdict(tmp_path: Path) -> None:
+def test_underflow_over_time_tells_the_rules_outlook(tmp_path: Path) -> None:
     story = told(gradient_std=lambda name, s: 2.0 ** (-27 - 0.04 * s))
     path = story.write(tmp_path / "run")
     figure = report.underflow_over_time(path)
-    assert "verdict: raise the scale" in figure.layout.title.subtitle.text
+    assert "outlook: raise the scale" in figure.layout.title.subtitle.text
     everything = np.asarray(named(figure, "of all parameter gradient values").y)
     view = View(Run(path))
     narrow = view.narrow("gradients")
@@ -309,7 +305,7 @@ def test_underflow_over_time_tells_the_rules_verdict(tmp_path: Path) -> None:
     nonzero, lost = narrow.cells.total(narrow.cells.nonzero).sum(0), narrow.lost_of_cell.sum(0)
     assert everything == pytest.approx(lost / (lost + nonzero), rel=1e-5)
     assert np.asarray(named(figure, "of layers").y)[[0, -1]].tolist() == [0.0, 1.0]
-    assert "verdict: stay" in report.underflow_over_time(SOUND.write(tmp_path / "b")).layout.title.subtitle.text
+    assert "outlook: stay" in report.underflow_over_time(SOUND.write(tmp_path / "b")).layout.title.subtitle.text
 
 
 def test_updates_are_held_against_their_weights(tmp_path: Path) -> None:

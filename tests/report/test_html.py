@@ -82,7 +82,7 @@ def test_the_verdict_comes_first_then_findings_then_all_else(page: Page) -> None
     assert page.headings[0].startswith("Problem: the loss scale fell from 210 to 2")
     sections = [h for h in page.headings if h in ("Findings", "Explore", "What if", "The record")]
     assert sections == ["Findings", "Explore", "What if", "The record"]
-    for fact in ("0 to 199", "FP16", "84", "Loss scale at the end", "closed"):
+    for fact in ("0 to 199", "FP16", "84", "Loss scale at step 199", "closed"):
         assert fact in page.text
     assert page.text.count("What to do") == 5
 
@@ -328,9 +328,8 @@ def test_a_scale_at_every_step_costs_no_more(wide: View, monkeypatch: pytest.Mon
 
 def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
     fp16, bf16 = answers[:2]
-    assert fp16.sentence == "FP16 needs S in [2^11, 2^14] at all steps." and bf16.best == 0
+    assert fp16.sentence == "No scale works for FP16 at any step." and bf16.best == 0
     assert fp16.best == fp16.answer.shift and "run's own format has kept" in fp16.censored
-    assert fp16.rows(3)[0][1] >= fp16.rows(3)[1][1] and len(fp16.rows(3)) == 3
 
 
 def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +339,10 @@ def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.Monk
 
 
 def test_shares_in_16_bits_hide_no_loss() -> None:
-    packed = np.frombuffer(base64.b64decode(_packed(np.array([[0.0, 1e-9, 0.5, 1.0]]))), "<u2")
-    assert packed.tolist() == [0, 1, 32768, 65535]
+    packed = np.frombuffer(
+        base64.b64decode(_packed(np.array([[0.0, 0.0, 1e-9, 0.5, 1.0]]), np.array([[0.0, 0.1, 0.1, 1.0, 1.0]]))), "<u2"
+    )
+    assert packed.tolist() == [0, 1, 2, 32768, 65535]
 
 
 def test_gradients_are_asked_about_or_what_there_is(tmp_path: Path, wide: View) -> None:

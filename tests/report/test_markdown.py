@@ -37,7 +37,7 @@ def test_the_verdict_the_findings_and_the_rest_folded_away(run: Path) -> None:
     assert table[1][3] == "`parameter gradients of all 12 layers: blocks.{0-5}.attn, blocks.{0-5}.mlp`"
     assert text.count("<details>") == text.count("</details>") == 2
     assert text.count("*What to do:*") == len(found) and ": 27 % lost" in text
-    assert "| Loss scale at the end | 2^-4 |" in text
+    assert "| Loss scale at step 199 | 2^-4 |" in text
 
 
 def test_a_sound_and_an_empty_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 import plimsoll
+from plimsoll import report
 from plimsoll.cli import app
-from plimsoll.diagnosis import View, diagnose
+from plimsoll.diagnosis import View, diagnose, whatif
+from plimsoll.diagnosis._whatif_result import estimate_words, interval_words
+from plimsoll.diagnosis._windows import scales
 from plimsoll.diagnosis.remedies import is_of_scale, scale_remedy
 from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
-from plimsoll.diagnosis.wording import collection_words
+from plimsoll.diagnosis.wording import collection_words, layer_name
+from plimsoll.lab._result import Training
 from plimsoll.report import _summary_words as words, html, markdown, summary
 from plimsoll.report._server_answers import Answers
 from plimsoll.report._summary import Summary
-from plimsoll.runs import Run
+from plimsoll.report._verdict import leading
+from plimsoll.runs import Event, Run, RunWriter
 from tests.diagnosis.faults import FAULTS, Fault
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
@@ -126,3 +132,143 @@ def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, tmp_path: Path) -
         for label, value in words.evidence(finding):
             assert value in " ".join(text.split()) or label == "Where"
     assert not re.search(r"\d%|\d{5,}|\d\.0\b|e[+-]0\d", "\n".join(text.splitlines()[1:]))
+
+
+# -- the scales that work, and what is lost at one
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Iterator[Answers]:
+    found = Answers(folder)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "e4m3"])
+def test_there_is_one_window_of_scales(folder: Path, answers: Answers, fmt: str) -> None:
+    view = View(Run(folder / "fp16"))
+    found = whatif(view, fmt)
+    window = found.overall.window
+    assert report.scale_curve(view, fmt).layout.meta["window"] == (None if window is None else list(window))
+    about = plain(report.scale_window(view, fmt).layout.title.subtitle.text)
+    asked = json.loads(answers.whatif("fp16", {"format": fmt}))
+    assert asked["overall"]["window"] == (None if window is None else list(window))
+    if window is None:
+        assert "work at all steps" not in about
+        return
+    assert about.startswith(f"{scales(*window)} work at all steps")
+    # The layers that set it are those whose own windows end there, and what-if's rows have the same ends.
+    needs, first = re.findall(r"([\w.]+) (?:needs|overflows above) 2", about)
+    own = {layer_name(row.name): row.window for row in found.rows if row.window is not None}
+    assert own[needs][0] == window[0] and own[first][1] == window[1]
+
+
+def test_what_a_format_lost_itself_raises_the_scale_that_it_needs(folder: Path) -> None:
+    """At the scales below, the run's own underflow proves that values are lost: they cannot be said to work."""
+    view = View(Run(folder / "fp16"))
+    window = whatif(view, "fp16").overall.window
+    assert window is not None and underflow_rate(view, "gradients", 100) is not None
+    used = float(view.scalar("scale")[1][-1])
+    assert window[0] > np.log2(used)
+
+
+def test_what_if_says_the_same_in_the_report_the_terminal_and_the_page(
+    surfaces: dict[str, str], folder: Path, answers: Answers
+) -> None:
+    for fmt in ("fp16", "bf16", "e4m3", "e5m2"):
+        found = whatif(folder / "fp16", fmt)
+        asked = json.loads(answers.whatif("fp16", {"format": fmt}))
+        assert (asked["sentence"], asked["best_shift"]) == (found.sentence, found.shift)
+        lost = interval_words(found.overall.fit.lost)
+        row = re.search(rf'<th scope="row">{fmt.upper()}</th>(.*?)</tr>', surfaces["html"])
+        assert row is not None and f">2^{found.shift}</td>" in row[1] and f">{lost}</td>" in row[1], fmt
+        terminal = (
+            CliRunner(env={"COLUMNS": "400"}).invoke(app, ["whatif", str(folder / "fp16"), "--format", fmt]).stdout
+        )
+        assert found.sentence in terminal and f"at 2^{found.shift}" in terminal
+    assert "about 0 % (0 % to" in surfaces["html"]  # what FP16 has lost is in the bounds
+
+
+def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folder: Path, answers: Answers) -> None:
+    found = whatif(folder / "fp16", "fp16").rows
+    asked = json.loads(answers.whatif("fp16", {"format": "fp16"}))["rows"]
+    assert [row["name"] for row in asked] == [row.name for row in found]
+    table = surfaces["html"].split("Tensors, the worst first")[1].split("</table>")[0]
+    assert re.findall(r'<td class="long">(.*?)</td>\s*<td class="number">(.*?)</td>', table) == [
+        (row.name, estimate_words(row.fit.lost)) for row in found[:15]
+    ]
+
+
+# -- facts, events, findings
+
+
+def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], told: Summary, answers: Answers) -> None:
+    asked = json.loads(answers.run("fp16"))["shown"]
+    facts = [list(fact) for fact in words.facts(told)]
+    assert asked["facts"] == facts and {"Steps", "Samples", "Started", "Record"} <= {name for name, _ in facts}
+    for name, value in facts:
+        assert (
+            f"<dt>{name}</dt><dd>{value}</dd>" in surfaces["html"] and f"| {name} | {value} |" in surfaces["markdown"]
+        )
+
+
+def test_events_stand_in_the_same_columns_and_order(tmp_path: Path) -> None:
+    path = FALLEN.write(tmp_path / "run")
+    with RunWriter(path) as writer:
+        writer.write(
+            Event(step=60, kind="skip", message="skipped at scale 2^10", details={"scale": 1024.0, "steps": []})
+        )
+        writer.write(Event(step=70, kind="trigger", message="the loss rose", details={"loss": 2.26279, "count": 12288}))
+    found = Answers(tmp_path)
+    try:
+        asked = json.loads(found.run("run"))["shown"]["events"]
+    finally:
+        found.close()
+    page = plain(html(path, tmp_path / "page.html").read_text("utf-8")).split('id="events"')[1].split("</table>")[0]
+    assert re.findall('<th scope="col"[^>]*>(.*?)</th>', page) == ["Step", "What", "Message", "When"]
+    rows = [
+        [re.sub("<[^>]*>", " ", cell).split() for cell in re.findall("<td[^>]*>(.*?)</td>", row)]
+        for row in page.split("<tr>")[2:]
+    ]
+    assert rows == [[step.split(), kind.split(), f"{message} {details}".split(), at.split()]
+                    for step, kind, message, details, at in asked]  # fmt: skip
+    assert [row[0] for row in asked] == ["199", "70", "60"]  # the run was resumed at its last step
+    assert [row[3] for row in asked[1:]] == ["loss: 2.26, count: 12,288", "scale: 2^10"]
+    assert all(row[4].endswith(" UTC") for row in asked)
+
+
+def test_the_verdict_is_about_the_finding_that_stands_first(tmp_path: Path) -> None:
+    for fault in FAULTS[::5]:
+        path = fault.story.write(tmp_path / fault.name.replace(" ", "-"))
+        view = View(Run(path))
+        found = diagnose(view)
+        if all(finding.severity == "info" for finding in found):
+            continue
+        lead, listed = leading(found, view.last_step), summary(path).findings
+        assert repr(listed[0]) == repr(lead) and sorted(map(repr, listed)) == sorted(map(repr, found))
+        checked = json.loads(CliRunner().invoke(app, ["check", str(path), "--format", "json"]).stdout)["findings"]
+        assert [each["rule"] for each in checked] == [finding.rule for finding in listed], fault.name
+
+
+def test_the_report_draws_no_figure_twice(surfaces: dict[str, str]) -> None:
+    drawn = re.findall(r'data-figure="([^"]+)"', surfaces["html"])
+    titles = [surfaces["html"].split(f'id="{key}">')[1].split('"title":"')[1].split('"')[0] for key in drawn]
+    assert len(drawn) == len(set(drawn)) and titles.count("Loss and loss scale") == 1
+
+
+def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -> None:
+    view = View(Run(folder / "fp16"))
+    for finding in told.findings:
+        if finding.collection != "gradients":
+            continue
+        rows = set(report.heatmap(view, "underflow", "gradients").data[0].y)
+        shown = words.shown_as(finding)["names"]
+        assert isinstance(shown, list) and {re.sub("<[^>]*>", "", row) for row in rows} >= set(shown)
+
+
+def test_verdict_means_one_thing_in_json(told: Summary, folder: Path) -> None:
+    training = Training(
+        name="a", title="A", run=folder, numbers={}, outcome="trains on", good=True, verdict=told.verdict
+    )
+    data = training.to_dict()
+    assert (data["verdict"], data["outcome"]) == (told.to_dict()["verdict"], "trains on")

@@ -36,7 +36,7 @@ def test_the_best_scale_is_chosen_at_first(page: Any, site: Served, runs_folder:
     found = whatif(runs_folder / "low", "fp16")
     at(page, site, "#/run/low/whatif")
     answered(page, found.shift)
-    expect(page.get_by_label("Multiplied by")).to_have_value(str(found.shift))
+    expect(page.get_by_label("Scale", exact=True)).to_have_value(str(found.shift))
     expect(page.locator(".sentence")).to_have_text(found.sentence)
     expect(page.get_by_role("button", name="Best scale")).to_be_disabled()
     assert hash_of(page) == "#/run/low/whatif"
@@ -45,7 +45,7 @@ def test_the_best_scale_is_chosen_at_first(page: Any, site: Served, runs_folder:
 def test_the_slider_by_keys_gives_the_librarys_numbers(page: Any, site: Served, runs_folder: Path) -> None:
     at(page, site, "#/run/low/whatif?shift=6")
     answered(page, 6)
-    slider = page.get_by_label("Multiplied by")
+    slider = page.get_by_label("Scale", exact=True)
     slider.focus()
     for _ in range(4):
         page.keyboard.press("ArrowLeft")
@@ -77,7 +77,7 @@ def test_a_fast_hand_gets_the_last_answer_only(page: Any, site: Served) -> None:
     answered(page, 0)
     asked = []
     page.on("request", lambda request: asked.append(request.url) if "/whatif?" in request.url else None)
-    page.get_by_label("Multiplied by").evaluate(
+    page.get_by_label("Scale", exact=True).evaluate(
         "slider => { for (let shift = 1; shift <= 20; shift += 1) {"
         " slider.value = shift; slider.dispatchEvent(new Event('input')) } }"
     )
@@ -90,7 +90,7 @@ def test_an_answer_that_comes_too_late_is_dropped(page: Any, site: Served) -> No
     answered(page, 0)
     held = []
     page.route("**/whatif?*shift=1&*", lambda route: held.append(route))  # noqa: PLW0108  (its signature is read)
-    page.get_by_label("Multiplied by").focus()
+    page.get_by_label("Scale", exact=True).focus()
     with page.expect_request("**/whatif?*shift=1&*"):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -103,7 +103,7 @@ def test_the_load_lines_move_with_the_slider(page: Any, site: Served) -> None:
     at(page, site, "#/run/low/whatif?shift=3")
     figure = drawn(page, ".whatif figure >> nth=0")
     expect(figure.locator("figcaption")).to_contain_text("times 2^3")
-    page.get_by_label("Multiplied by").focus()
+    page.get_by_label("Scale", exact=True).focus()
     page.keyboard.press("ArrowRight")
     expect(figure.locator("figcaption")).to_contain_text("times 2^4")
 

@@ -57,7 +57,7 @@ def test_a_run_appears_in_the_list(page: Any, site: Served, folder: Path) -> Non
 
 def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, site: Served, writer: RunWriter) -> None:
     at(page, site, "#/run/run")
-    expect(last_step(page)).to_have_text("29")
+    expect(last_step(page)).to_have_text("0 to 29")
     expect(page.locator("#live")).to_have_text("Live")
     loss = drawn(page, ".pictures > figure >> nth=0")
     loss.evaluate("node => Plotly.relayout(node.querySelector('.plot'), {'xaxis.range': [5, 20]})")
@@ -66,7 +66,7 @@ def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, si
     before = page.evaluate("scrollY")
     assert before > 0
     write_steps(writer, LOW, 30, 59)
-    expect(last_step(page)).to_have_text("59")
+    expect(last_step(page)).to_have_text("0 to 59")
     drawn_to = "document.querySelector('.pictures > figure .plot').calcdata[0].at(-1).x"
     wait_until(lambda: page.evaluate(drawn_to) == 59)
     assert loss.evaluate("node => node.querySelector('.plot').layout.xaxis.range") == [5, 20]
@@ -76,22 +76,22 @@ def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, si
 
 def test_sample_after_sample_is_shown(page: Any, site: Served, writer: RunWriter) -> None:
     at(page, site, "#/run/run")
-    expect(last_step(page)).to_have_text("29")
+    expect(last_step(page)).to_have_text("0 to 29")
     for last in (34, 39, 44):
         write_steps(writer, LOW, last - 4, last)
-        expect(last_step(page)).to_have_text(str(last))
+        expect(last_step(page)).to_have_text(f"0 to {last}")
 
 
 def test_a_paused_page_stays_as_it_is_until_it_follows_again(page: Any, site: Served, writer: RunWriter) -> None:
     at(page, site, "#/run/run")
-    expect(last_step(page)).to_have_text("29")
+    expect(last_step(page)).to_have_text("0 to 29")
     page.keyboard.press(" ")
     expect(page.locator("#live")).to_have_text("Paused")
     write_steps(writer, LOW, 30, 39)
     expect(page.locator("#live")).to_have_text("Paused: there is more")
-    expect(last_step(page)).to_have_text("29")
+    expect(last_step(page)).to_have_text("0 to 29")
     page.get_by_role("button", name="Follow the run again").click()
-    expect(last_step(page)).to_have_text("39")
+    expect(last_step(page)).to_have_text("0 to 39")
     expect(page.locator("#live")).to_have_text("Live")
 
 
@@ -113,7 +113,7 @@ def test_an_empty_run_fills_while_it_is_looked_at(page: Any, site: Served, folde
         expect(page.locator("h1")).to_contain_text("Nothing was recorded")
         expect(page.locator(".badge .word")).to_have_text("Empty")
         write_steps(writer, LOW, 0, 9)
-        expect(last_step(page)).to_have_text("9")
+        expect(last_step(page)).to_have_text("0 to 9")
         drawn(page, ".pictures > figure >> nth=3")
     shutil.rmtree(folder / "fresh")
 
@@ -124,13 +124,13 @@ def test_the_page_comes_back_after_its_server_did(page: Any, seen: Seen, tmp_pat
         write_steps(writer, LOW, 0, 9)
         with served(tmp_path) as first:
             at(page, first, "#/run/run")
-            expect(last_step(page)).to_have_text("9")
+            expect(last_step(page)).to_have_text("0 to 9")
             expect(page.locator("#live")).to_have_text("Live")
         expect(page.locator("#live")).to_have_text("Reconnecting\u2026")
-        expect(last_step(page)).to_have_text("9")  # what was read stays
+        expect(last_step(page)).to_have_text("0 to 9")  # what was read stays
         write_steps(writer, LOW, 10, 14)
         with served(tmp_path, port=first.port):
-            expect(last_step(page)).to_have_text("14")
+            expect(last_step(page)).to_have_text("0 to 14")
             expect(page.locator("#live")).to_have_text("Live")
             page.goto("about:blank")
 

@@ -48,13 +48,13 @@ def test_the_theme_is_the_systems_until_one_is_chosen(browser: Any, site: Served
         body = "getComputedStyle(document.documentElement).backgroundColor"
         assert figure.evaluate(paper) == TEMPLATES[scheme]["layout"]["paper_bgcolor"]
         before = page.evaluate(body)
-        page.get_by_role("button", name="Theme:").click()
-        expect(page.get_by_role("button", name=f"Theme: {other}")).to_be_visible()
+        page.get_by_role("button", name=f"Use the {other} theme").click()
+        expect(page.get_by_role("button", name=f"Use the {scheme} theme")).to_be_visible()
         assert page.evaluate(body) != before
         expect(figure).to_have_js_property("isConnected", True)
         assert figure.evaluate(paper) == TEMPLATES[other]["layout"]["paper_bgcolor"]
         page.reload()
-        expect(page.get_by_role("button", name=f"Theme: {other}")).to_be_visible()
+        expect(page.get_by_role("button", name=f"Use the {scheme} theme")).to_be_visible()
         assert page.evaluate(body) != before
 
 

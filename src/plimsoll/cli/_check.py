@@ -1,6 +1,7 @@
 """``plimsoll check``: what the rules find in a run, as text or JSON, and an exit code for schedulers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -67,7 +68,7 @@ class _Judged:
 
     one: Opened
     view: "View"
-    found: "list[Finding]"
+    found: "Sequence[Finding]"
 
     @property
     def alarm(self) -> bool:
@@ -84,9 +85,11 @@ class _Judged:
 def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds: dict[str, float]) -> _Judged:
     """The run with its findings; raises `RunError` where nothing was recorded that could be judged."""
     from plimsoll.diagnosis import View, diagnose
+    from plimsoll.report._verdict import leading_first
 
     view = View(one.run, until)
-    judged = _Judged(one=one, view=view, found=diagnose(view, rules=select, thresholds=thresholds))
+    found = leading_first(diagnose(view, rules=select, thresholds=thresholds), view.last_step)
+    judged = _Judged(one=one, view=view, found=found)
     if not judged.alarm:  # a training that fails before its first step leaves an alarm and no step
         refuse_empty(one, view)
     return judged
@@ -143,7 +146,7 @@ def _ended(view: "View") -> dict[str, object] | None:
     return None if ending is None else {"by": ending.how, "step": ending.step, "message": ending.message}
 
 
-def _counts(found: "list[Finding]") -> str:
+def _counts(found: "Sequence[Finding]") -> str:
     counts = [(sum(f.severity == s for f in found), s) for s in ("alarm", "warning")]
     return ", ".join(counted(n, severity) for n, severity in counts if n) or "healthy"
 

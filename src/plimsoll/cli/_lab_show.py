@@ -29,7 +29,7 @@ def show(result: "Result", target: Console) -> None:
     for training in result.measured.trainings[:1]:
         for line in _found(training):
             target.print(line, no_wrap=True, overflow="ellipsis")
-        for line in _headline(training):
+        for line in _of_run(training):
             target.print(line)
     target.print()
     for sentence in result.measured.said:
@@ -58,7 +58,7 @@ def _trainings(trainings: "Sequence[Training]", target: Console) -> Table:
         table.add_row(
             Text(shown(training.title)), Text(_spark(training.series, low, high, bars), style=colour),
             "" if math.isnan(lost) else f"{percent(lost)}", "" if math.isnan(loss) else number(loss),
-            Text(shown(training.verdict), style=colour),
+            Text(shown(training.outcome), style=colour),
         )  # fmt: skip
     return table
 
@@ -82,8 +82,8 @@ def _found(training: "Training") -> list[Text]:
     return [Text(""), head, *(_finding(finding) for finding in findings)]
 
 
-def _headline(training: "Training") -> list[Text]:
-    return [Text(training.headline, style="bold")] if training.headline else []
+def _of_run(training: "Training") -> list[Text]:
+    return [Text(training.verdict, style="bold")] if training.verdict else []
 
 
 def _finding(finding: "Finding") -> Text:

@@ -32,6 +32,11 @@ class Modules:
         place = {name: i for i, name in enumerate(distinct)}
         return cls(names=tuple(distinct), of_layer=np.array([place[name] for name in owners], dtype=np.int64))
 
+    @classmethod
+    def apart(cls, cells: Cells) -> "Modules":
+        """Each layer by itself: of collections that hold one tensor of a module each."""
+        return cls(names=cells.names, of_layer=np.arange(len(cells.names)))
+
     def total(self, by_layer: Floats) -> Floats:
         """The sum over each module's layers; NaN where none of them has a number."""
         known = ~np.isnan(by_layer)

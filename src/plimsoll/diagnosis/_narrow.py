@@ -67,15 +67,21 @@ class Narrow:
         unknown = (cells.nonzero == 0) & np.isnan(shadow) & (zeros > 0)
         return np.where(self.censors, np.where(unknown, np.nan, found), 0.0)
 
-    def hidden(self, shift: NDArray[np.int64]) -> Floats:
-        """About how many of the values that underflowed would be lost at another shift (of the true values) too.
+    def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
+        """About how many of the values that underflowed a format would lose too, at a shift of the true values.
 
-        All at the scale that they were held at and below; above it they come back as their spread says, and at least
-        as an even spread does: what is left near the floor of a tensor that is almost gone says too little.
+        All at the shift that puts its floor where that of the rows' own format was, and below; above it they come back
+        as their spread says, and at least as an even spread does: what is left near the floor of a tensor that is
+        almost gone says too little.
         """
-        higher = np.maximum(shift - np.log2(self.held), 0.0)
+        higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
         spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
         return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
+
+    def floor_shift(self, fmt: Format) -> Floats:
+        """Of each row, the shift at which a format flushes what the row's own format has flushed."""
+        own = np.array([known.quantum_exponent for known in self.known])[self.cells.format]
+        return np.log2(self.held) + fmt.quantum_exponent - own
 
     @cached_property
     def lost_of_cell(self) -> Floats:

@@ -121,7 +121,7 @@ class UnderflowRising(Rule):
     """The early rule: underflow that grows will not stop by itself.
 
     The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
-    Mann-Kendall test. The verdict: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
+    Mann-Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
     scale if one serves all layers, else scale layers apart if one serves each, else BF16.
     """
 
@@ -166,12 +166,12 @@ class UnderflowRising(Rule):
                 "per_1000_steps": 1000 * worst_trend.slope,
                 "confidence": worst_trend.confidence,
                 "layers": len(spots),
-                "verdict": "watch",
+                "outlook": "watch",
             },
             until_step=max(until for *_, until in risen),
             collection="gradients",
         )
-        yield self._with_verdict(result, view) if severity == "alarm" else result
+        yield self._with_outlook(result, view) if severity == "alarm" else result
 
     def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
         """The last trend that rises significantly to above `watch`; when that was first seen, and last."""
@@ -191,9 +191,9 @@ class UnderflowRising(Rule):
             last = found if last is None or found.end > last.end else last
         return last, since, until
 
-    def _with_verdict(self, found: Finding, view: View) -> Finding:
-        verdict, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
-        evidence = {**found.evidence, "verdict": verdict}
+    def _with_outlook(self, found: Finding, view: View) -> Finding:
+        outlook, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
+        evidence = {**found.evidence, "outlook": outlook}
         return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
 
 

@@ -5,16 +5,16 @@ Every fraction is an interval; real casts of the same tensors lie inside it.
 """
 
 import os
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plimsoll.diagnosis import _whatif_blocks
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._noise import Noise
 from plimsoll.diagnosis._prediction import Prediction
+from plimsoll.diagnosis._scales import Scales
 from plimsoll.diagnosis._tallies import Populations, Tallies
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis._whatif_result import WhatIf
@@ -23,9 +23,9 @@ from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.runs import Run
 
-_TOLERANCE = 0.01  # of a layer's values that may be lost in a window, as in `Spectrum.window`
 _AT_INFERENCE = ("weights", "activations")
-_TRIED = 48  # shifts that are tried where none serves throughout
+_TRIED = 48  # shifts that are tried where none works throughout
+SHIFTS = range(-24, 41)  # scales that someone may use, as powers of two
 
 
 def whatif(
@@ -39,7 +39,8 @@ def whatif(
 
     Values are the true ones: a loss scale that they were recorded under is undone first, so for gradients the shift is
     the loss scale to be. None chooses the best one: the highest that overflows nowhere with one binade to spare, if it
-    loses little, or else the one at which least is lost and overflows. `inference` asks about weights and activations
+    loses little, or else the one at which least is lost and overflows; none (0) in a format so wide that the best
+    would be beyond 2**40 and is not needed. `inference` asks about weights and activations
     as they are (shift 0), in place of a collection.
 
     What the run's own format has flushed to zero is not seen: then `WhatIf.censored` is true, and zeros count in the
@@ -103,7 +104,7 @@ def predictor_of(narrow: Narrow) -> "Predictor":
     """The predictor of a collection, kept for as long as a view keeps the collection: many shifts are asked about."""
     found = _PREDICTORS.get(narrow)
     if found is None:
-        found = _PREDICTORS[narrow] = Predictor(narrow.cells, narrow.censors)
+        found = _PREDICTORS[narrow] = Predictor(narrow)
     return found
 
 
@@ -116,11 +117,13 @@ def predictor_bytes(narrow: Narrow) -> int:
 class Predictor:
     """What any format and shift would make of one collection; what does not depend on the shift is made once."""
 
-    def __init__(self, cells: Cells, censors: NDArray[np.bool_]) -> None:
-        self._cells = cells
+    def __init__(self, narrow: Narrow) -> None:
+        self._cells = cells = narrow.cells
+        # Not the record itself, which is the key that this is kept by, and would then stay for ever.
+        self._narrow = ref(narrow)
         self._values = Populations(cells=cells)
         self._noise = Noise(values=self._values)
-        hidden = np.where(censors, cells.column("zeros"), 0)
+        hidden = np.where(narrow.censors, cells.column("zeros"), 0)
         self._nonzero, self._hidden, self._censored = cells.total(cells.nonzero), cells.total(hidden), hidden.any()
         self._windows: dict[Format, tuple[Floats, Floats, list[Stretch]]] = {}
         self._best: dict[Format, int] = {}
@@ -132,9 +135,11 @@ class Predictor:
         return self._noise.size_bytes + sum(each.nbytes for each in (*held, self._nonzero, self._hidden))
 
     def windows(self, fmt: Format) -> tuple[Floats, Floats, list[Stretch]]:
-        """Of each cell the lowest and the highest shift that serve; and the stretches that one serves."""
+        """Of each cell the lowest and the highest shift that work; and the stretches that one works for."""
         if fmt not in self._windows:
-            low, high = _windows(self._values, fmt)
+            narrow = self._narrow()
+            assert narrow is not None  # whoever asks holds it
+            low, high = Scales.of_record(narrow, fmt).of_tensors
             stretches = stretches_of(self._cells.steps, _joint(np.fmax, low), _joint(np.fmin, high))
             self._windows[fmt] = low, high, stretches
         return self._windows[fmt]
@@ -187,15 +192,6 @@ def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
     return low, high, estimate
 
 
-def _windows(values: Populations, fmt: Format) -> tuple[Floats, Floats]:
-    """Of each cell the lowest and the highest shift that serve; NaN where there is nothing to hold."""
-    cells = values.cells
-    there = cells.nonzero > 0
-    low = np.where(there, values.lowest_shift(fmt, _TOLERANCE), np.nan)
-    high = np.where(there, values.highest_shift(fmt), np.nan)
-    return cells.highest(low), -cells.highest(-high)
-
-
 def _joint(choose: "np.ufunc", values: Floats) -> Floats:
     return choose.reduce(values, axis=0, initial=np.nan)
 
@@ -207,8 +203,9 @@ def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> 
         return 0
     lowest, highest = int(np.nanmax(needed)), int(np.nanmin(room))
     if lowest <= highest:
-        return max(lowest, highest - 1)
-    # None serves throughout. From where overflow begins (less a binade) up to where nothing is lost any more.
+        best = max(lowest, highest - 1)
+        return 0 if lowest <= 0 and best >= SHIFTS.stop else best
+    # None works throughout. From where overflow begins (less a binade) up to where nothing is lost any more.
     first, last = highest - 1, min(lowest, int(np.nanmax(high)))
     tried = np.unique(np.linspace(first, max(last, first), _TRIED).astype(np.int64)).tolist()
     return min(tried, key=lambda shift: (_harm(values, fmt, shift), shift))

@@ -11,8 +11,8 @@ import numpy as np
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._finding import plain, shown
 from plimsoll.diagnosis._prediction import Prediction, Tally, summed
-from plimsoll.diagnosis._windows import Stretch, block_sentence, sentence, stretches_of
-from plimsoll.diagnosis.wording import value_words
+from plimsoll.diagnosis._windows import Stretch, block_sentence, scales, sentence, stretches_of
+from plimsoll.diagnosis.wording import collection_words, value_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Fit, Interval
@@ -26,10 +26,11 @@ _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
-    """One layer over all steps, or all layers: fractions of the nonzero finite values, and the window that serves.
+    """One tensor over all steps, or all tensors: fractions of the nonzero finite values, and the shifts that work.
 
-    `worst_step` is the step at which most is lost or overflows. A block format scales each block itself: its window is
-    the shift that was asked about, or None if that does not serve.
+    `window`: the shifts that work at all steps, None for none; of gradients those of the whole module, whose parameters
+    are judged together. `worst_step` is the step at which most is lost or overflows. A block format scales each block
+    itself: its window is the shift that was asked about, or None if that does not work.
     """
 
     name: str
@@ -68,10 +69,12 @@ class WhatIf(NotebookRepr):
 
     - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which
       then count in the upper bounds of what is lost.
-    - `rows`: the layers, those that lose most first; `overall`: all of them.
-    - `stretches`: over time, the shifts that serve all layers (nothing overflows, less than 1 % of any layer is lost).
+    - `rows`: the tensors, those that lose most first, and of those that lose as much the one with the narrowest window;
+      `overall`: all of them.
+    - `stretches`: over time, the shifts that work for all layers (nothing overflows, less than 1 % of any layer is
+      lost).
     - `block`: of a block format the block length, else 0; `unrecorded`: how many layers at steps have no block record
-      and are left out. A block format serves where less than 1 % of a layer is lost; that values saturate is its way.
+      and are left out. A block format works where less than 1 % of a layer is lost; that values saturate is its way.
     - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
     """
 
@@ -92,9 +95,9 @@ class WhatIf(NotebookRepr):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """A row for each layer."""
+        """A row for each tensor."""
         found = self._rows(self.names, self.prediction, self.low, self.high)
-        return sorted(found, key=lambda row: -(row.fit.lost.estimate + row.fit.overflow.estimate))
+        return sorted(found, key=lambda row: (-(row.fit.lost.estimate + row.fit.overflow.estimate), _room(row.window)))
 
     @cached_property
     def overall(self) -> Row:
@@ -116,7 +119,8 @@ class WhatIf(NotebookRepr):
         hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
         which = " and ".join(value_words(collection) for collection in self.collections)
         of = f"{percent(hidden / (hidden + held))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
-        return f"Judged by what the run's own format has kept ({of} are zeros there and cannot be judged): {said}"
+        zeros = f"{of} are zeros there, and what they were is estimated"
+        return f"Judged by what the run's own format has kept ({zeros}): {said}"
 
     def at(self, name: str, step: int) -> Fit:
         """What becomes of one layer at one step."""
@@ -206,17 +210,17 @@ class WhatIf(NotebookRepr):
         from rich.table import Table
 
         how = ", the best single one" if self.chosen and not self.block else ""
-        title = f"{self.format} at 2^{self.shift}{how}: {', '.join(self.collections)}"
+        title = f"{self.format.upper()} at 2^{self.shift}{how}: {', '.join(map(collection_words, self.collections))}"
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
                       pad_edge=False, width=width)  # fmt: skip
-        table.add_column("layer", overflow="ellipsis", no_wrap=True, ratio=1)
-        for head in ("lost", "subnormal", "overflow", "SNR dB", "serves" if self.block else "shifts"):
+        table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
+        for head in ("lost", "subnormal", "overflow", "SNR dB", "works" if self.block else "scales"):
             table.add_column(head, justify="right", no_wrap=True)
         kept = self.rows[:most]
         for row in [self.overall, *kept]:
             table.add_row(*_cells_of(row, in_blocks=self.block > 0), end_section=row is self.overall)
         if len(self.rows) > len(kept):
-            table.caption = f"and {len(self.rows) - len(kept)} layers that lose less"
+            table.caption = f"and {len(self.rows) - len(kept)} tensors that lose less"
             table.caption_justify = "left"
         return table
 
@@ -225,7 +229,7 @@ class WhatIf(NotebookRepr):
 
     def __str__(self) -> str:
         """The sentence, and what is lost at the shift."""
-        fit, written = self.overall.fit, _range if self.block else _fraction
+        fit, written = self.overall.fit, _range if self.block else interval_words
         return (
             f"{self.sentence} At 2^{self.shift}: lost {written(fit.lost)}, subnormal {written(fit.subnormal)}, "
             f"overflow {written(fit.overflow)}."
@@ -273,19 +277,34 @@ class WhatIf(NotebookRepr):
         )
 
 
+def _room(window: tuple[int, int] | None) -> float:
+    """How many scales work; -Inf for none, so that it comes first."""
+    return -math.inf if window is None else window[1] - window[0]
+
+
 def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
     fit = row.fit
-    window = "none" if row.window is None else f"2^{row.window[0]}..2^{row.window[1]}"
+    window = "none" if row.window is None else scales(*row.window)
     if in_blocks:
         window = "no" if row.window is None else "yes"
     noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
-    written = _range if in_blocks else _fraction
+    written = _range if in_blocks else estimate_words
     return [shown(row.name), *(written(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
 
 
-def _fraction(interval: Interval) -> str:
-    """An interval as its estimate in per cent."""
+def estimate_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent; about 0 where it may be more."""
     return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
+
+
+def interval_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent, with the ends where these differ.
+
+    >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0))
+    'about 0 % (0 % to 19 %)'
+    """
+    low, high = percent(interval.low), percent(interval.high)
+    return estimate_words(interval) + ("" if low == high else f" ({low} to {high})")
 
 
 def _range(interval: Interval) -> str:
@@ -294,7 +313,7 @@ def _range(interval: Interval) -> str:
     Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
     """
     if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
-        return _fraction(interval)
+        return estimate_words(interval)
     return f"{percent(interval.low)} to {percent(interval.high)}"
 
 

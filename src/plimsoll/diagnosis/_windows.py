@@ -1,4 +1,4 @@
-"""Windows over time: at each step the shifts that serve, and the stretches of steps that one scale serves."""
+"""Windows over time: at each step the scales that work, and the stretches of steps that one scale works for."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from plimsoll.diagnosis._cells import Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """From one step to another: the shifts that serve at all of them; None where none does at any."""
+    """From one step to another: the shifts that work at all of them; None where none does at any."""
 
     from_step: int
     to_step: int
@@ -22,7 +22,7 @@ class Stretch:
 
 
 def stretches_of(steps: Ints, low: Floats, high: Floats) -> list[Stretch]:
-    """The fewest stretches from the first step on, each as long as one shift (or none at any step) serves.
+    """The fewest stretches from the first step on, each as long as one shift (or none at any step) works.
 
     Steps at which nothing was recorded (NaN) belong to the stretch that is under way.
     """
@@ -49,18 +49,18 @@ def sentence(fmt: str, stretches: list[Stretch], scaled: bool) -> str:
 
     >>> one = Stretch(from_step=0, to_step=3990, window=(9, 13))
     >>> sentence("fp16", [one, Stretch(from_step=4000, to_step=9990, window=None)], True)
-    'FP16 needs S in [2^9, 2^13] until step 3,990, none serves afterwards.'
+    'FP16 needs a scale of 2^9 to 2^13 until step 3,990, none works afterwards.'
     """
     name = fmt.upper()
     if not stretches:
         return f"{name}: nothing was recorded to judge it by."
     if len(stretches) == 1 and stretches[0].window is None:
-        return f"No scale serves {name} at any step."
+        return f"No scale works for {name} at any step."
     if len(stretches) == 1:
         return f"{name} {_need(stretches[0], scaled)} at all steps."
     if len(stretches) > 4:
         lost = sum(1 for stretch in stretches if stretch.window is None)
-        tail = f"in {lost} of them none serves" if lost else "no single one serves throughout"
+        tail = f"in {lost} of them none works" if lost else "no single one works throughout"
         return f"{name} needs another scale in each of {len(stretches)} stretches of steps, and {tail}."
     first, *rest = stretches
     told = [f"{name} {_need(first, scaled)} until step {first.to_step:,}"]
@@ -73,7 +73,7 @@ def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
 
     >>> bad = Stretch(from_step=0, to_step=90, window=None)
     >>> block_sentence("mxfp4", [bad, Stretch(from_step=100, to_step=900, window=(0, 0))])
-    'MXFP4 may lose 1 % or more of some layer until step 90, serves afterwards.'
+    'MXFP4 may lose 1 % or more of some layer until step 90, works afterwards.'
     """
     name = fmt.upper()
     if not stretches:
@@ -88,20 +88,29 @@ def block_sentence(fmt: str, stretches: list[Stretch]) -> str:
 
 
 def _serves(stretch: Stretch) -> str:
-    return "may lose 1 % or more of some layer" if stretch.window is None else "serves"
+    return "may lose 1 % or more of some layer" if stretch.window is None else "works"
 
 
 def _need(stretch: Stretch, scaled: bool) -> str:
     if stretch.window is None:
-        return "has no scale that serves"
+        return "has no scale that works"
     low, high = stretch.window
     if low <= 0 <= high:
-        return f"serves without a scale{f' (S in [2^{low}, 2^{high}])' if scaled else ''}"
-    return f"needs S in [2^{low}, 2^{high}]"
+        return f"works without a scale{f', and with {scales(low, high)},' if scaled else ''}"
+    return f"needs a scale of {scales(low, high)}"
 
 
 def _then(stretch: Stretch) -> str:
-    return "none serves" if stretch.window is None else f"S in [2^{stretch.window[0]}, 2^{stretch.window[1]}]"
+    return "none works" if stretch.window is None else f"one of {scales(*stretch.window)}"
+
+
+def scales(low: int, high: int) -> str:
+    """Scales between two shifts, as all surfaces write them.
+
+    >>> scales(7, 25), scales(7, 7)
+    ('2^7 to 2^25', '2^7')
+    """
+    return f"2^{low}" if low == high else f"2^{low} to 2^{high}"
 
 
 def _both(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:

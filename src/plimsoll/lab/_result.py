@@ -14,21 +14,21 @@ class Training:
     """One training of an experiment.
 
     - `name`: of its run folder; `title`: for people; `run`: the folder.
-    - `numbers`: what was measured, by name. `verdict`: what became of it, in a few words; `good`: whether that is well.
+    - `numbers`: what was measured, by name. `outcome`: what became of it, in a few words; `good`: whether that is well.
     - `series`: what its picture in one line shows, `series_of` in words: the loss since some step, say.
-    - `findings`: of `diagnose`, the gravest first; `headline`: the run's verdict, as every other surface says it.
+    - `findings`: of `diagnose`; `verdict`: of the run, as on every other surface; empty where none is made.
     """
 
     name: str
     title: str
     run: Path
     numbers: Mapping[str, float]
-    verdict: str
+    outcome: str
     good: bool
     series: Sequence[float] = ()
     series_of: str = ""
     findings: tuple[Finding, ...] = ()
-    headline: str = ""
+    verdict: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """The training as JSON-able data."""
@@ -37,12 +37,12 @@ class Training:
             "title": self.title,
             "run": str(self.run),
             "numbers": {name: plain(value) for name, value in self.numbers.items()},
-            "verdict": self.verdict,
+            "outcome": self.outcome,
             "good": self.good,
             "series": [plain(value) for value in self.series],
             "series_of": self.series_of,
             "findings": [finding.to_dict() for finding in self.findings],
-            "headline": self.headline,
+            "verdict": self.verdict,
         }
 
 

@@ -9,19 +9,19 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis._scales import TOLERANCE, Scales
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report._aggregate import histogram
 from plimsoll.report._figure_parts import Layout, Source, line, made, nothing, series_checked, view_of
-from plimsoll.report._figure_words import capital, joined, of, power, powers
+from plimsoll.report._figure_words import capital, joined, of, powers, scale_range
 from plimsoll.report._theme import BLUE, GREEN, PURPLE, RED
 from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-_TOLERANCE = 0.01  # of a module's values that may be lost, as in `Scales`
 _AROUND = 4  # powers of two that are drawn beyond the window
 _COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = WeakKeyDictionary()
 _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
@@ -32,8 +32,8 @@ def scale_curve(
 ) -> "Figure":
     """What a format would lose of all recorded values at each loss scale, and how many would overflow.
 
-    The scales at which nothing overflows and less than 1 % of the values is lost are shaded; those that were used are
-    marked. All layers and steps are added up here: `scale_window` tells them apart.
+    The scales that work for all layers at all steps (nothing overflows, less than 1 % of any layer is lost) are shaded;
+    those that were used are marked. The curves add all layers and steps up: `scale_window` tells them apart.
 
     - `fmt`: None for the narrowest format that the collection was recorded in, or FP16 where that is a wide one.
 
@@ -49,11 +49,12 @@ def scale_curve(
     if cells is None or not cells.nonzero.any():
         return nothing("scale_curve", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
     chosen = chosen or _narrowest(cells)
-    title = f"{capital(of(collection))} in {chosen.name}: what each loss scale would cost"
+    title = f"{capital(of(collection))} in {chosen.name.upper()}: what each loss scale would cost"
     shifts, lost, over = _known_costs(view, cells, chosen)
-    window = shifts[(lost < _TOLERANCE) & (over == 0)]
+    narrow = view.narrow(collection)
+    window = None if narrow is None else Scales.of_record(narrow, chosen).window
     used = _used(view)
-    meta |= {"format": chosen.name, "window": [int(window[0]), int(window[-1])] if len(window) else None}
+    meta |= {"format": chosen.name, "window": None if window is None else list(window)}
     shapes, notes = _window_mark(window)
     more, words = _used_mark(used, shifts)
     places, texts = powers(float(shifts[0]), float(shifts[-1]), 12)
@@ -87,10 +88,10 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
     """Shifts, and at each the share of all values that is lost and that overflows."""
     whole = _summed(cells)
     values = Populations(cells=whole)
-    flushed = _Flushed.of(view, cells)
+    flushed = _Flushed.of(view, cells, fmt)
     total = float(whole.nonzero[0]) + flushed.total
     highest = int(values.highest_shift(fmt)[0])
-    lowest = int(values.lowest_shift(fmt, _TOLERANCE)[0])
+    lowest = int(values.lowest_shift(fmt, TOLERANCE)[0])
     shifts = np.arange(min(lowest, highest) - _AROUND - 2, max(lowest, highest) + _AROUND + 3, dtype=np.int64)
     lost = [float(values.lost(fmt, int(k)).estimate[0]) + flushed.still(int(k)) for k in shifts]
     over = [float(values.overflow(fmt, int(k)).estimate[0]) for k in shifts]
@@ -99,22 +100,25 @@ def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flushed:
-    """Values that the run's own format has flushed: how many of each row, at which scale, how steeply they spread."""
+    """Values that the run's own format has flushed: how many of each row, and how steeply they spread.
+
+    `held`: the shift at which the format that is asked about would flush the same.
+    """
 
     lost: Floats
     held: Floats
     spread: Floats
 
     @classmethod
-    def of(cls, view: View, cells: Cells) -> "_Flushed":
+    def of(cls, view: View, cells: Cells, fmt: Format) -> "_Flushed":
         narrow = view.narrow(cells.collection)
         nothing_lost = np.empty(0)
         if narrow is None or not narrow.censors.any():
             return cls(lost=nothing_lost, held=nothing_lost, spread=nothing_lost)
-        held = np.round(np.log2(narrow.held)).astype(np.int64)
+        held = np.round(narrow.floor_shift(fmt)).astype(np.int64)
         lost = np.nan_to_num(narrow.lost)
         with np.errstate(all="ignore"):
-            spread = -np.log2(narrow.hidden(held + 1) / lost)  # what one power of two more brings back
+            spread = -np.log2(narrow.hidden(fmt, held + 1) / lost)  # what one power of two more brings back
         some = lost > 0
         return cls(lost=lost[some], held=held[some].astype(np.float64), spread=spread[some])
 
@@ -153,25 +157,24 @@ def _summed(cells: Cells) -> Cells:
     )
 
 
-def _said(window: Ints, used: tuple[int, int] | None, lost: Floats, over: Floats) -> str:
-    if len(window):
-        told = f"{power(int(window[0]))} to {power(int(window[-1]))} serve: nothing overflows, less than 1 % is lost"
+def _said(window: tuple[int, int] | None, used: tuple[int, int] | None, lost: Floats, over: Floats) -> str:
+    if window is not None:
+        told = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
     else:
         best = int(np.argmax(over > 0)) - 1
-        told = f"no scale serves: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
+        told = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
     if used is None:
         return joined([told, "no loss scale was recorded"])
-    low, high = used
-    return joined([told, f"used: {power(low)}" if low == high else f"used: {power(low)} to {power(high)}"])
+    return joined([told, f"used: {scale_range(*used)}"])
 
 
-def _window_mark(window: Ints) -> tuple[list[Layout], list[Layout]]:
-    if not len(window):
+def _window_mark(window: tuple[int, int] | None) -> tuple[list[Layout], list[Layout]]:
+    if window is None:
         return [], []
-    low, high = float(window[0]), float(window[-1])
+    low, high = window
     box = {"type": "rect", "x0": low - 0.5, "x1": high + 0.5, "y0": 0, "y1": 1, "yref": "paper", "layer": "below",
            "fillcolor": "rgba(31,157,120,0.18)", "line": {"width": 0}}  # fmt: skip
-    note = {"text": "these serve", "x": (low + high) / 2, "y": 0.97, "yref": "paper", "yanchor": "top",
+    note = {"text": "these work", "x": (low + high) / 2, "y": 0.97, "yref": "paper", "yanchor": "top",
             "font": {"color": GREEN}}  # fmt: skip
     return [box], [note]
 

@@ -46,9 +46,9 @@ def underflow_over_time(
 ) -> "Figure":
     """The share of values that are flushed to zero over the steps, and of layers of which more than 5 % is.
 
-    With lines at 1 % and 5 %, the levels of the early rule, and its verdict.
+    With lines at 1 % and 5 %, the levels of the early rule, and its outlook.
 
-    - `findings`: where the verdict is taken from; None asks the rule (of gradients; it takes its time for a large run).
+    - `findings`: where the outlook is taken from; None asks the rule (of gradients; it takes its time for a large run).
     - `focus`: layers with lines of their own; without, the worst. `since_step` is marked.
 
     Raises `NotRecordedError` for a collection that the run does not have.
@@ -81,7 +81,7 @@ def underflow_over_time(
         "margin": {"r": 40},
     }
     formats = f"recorded in {', '.join(view_formats(view, collection))}"
-    subtitle = joined([_verdict(view, collection, findings), formats, columns.said("max")])
+    subtitle = joined([_outlook(view, collection, findings), formats, columns.said("max")])
     return made("underflow_over_time", title, subtitle, traces, layout, meta)
 
 
@@ -135,22 +135,22 @@ def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
     return shapes, notes
 
 
-def _verdict(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
-    """The early rule's verdict in words, with the underflow rate since the finding began, or of the last quarter."""
+def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
+    """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
     if collection != "gradients":
         return ""
     told = diagnose(view, rules=["underflow-rising", "underflow-high"]) if findings is None else findings
     rising = next((f for f in told if f.rule == "underflow-rising"), None)
     if rising is not None:
-        verdict = safe(str(rising.evidence.get("verdict", "watch")))
-        return f"<b>verdict: {verdict}</b> (rising since step {rising.since_step:,})"
+        outlook = safe(str(rising.evidence.get("outlook", "watch")))
+        return f"<b>outlook: {outlook}</b> (rising since step {rising.since_step:,})"
     high = next((f for f in told if f.rule == "underflow-high" and f.collection == collection), None)
     at, _ = underflow_by_step(view, collection)
     rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
     if high is not None:
         rate = underflow_rate(view, collection, high.since_step, high.until_step)
     if rate is None or rate.share < _LEVELS[0][0]:
-        verdict = "stay"
+        outlook = "stay"
     else:
-        verdict = "watch" if rate.share < _LEVELS[1][0] else "too much is lost"
-    return f"<b>verdict: {verdict}</b> ({'nothing' if rate is None else rate.words_with_steps}, no steady rise)"
+        outlook = "watch" if rate.share < _LEVELS[1][0] else "too much is lost"
+    return f"<b>outlook: {outlook}</b> ({'nothing' if rate is None else rate.words_with_steps}, no steady rise)"

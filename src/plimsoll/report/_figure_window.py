@@ -1,4 +1,4 @@
-"""`scale_window`: over time, the loss scales that serve all layers, against the one that was used."""
+"""`scale_window`: over time, the loss scales that work for all layers, against the one that was used."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Floats
 from plimsoll.diagnosis._scales import Scales
+from plimsoll.diagnosis.wording import layer_name
 from plimsoll.formats import FP16
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_parts import (
@@ -23,7 +24,7 @@ from plimsoll.report._figure_parts import (
     view_of,
 )
 from plimsoll.report._figure_scale import element
-from plimsoll.report._figure_words import joined, power, powers, safe
+from plimsoll.report._figure_words import joined, power, powers, safe, scale_range
 from plimsoll.report._theme import BLUE, GREEN, ORANGE, PURPLE, RED
 from plimsoll.text import counted
 
@@ -39,9 +40,9 @@ def scale_window(
     since_step: int | None = None,
     until: int | None = None,
 ) -> "Figure":
-    """Which loss scales serve at each step: the lowest at which no layer loses 1 %, the highest without overflow.
+    """Which loss scales work at each step: the lowest at which no layer loses 1 %, the highest without overflow.
 
-    Where the first lies above the second no single scale serves; those stretches are shaded. The scale that was used
+    Where the first lies above the second no single scale works; those stretches are shaded. The scale that was used
     is drawn over it. Judged by parameters' gradients, by module.
 
     - `fmt`: the format to hold them, FP16 by default.
@@ -51,7 +52,7 @@ def scale_window(
     """
     view = view_of(run, until, "scale_window")
     chosen = FP16 if fmt is None else element(fmt, "scale_window")
-    title = f"The loss scales that serve all layers in {chosen.name}"
+    title = f"Loss scales that work for all layers in {chosen.name.upper()}"
     meta: Layout = {"figure": "scale_window", "format": chosen.name}
     if not view.run.tensors:
         return nothing("scale_window", title, "Nothing was recorded in this run.", meta)
@@ -78,7 +79,7 @@ def scale_window(
     }  # fmt: skip
     subtitle = joined(
         [
-            _said(need, room, used, "sample" if columns.each == 1 else "column"),
+            _said(scales.window, need, room, used, "sample" if columns.each == 1 else "column"),
             _extremes(scales),
             columns.said("min").replace("the lowest", "the worst"),
         ]
@@ -96,7 +97,7 @@ def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:
     return [
         {**shade, "y": bottom.astype(np.float32), "showlegend": False, "connectgaps": True},
         {**shade, "y": top.astype(np.float32), "fill": "tonexty", "fillcolor": "rgba(31,157,120,0.20)",
-         "name": "these serve", "connectgaps": True},
+         "name": "these work", "connectgaps": True},
         line(columns.at, room, "overflow above", RED, when + "<br>overflow above 2<sup>%{y:.0f}</sup>",
              connectgaps=True),
         line(columns.at, need, "a layer loses over 1 % below", PURPLE,
@@ -112,20 +113,19 @@ def _own(scales: Scales, columns: Columns, focus: Sequence[str]) -> list[Trace]:
     traces: list[Trace] = []
     for i, colour in zip(chosen, colours, strict=False):
         hover = "%{fullData.name}<br>step %{x}<br>2<sup>%{y:.0f}</sup>"
-        for bound, says, dash in ((scales.low, "needs", "dot"), (scales.high, "bears", "dash")):
+        for bound, says, dash in ((scales.low, "needs", "dot"), (scales.high, "overflows above", "dash")):
             at = columns.merged(bound[i], "max" if says == "needs" else "min")
-            name, style = f"{safe(scales.names[i], 30)} {says}", {"width": 1.3, "dash": dash}
+            name, style = f"{safe(layer_name(scales.names[i]), 30)} {says}", {"width": 1.3, "dash": dash}
             traces.append(line(columns.at, at, name, colour, hover, line=style, connectgaps=True))
     return traces
 
 
 def _extremes(scales: Scales) -> str:
-    """Which layers set the bounds, at the last step that has gradients."""
-    there = np.flatnonzero(~np.isnan(scales.need))
-    last = int(there[-1])
-    needs, bears = int(np.nanargmax(scales.low[:, last])), int(np.nanargmin(scales.high[:, last]))
-    low, high = power(int(scales.low[needs, last])), power(int(scales.high[bears, last]))
-    return f"{safe(scales.names[needs], 32)} needs {low}, {safe(scales.names[bears], 32)} bears {high}"
+    """Which layers set the bounds."""
+    (needs, low), (first, high) = scales.bounding
+    return (
+        f"{safe(layer_name(needs), 32)} needs {power(low)}, {safe(layer_name(first), 32)} overflows above {power(high)}"
+    )
 
 
 def _used(view: View, columns: Columns) -> Floats | None:
@@ -142,7 +142,7 @@ def _used_line(columns: Columns, used: Floats | None) -> list[Trace]:
 
 
 def _none_serves(columns: Columns, need: Floats, room: Floats) -> list[Layout]:
-    """Shades over the stretches at which no scale serves."""
+    """Shades over the stretches at which no scale works."""
     missing = np.nan_to_num(need - room, nan=-1.0) > 0
     edges = np.flatnonzero(np.diff(np.concatenate([[False], missing, [False]]).astype(np.int8)))
     at, last = columns.at, len(columns.at) - 1
@@ -153,16 +153,19 @@ def _none_serves(columns: Columns, need: Floats, room: Floats) -> list[Layout]:
     ]  # fmt: skip
 
 
-def _said(need: Floats, room: Floats, used: Floats | None, noun: str) -> str:
+def _said(window: tuple[int, int] | None, need: Floats, room: Floats, used: Floats | None, noun: str) -> str:
     known = ~np.isnan(need)
-    none = int((need > room)[known].sum())
-    columns = int(known.sum())
-    often = f"none serves at {none:,} of {counted(columns, noun)}, shaded red"
-    told = [often if none else "one serves at every step"]
+    none, columns = int((need > room)[known].sum()), counted(int(known.sum()), noun)
+    if window is not None:
+        told = [f"{scale_range(*window)} work at all steps"]
+    elif none:
+        told = [f"none works at {none:,} of {columns}, shaded red"]
+    else:
+        told = ["one works at each step, but no single one at all steps"]
     if used is None:
         return joined([*told, "no loss scale was recorded"])
     below = int(((used < need) & known).sum())
     above = int(((used > room) & known).sum())
-    told += [f"the one used was too low at {below:,}"] if below else []
-    told += [f"too high at {above:,}"] if above else []
+    told += [f"the one used was too low at {below:,} of {columns}"] if below else []
+    told += [f"too high at {above:,} of {columns}"] if above else []
     return joined(told)

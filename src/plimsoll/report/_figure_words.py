@@ -60,6 +60,11 @@ def power(exponent: float) -> str:
     return f"2<sup>{digits.replace('-', MINUS)}</sup>"
 
 
+def scale_range(low: int, high: int) -> str:
+    """Scales between two exponents, as `plimsoll.diagnosis._windows.scales` writes them."""
+    return power(low) if low == high else f"{power(low)} to {power(high)}"
+
+
 def powers(low: float, high: float, most: int = 9) -> tuple[list[float], list[str]]:
     """Ticks at powers of two between two exponents: their places and texts, at most about so many."""
     steps = (1, 2, 4, 8, 16, 32, 64)

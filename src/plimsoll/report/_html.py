@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll._version import __version__
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.diagnosis._whatif_result import estimate_words, interval_words
+from plimsoll.diagnosis._windows import scales
+from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line
 from plimsoll.report import _html_figures as figures, _summary_words as words
@@ -21,7 +24,6 @@ from plimsoll.report._html_assets import assets, marked, powers
 from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
 from plimsoll.report._summary import summary
 from plimsoll.runs._files import replacing
-from plimsoll.text import percent
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -96,8 +98,8 @@ def _content(view: View, title: str | None, findings: Sequence[Finding] | None) 
     told, plots = summary(view, findings), figures.Plots()
     found = told.findings
     keys = figures.of_findings(plots, view, found)
-    scale = figures.of_scale(plots, view, found)
-    layers = figures.of_layers(plots, view)
+    scale = [key for key in figures.of_scale(plots, view, found) if key not in keys]
+    layers = figures.of_layers(plots, view, found)
     collection = collection_of(view)
     answers = offline(view, collection) if collection else []
     hardest = [(collection, name) for name in answers[0].names] if collection and answers else []
@@ -136,7 +138,7 @@ def _findings(found: Sequence[Finding], keys: Sequence[str | None]) -> list[dict
     for number, (finding, key) in enumerate(zip(found, keys, strict=True), 1):
         earlier = first.setdefault(key, number) if key else number
         spots = [
-            (words.cut(s.name, 160), f"{s.since_step:,}", words.spot_value(finding, s.value))
+            (words.cut(words.named(finding, s.name), 160), f"{s.since_step:,}", words.spot_value(finding, s.value))
             for s in finding.spots[:_SPOTS]
         ]
         shown_as.append(
@@ -155,7 +157,8 @@ def _findings(found: Sequence[Finding], keys: Sequence[str | None]) -> list[dict
                 "as_above": earlier if earlier != number else None,
                 "spots": spots if len(finding.where) > 1 else [],
                 "spots_head": words.spot_heading(finding),
-                "spots_words": _of_all(len(spots), len(finding.spots), "layer"),
+                "spots_noun": words.sentence_case(words.spot_noun(finding)),
+                "spots_words": _of_all(len(spots), len(finding.spots), words.spot_noun(finding)),
             }
         )
     return shown_as
@@ -170,13 +173,16 @@ def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | Non
     if not answers:
         return None
     lead, formats = answers[0], [each.to_dict() for each in answers]
-    rows = [(shown(name), percent(lost), percent(over), _window(w)) for name, lost, over, w in lead.rows(_ROWS)]
+    rows = [
+        (shown(row.name), estimate_words(row.fit.lost), estimate_words(row.fit.overflow), _window(row.window))
+        for row in lead.answer.rows[:_ROWS]
+    ]
     return {
-        "collection": collection.replace("_", " "),
+        "collection": collection_words(collection),
         "note": lead.censored,
         "low": SHIFTS[0],
         "high": SHIFTS[-1],
-        "formats": [{**each, "lost_best": percent(a.at_best("lost")), "overflow_best": percent(a.at_best("overflow"))}
+        "formats": [{**each, **{f"{name}_best": interval_words(a.at_best(name)) for name in ("lost", "overflow")}}
                     for each, a in zip(formats, answers, strict=True)],
         "rows": rows,
         "json": marked(figures.in_page({"low": SHIFTS[0], "high": SHIFTS[-1], "formats": formats})),
@@ -184,7 +190,7 @@ def _whatif(collection: str, answers: Sequence[Offline]) -> dict[str, Any] | Non
 
 
 def _window(window: tuple[int, int] | None) -> str:
-    return "none" if window is None else f"2^{window[0]} to 2^{window[1]}"
+    return "none" if window is None else scales(*window)
 
 
 def _sections(explore: bool, whatif: bool, events: bool) -> list[tuple[str, str]]:

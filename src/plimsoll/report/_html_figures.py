@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.report._summary_words import cut
 from plimsoll.report._theme import TEMPLATES
@@ -96,9 +97,13 @@ def _words(title: dict[str, Any]) -> str:
 
 def of_findings(plots: Plots, view: View, findings: Sequence[Finding]) -> list[str | None]:
     """The id of each finding's figure; None where there is none, or no room."""
-    from plimsoll.report import figure_for
+    from plimsoll.report import figure_for, loss_and_scale
 
-    return [plots.add(lambda f=f: figure_for(view, f)) if i < _FINDINGS else None for i, f in enumerate(findings)]
+    def figure(finding: Finding) -> "Figure":
+        # One figure of the loss tells of all findings; each would else have the same curve with another mark.
+        return loss_and_scale(view, findings) if finding.figure == "loss_and_scale" else figure_for(view, finding)
+
+    return [plots.add(lambda f=f: figure(f)) if i < _FINDINGS else None for i, f in enumerate(findings)]
 
 
 def of_scale(plots: Plots, view: View, findings: Sequence[Finding]) -> list[str]:
@@ -112,17 +117,18 @@ def of_scale(plots: Plots, view: View, findings: Sequence[Finding]) -> list[str]
     return [key for make in makers if (key := plots.add(make)) is not None]
 
 
-def of_layers(plots: Plots, view: View) -> list[tuple[str, str]]:
-    """Heat maps of layers over steps: id, and what it is called in a list."""
+def of_layers(plots: Plots, view: View, findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Heat maps of layers over steps: id, and what it is called in a list; last those that findings show."""
     from plimsoll.report import heatmap, updates
 
     found: list[tuple[str, str]] = []
-    for statistic, collection in _HEATMAPS:
+    above = {(f.figure.removesuffix("_heatmap"), f.collection) for f in findings}
+    for statistic, collection in sorted(_HEATMAPS, key=above.__contains__):
         if collection not in view.run.tensors:
             continue
         key = plots.add(lambda s=statistic, c=collection: heatmap(view, s, c))
         if key is not None:
-            found.append((key, f"{_WORDS[statistic]} of {collection.replace('_', ' ')}"))
+            found.append((key, f"{_WORDS[statistic]} of {collection_words(collection)}"))
     key = plots.add(lambda: updates(view)) if "updates" in view.run.tensors else None
     return found if key is None else [*found, (key, "Updates against weights")]
 
@@ -144,7 +150,7 @@ def of_tensors(
 
 
 def _kind(collection: str) -> str:
-    return cut(collection).replace("_", " ")
+    return cut(collection_words(collection))
 
 
 def _ordered(view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add up.
 So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
-binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. Windows and
-sentences are `whatif`'s own.
+binade the values are taken to lie: a test holds them between its bounds at one shift less and at one more. At the best
+shift, which is shown first, they are `whatif`'s own, as are windows, sentences, and the order of the tensors.
 
 Block formats, of runs that have their records, scale each block themselves: their answer is the same at all shifts.
 """
@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import View, shown, whatif
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._tallies import Populations
+from plimsoll.diagnosis._whatif import SHIFTS
 from plimsoll.diagnosis._whatif_blocks import has_records
-from plimsoll.diagnosis._whatif_result import WhatIf
+from plimsoll.diagnosis._whatif_result import Row, WhatIf
 from plimsoll.diagnosis._windows import block_sentence, sentence
 from plimsoll.formats import MXFP4, MXFP8_E4M3, NVFP4, get_element
+from plimsoll.spectrum import Interval
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 BLOCK_FORMATS = (MXFP8_E4M3, MXFP4, NVFP4)  # of runs that have block records
-SHIFTS = range(-24, 41)
-LAYERS = 300  # most that are kept of each format, those that are hardest to serve
+LAYERS = 300  # most that are kept of each format, those that fare worst
 _GROUPS = 20_000  # histograms; with a scale of its own at every step there would be one a row
 _ASKED = ("gradients", "activation_gradients", "activations", "weights")
 _ONE = 65535  # of a share, in 16 bits
@@ -34,9 +35,10 @@ _ONE = 65535  # of a share, in 16 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offline:
-    """The answers for one format: overall and by layer, over `SHIFTS`.
+    """The answers for one format: overall and by tensor, over `SHIFTS`.
 
-    `lost` and `overflow` are estimates, layers x shifts; `overall` has "lost", "overflow" and the bounds of both.
+    `lost` and `overflow` are estimates, tensors x shifts, and `at_most` their upper bounds by the same names; `overall`
+    has "lost", "overflow" and the bounds of both. Tensors are in the order of the run.
     """
 
     answer: WhatIf
@@ -44,15 +46,14 @@ class Offline:
     windows: tuple[tuple[int, int] | None, ...]
     lost: Floats
     overflow: Floats
+    at_most: dict[str, Floats]
     overall: dict[str, list[float]]
     left_out: int
 
     @property
     def best(self) -> int:
-        """The best single shift; 0 for a format so wide that the best is not among those offered, if 0 serves too."""
-        if self.answer.shift in SHIFTS or not _unscaled_serves(self.answer):
-            return min(max(self.answer.shift, SHIFTS[0]), SHIFTS[-1])
-        return 0
+        """The best single shift, or what is nearest to it of those offered."""
+        return min(max(self.answer.shift, SHIFTS[0]), SHIFTS[-1])
 
     @property
     def sentence(self) -> str:
@@ -67,27 +68,23 @@ class Offline:
         whole = self.answer.sentence
         return f"{whole.removesuffix(self.sentence).rstrip(': ')}." if self.answer.censored else ""
 
-    def at_best(self, name: str) -> float:
+    def at_best(self, name: str) -> Interval:
         """What is overall lost, or overflows, at the best shift."""
-        return self.overall[name][self.best - SHIFTS[0]]
-
-    def rows(self, most: int) -> list[tuple[str, float, float, tuple[int, int] | None]]:
-        """Name, lost, overflow and window of the layers that fare worst at the best shift."""
-        at = self.best - SHIFTS[0]
-        order = np.argsort(-(self.lost[:, at] + self.overflow[:, at]), kind="stable")[:most].tolist()
-        return [(self.names[i], float(self.lost[i, at]), float(self.overflow[i, at]), self.windows[i]) for i in order]
+        estimate, low, high = (self.overall[name + bound][self.best - SHIFTS[0]] for bound in ("", "_low", "_high"))
+        return Interval(low=low, high=high, estimate=estimate)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON-able data; shares by layer are 16 bits each, little-endian, in base64."""
+        """As JSON-able data; shares by tensor are 16 bits each, little-endian, in base64."""
         return {
             "format": self.answer.format,
+            "block": self.answer.block > 0,
             "sentence": self.sentence,
             "best": self.best,
             "overall": {name: [round(x, 6) for x in values] for name, values in self.overall.items()},
             "names": [shown(name) for name in self.names],
             "windows": [None if w is None else list(w) for w in self.windows],
-            "lost": _packed(self.lost),
-            "overflow": _packed(self.overflow),
+            "lost": _packed(self.lost, self.at_most["lost"]),
+            "overflow": _packed(self.overflow, self.at_most["overflow"]),
             "left_out": self.left_out,
         }
 
@@ -152,73 +149,76 @@ def _extreme(cells: Cells, name: str, group: NDArray[np.int64], groups: int) -> 
 
 def _answers(answer: WhatIf, values: Populations) -> Offline:
     fmt, cells = get_element(answer.format, "report"), values.cells
-    layers, count = len(cells.names), cells.nonzero.astype(np.float64)
-    nonzero: Floats = np.bincount(cells.layer, weights=count, minlength=layers).astype(np.float64)
-    found: dict[str, list[Floats]] = {"lost": [], "overflow": []}
-    overall: dict[str, list[float]] = {}
+    count = cells.nonzero.astype(np.float64)
+    found: dict[str, list[Floats]] = {}
     for shift in SHIFTS:
         for name, tallies in (("lost", values.lost(fmt, shift)), ("overflow", values.overflow(fmt, shift))):
-            of_layer = np.bincount(cells.layer, weights=tallies.estimate, minlength=layers)
-            found[name].append(of_layer / np.maximum(nonzero, 1))
             for bound, each in (("", tallies.estimate), ("_low", tallies.low), ("_high", tallies.high)):
-                overall.setdefault(name + bound, []).append(float(each.sum() / max(count.sum(), 1)))
-    kept = _hardest(answer, found, nonzero)
-    return Offline(
-        answer=answer,
-        names=tuple(answer.names[i] for i in kept),
-        windows=tuple(_window(answer, i) for i in kept),
-        lost=np.stack(found["lost"], axis=1)[kept],
-        overflow=np.stack(found["overflow"], axis=1)[kept],
-        overall=overall,
-        left_out=int((nonzero > 0).sum()) - len(kept),
-    )
+                of_layer = np.bincount(cells.layer, weights=each, minlength=len(cells.names)).astype(np.float64)
+                found.setdefault(name + bound, []).append(of_layer)
+    if answer.shift in SHIFTS:
+        for name, known in _told(answer).items():
+            found[name][answer.shift - SHIFTS[0]] = known
+    nonzero: Floats = np.bincount(cells.layer, weights=count, minlength=len(cells.names)).astype(np.float64)
+    return _kept(answer, found, nonzero, tuple(row.window for row in _in_order(answer)))
 
 
 def _in_blocks(answer: WhatIf) -> Offline:
     """The answer of a block format: that of the unscaled values, at every shift."""
+    found = {name: [known] * len(SHIFTS) for name, known in _told(answer).items()}
+    every = (SHIFTS[0], SHIFTS[-1])
+    windows = tuple(None if row.window is None else every for row in _in_order(answer))
+    return _kept(answer, found, np.nansum(answer.prediction.nonzero, axis=1), windows)
+
+
+def _told(answer: WhatIf) -> dict[str, Floats]:
+    """How many values of each tensor are lost, or overflow, at the answer's own shift."""
     p = answer.prediction
-    nonzero: Floats = np.nansum(p.nonzero, axis=1)
-    found: dict[str, list[Floats]] = {}
-    overall: dict[str, list[float]] = {}
-    for name, (low, high, estimate) in (("lost", p.lost), ("overflow", p.overflow)):
-        found[name] = [np.nansum(estimate, axis=1) / np.maximum(nonzero, 1)] * len(SHIFTS)
-        for bound, each in (("", estimate), ("_low", low), ("_high", high)):
-            overall[name + bound] = [float(np.nansum(each) / max(nonzero.sum(), 1))] * len(SHIFTS)
-    kept = _hardest(answer, found, nonzero)
+    return {
+        name + bound: np.nansum(tally[i], axis=1)
+        for name, tally in (("lost", p.lost), ("overflow", p.overflow))
+        for i, bound in enumerate(("_low", "_high", ""))
+    }
+
+
+def _in_order(answer: WhatIf) -> list[Row]:
+    """The rows in the order of the run's tensors."""
+    rows = {row.name: row for row in answer.rows}
+    return [rows[name] for name in answer.names]
+
+
+def _kept(
+    answer: WhatIf,
+    found: dict[str, list[Floats]],
+    nonzero: Floats,
+    windows: tuple[tuple[int, int] | None, ...],
+) -> Offline:
+    """The shares of all tensors together, and of those that fare worst at the best shift."""
+    hidden: Floats = np.nansum(answer.prediction.hidden, axis=1)
+    shares = {name: np.stack(values, axis=1) for name, values in found.items()}
+    whole = nonzero + hidden if hidden.any() else nonzero
+    # Zeros of the run's own format may be values that it lost: they count in the upper bound, as in `whatif`.
+    shares["lost_high"] += hidden[:, None]
+    of = {name: whole if name == "lost_high" else nonzero for name in shares}
+    overall = {name: (np.sum(each, axis=0) / max(of[name].sum(), 1)).tolist() for name, each in shares.items()}
+    overall["lost_high"] = np.maximum(overall["lost_high"], overall["lost"]).tolist()
+    place = {name: i for i, name in enumerate(answer.names)}
+    kept = sorted(place[row.name] for row in answer.rows[:LAYERS])
+    of_tensor = {name: (each / np.maximum(of[name], 1)[:, None])[kept] for name, each in shares.items()}
     return Offline(
         answer=answer,
         names=tuple(answer.names[i] for i in kept),
-        windows=tuple((SHIFTS[0], SHIFTS[-1]) if _window(answer, i) else None for i in kept),
-        lost=np.stack(found["lost"], axis=1)[kept],
-        overflow=np.stack(found["overflow"], axis=1)[kept],
+        windows=tuple(windows[i] for i in kept),
+        lost=of_tensor["lost"],
+        overflow=of_tensor["overflow"],
+        at_most={name: of_tensor[f"{name}_high"] for name in ("lost", "overflow")},
         overall=overall,
-        left_out=int((nonzero > 0).sum()) - len(kept),
+        left_out=len(answer.names) - len(kept),
     )
 
 
-def _hardest(answer: WhatIf, found: dict[str, list[Floats]], nonzero: Floats) -> list[int]:
-    """The layers to keep: first those that fare worst at the best shift, then those whose window is narrowest."""
-    at = min(max(answer.shift, SHIFTS[0]), SHIFTS[-1]) - SHIFTS[0]
-    harm = found["lost"][at] + found["overflow"][at]
-    with np.errstate(all="ignore"):
-        room = np.fmin.reduce(answer.high, axis=1) - np.fmax.reduce(answer.low, axis=1)
-    order: list[int] = np.lexsort((np.nan_to_num(room, nan=np.inf), -harm)).tolist()
-    return [i for i in order if nonzero[i] > 0][:LAYERS]
-
-
-def _unscaled_serves(answer: WhatIf) -> bool:
-    windows = [stretch.window for stretch in answer.stretches]
-    return all(window is not None and window[0] <= 0 <= window[1] for window in windows)
-
-
-def _window(answer: WhatIf, layer: int) -> tuple[int, int] | None:
-    """The shifts that serve a layer at all steps."""
-    low = np.fmax.reduce(answer.low[layer], initial=np.nan)
-    high = np.fmin.reduce(answer.high[layer], initial=np.nan)
-    return (int(low), int(high)) if low <= high else None
-
-
-def _packed(shares: Floats) -> str:
-    """Shares in 16 bits; what is not zero stays so."""
-    units = np.where(shares > 0, np.clip(np.round(shares * _ONE), 1, _ONE), 0).astype("<u2")
+def _packed(shares: Floats, at_most: Floats) -> str:
+    """Shares in 16 bits; what is not zero stays so. 1 stands for a share that is estimated as 0 and may be more."""
+    some = np.clip(np.round(shares * _ONE), 2, _ONE)
+    units = np.where(shares > 0, some, at_most > 0).astype("<u2")
     return base64.b64encode(units.tobytes()).decode("ascii")

@@ -18,7 +18,7 @@ from plimsoll.report._live_verdicts import Verdict, Verdicts
 from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import Listed, within
 from plimsoll.report._server_figures import drawn, drawn_of_two, needs_findings, whole
-from plimsoll.report._summary import Summary, jsonable, median_loss, summary
+from plimsoll.report._summary import Summary, first_step, jsonable, median_loss, seconds_of, summary
 from plimsoll.runs import Event
 
 _ROWS = 50  # layers of a what-if
@@ -59,9 +59,10 @@ class Answers:
         verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
-            steps = view.run.steps
+            steps, told = view.run.steps, _renewed(_summary_of(verdict), view)
             return encoded({
-                "summary": self._told(_renewed(_summary_of(verdict), view)),
+                "summary": self._told(told),
+                "shown": words.run_shown(told, view.events),
                 "collections": dict(view.run.tensors),
                 "scalars": view.run.scalar_names,
                 "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
@@ -197,12 +198,14 @@ def _renewed(found: Summary, view: View) -> Summary:
     last = {name: view.scalar(name)[1] for name in ("loss", "scale")}
     return replace(
         found,
+        first_step=first_step(view, run.steps),
         last_step=view.last_step,
         samples=len(run.steps),
         tensors={collection: len(names) for collection, names in run.tensors.items()},
         scalars=tuple(run.scalar_names),
         ranks=len(run.ranks),
         closed=run.closed,
+        seconds=seconds_of(run, found.created),
         loss=float(last["loss"][-1]) if len(last["loss"]) else None,
         median_loss=median_loss(last["loss"]),
         scale=float(last["scale"][-1]) if len(last["scale"]) else None,

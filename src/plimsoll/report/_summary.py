@@ -12,7 +12,7 @@ from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
 from plimsoll.diagnosis._cells import Floats
 from plimsoll.diagnosis._finding import plain
 from plimsoll.report._figure_parts import Source, view_of
-from plimsoll.report._verdict import State, state_of, verdict
+from plimsoll.report._verdict import State, leading_first, state_of, verdict
 from plimsoll.runs import Run
 
 LOSS_STEPS = 60  # of the median loss at the end of a run
@@ -22,7 +22,8 @@ LOSS_STEPS = 60  # of the median loss at the end of a run
 class Summary:
     """A run in few words and numbers.
 
-    - `verdict`: one sentence; `state`: it in one word; `counts`: how many findings of each severity; `findings`.
+    - `verdict`: one sentence; `state`: it in one word; `counts`: how many findings of each severity; `findings`:
+      first the one that the verdict is about, then the gravest.
     - `name`, `path`: of the run's folder. `first_step` and `last_step` that anything was recorded at (-1: none);
       `samples`: at how many steps spectra were.
     - `tensors`: how many series, by collection; `formats`: those they were held in, by collection; `scalars`.
@@ -96,7 +97,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
     Raises `RunError` for a folder that holds no run.
     """
     view = view_of(run, until, "summary")
-    found = tuple(diagnose(view) if findings is None else findings)
+    found = leading_first(diagnose(view) if findings is None else findings, view.last_step)
     recorded, begun = view.run, _time(view.run.manifest.get("created"))
     steps = [step for step in recorded.steps if view.until is None or step <= view.until]
     return Summary(
@@ -106,7 +107,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         findings=found,
         name=recorded.path.name,
         path=str(recorded.path),
-        first_step=_first_step(view, steps),
+        first_step=first_step(view, steps),
         last_step=view.last_step,
         samples=len(steps),
         tensors={collection: len(names) for collection, names in recorded.tensors.items()},
@@ -116,7 +117,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         world_size=recorded.world_size,
         closed=recorded.closed,
         created=begun,
-        seconds=_seconds(recorded, begun),
+        seconds=seconds_of(recorded, begun),
         loss=_last(view, "loss"),
         median_loss=median_loss(view.scalar("loss")[1]),
         scale=_last(view, "scale"),
@@ -142,9 +143,10 @@ def jsonable(value: object) -> object:
     return plain(value) if isinstance(value, float) else value
 
 
-def _first_step(view: View, steps: list[int]) -> int:
+def first_step(view: View, steps: Sequence[int]) -> int:
+    """The first step that anything was recorded at; -1 for none."""
     begins = [int(view.scalar(name)[0][0]) for name in view.run.scalar_names if len(view.scalar(name)[0])]
-    return min(begins + steps[:1], default=-1)
+    return min([*begins, *steps[:1]], default=-1)
 
 
 def _formats(run: Run, collection: str) -> tuple[str, ...]:
@@ -166,7 +168,7 @@ def _time(value: object) -> float | None:
         return None
 
 
-def _seconds(run: Run, begun: float | None) -> float | None:
+def seconds_of(run: Run, begun: float | None) -> float | None:
     """From the beginning to the end in order, or else to the last event; None where neither is known."""
     if begun is None:
         return None

@@ -1,4 +1,4 @@
-"""What a summary's numbers are called and how they are written, for the HTML report and Markdown alike."""
+"""What a summary's numbers are called and how they are written: in the report, in Markdown and on the live page."""
 
 import json
 import math
@@ -33,7 +33,7 @@ _LABELS = {
     "level": "Called a spike above", "spikes": "Spikes", "first": "First",
     "needs_scale": "Scale that it needs", "bears_scale": "Scale that it overflows above",
     "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps",
-    "at_step": "At step", "began_at": "Loss at the start", "now": "Loss now",
+    "at_step": "At step", "began_at": "Loss at the start", "now": "Median of the last losses",
 }  # fmt: skip
 _JUDGED_BY = {
     "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
@@ -44,6 +44,7 @@ _JUDGED_BY = {
 }  # fmt: skip
 _JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros", "Saturated",
                               "With fewer digits"})  # fmt: skip
+_NAMES = frozenset({"first", "smallest_layer", "largest_layer"})  # evidence that is a location
 _SPOTS = 60  # layers of a finding that the live page may list
 _LONGEST = 300  # characters of a setting or a message
 
@@ -57,6 +58,19 @@ def shown_as(finding: Finding) -> dict[str, object]:
         "where": where(finding, 1),
         "evidence": [list(pair) for pair in evidence(finding)],
         "spots": [spot_value(finding, spot.value) for spot in finding.spots[:_SPOTS]],
+        "names": [named(finding, spot.name) for spot in finding.spots[:_SPOTS]],
+    }
+
+
+def run_shown(summary: Summary, found: Sequence[Event]) -> dict[str, object]:
+    """A run's facts, events and record in words, for the live page."""
+    rows, told = events(found)
+    return {
+        "facts": list(facts(summary)),
+        "events": rows,
+        "events_words": told,
+        "record": list(record(summary))[:100],
+        "settings": settings(summary)[:100],
     }
 
 
@@ -101,12 +115,23 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
     if worst is not None:
         share = next((name for name in _WORST if name in left), None)
         value = f": {_evident(finding.rule, share, left.pop(share))}{_WORST[share]}" if share else ""
-        name = layer_name(str(worst)) if finding.collection == "gradients" else str(worst)
-        told.append(("Worst", f"{cut(name)}{value}"))
+        told.append(("Worst", f"{cut(named(finding, str(worst)))}{value}"))
+    for name in _NAMES & left.keys():
+        left[name] = named(finding, str(left[name]))
     for name, value in left.items():
         if not (value == 0 and name in _ONLY_IF_ANY):
             told.append((_LABELS.get(name, sentence_case(name.replace("_", " "))), _evident(finding.rule, name, value)))
     return told
+
+
+def named(finding: Finding, name: str) -> str:
+    """What a finding's location is called: of parameters' gradients the layer, else the tensor."""
+    return layer_name(name) if finding.collection == "gradients" else name
+
+
+def spot_noun(finding: Finding) -> str:
+    """What a finding's locations are."""
+    return "layer" if finding.collection == "gradients" else "tensor"
 
 
 def spot_heading(finding: Finding) -> str:
@@ -125,12 +150,18 @@ def spot_value(finding: Finding, value: float) -> str:
 
 def _evident(rule: str, name: str, value: float | int | str) -> str:
     if isinstance(value, str):
-        return value.upper() if name == "format" else cut(value)
+        return value.upper() if name == "format" else cut(_place(value) if name == "first_seen_in" else value)
     if name in _SHARES or name in _SHARES_OF.get(rule, ()):
         return percent(value) if value >= 0 else "0 %"
     if name in _SCALES or name in _SCALES_OF.get(rule, ()):
         return power(value)
     return number(value)
+
+
+def _place(text: str) -> str:
+    """A place that a rule wrote as a collection and a name."""
+    collection, _, name = text.partition(" ")
+    return f"{collection_words(collection)} of {name}" if name else text
 
 
 def counted(summary: Summary) -> str:
@@ -149,8 +180,13 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Ranks", f"{summary.ranks} of {summary.world_size}"
     for collection in ("weights", "gradients", "activations"):
         if summary.formats.get(collection):
-            yield f"{sentence_case(collection)} in", ", ".join(f.upper() for f in summary.formats[collection][:3])
+            yield (
+                f"{sentence_case(collection_words(collection))} in",
+                ", ".join(f.upper() for f in summary.formats[collection][:3]),
+            )
     yield from _at_the_end(summary)
+    if summary.created is not None:
+        yield "Started", moment(summary.created)
     if summary.seconds is not None and summary.seconds >= 1:
         yield "Duration", duration(summary.seconds)
     yield "Record", "closed" if summary.closed else "not closed: it goes on, or was killed"
@@ -160,7 +196,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _at_the_end(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.scale is not None:
-        yield "Loss scale at the end", power(summary.scale)
+        yield f"Loss scale at step {summary.last_step:,}", power(summary.scale)
     if summary.loss is not None:
         yield f"Loss at step {summary.last_step:,}", number(summary.loss)
     if summary.median_loss is not None:
@@ -172,13 +208,11 @@ def record(summary: Summary) -> Iterator[tuple[str, str]]:
     for collection, series in summary.tensors.items():
         formats = ", ".join(f.upper() for f in summary.formats.get(collection, ()))
         yield (
-            sentence_case(cut(collection).replace("_", " ")),
+            sentence_case(cut(collection_words(collection))),
             f"{series:,} series{f' in {formats}' if formats else ''}",
         )
     if summary.scalars:
         yield "Scalars", cut(", ".join(shown(name) for name in summary.scalars))
-    if summary.created is not None:
-        yield "Started", moment(summary.created)
     for package, version in summary.versions.items():
         yield cut(package), cut(version)
     for reason, lost in summary.dropped.items():
@@ -191,17 +225,26 @@ def settings(summary: Summary) -> list[tuple[str, str]]:
     return [(name, cut(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))) for name, v in written]
 
 
-def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str]], str]:
-    """Step, kind, message and details of events, and what is said where there are more than are shown."""
+def events(found: Sequence[Event], most: int = 200) -> tuple[list[tuple[str, str, str, str, str]], str]:
+    """Step, kind, message, details and time of events, the latest first, and what is said where some are left out."""
     kept = list(found) if len(found) <= most else [*found[: most // 2], *found[-most // 2 :]]
     told = "" if len(found) <= most else f"The first and the last {most // 2} of {len(found):,} events."
-    rows = [(f"{e.step:,}", cut(e.kind, 40), cut(e.message), cut(_details(e)) if e.details else "") for e in kept]
-    return rows, told
+    return [_event(event) for event in reversed(kept)], told
 
 
-def _details(event: Event) -> str:
-    pairs = ((str(k), jsonable(v)) for k, v in event.details.items())
-    return ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in pairs)
+def _event(event: Event) -> tuple[str, str, str, str, str]:
+    details = ", ".join(f"{name}: {_detail(name, value)}" for name, value in event.details.items() if _says(value))
+    return f"{event.step:,}", cut(event.kind, 40), cut(event.message), cut(details), moment(event.time)
+
+
+def _says(value: object) -> bool:
+    return value is not None and value not in ([], {})
+
+
+def _detail(name: str, value: object) -> str:
+    if isinstance(value, str | bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(jsonable(value), ensure_ascii=False)
+    return power(value) if name == "scale" else number(value)
 
 
 def duration(seconds: float) -> str:
@@ -219,9 +262,9 @@ def duration(seconds: float) -> str:
 
 
 def moment(unix_seconds: float) -> str:
-    """A time as date and time of day, in UTC."""
+    """A time as date and time of day, in UTC: a file does not know where it is read."""
     try:
-        return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M} UTC"
+        return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError, OSError):
         return "unknown"
 

@@ -59,6 +59,14 @@ def leading(findings: Sequence[Finding], last_step: int) -> Finding:
     return min(fatal, key=lambda f: f.since_step)
 
 
+def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding, ...]:
+    """The findings in the order in which all surfaces list them: the one that the verdict is about, then the others."""
+    if all(finding.severity == "info" for finding in findings):
+        return tuple(findings)
+    lead = leading(findings, last_step)
+    return (lead, *(finding for finding in findings if finding is not lead))
+
+
 def is_fatal(finding: Finding, last_step: int) -> bool:
     """Whether a training does not come back from it by itself."""
     if finding.severity != "alarm":

@@ -165,7 +165,7 @@ def _against_underflow(case: Case) -> str:
 
 def _underflow_rising(case: Case) -> Said:
     to, rate = case.number("to"), case.number("per_1000_steps")
-    watch = case.finding.evidence.get("verdict", "watch") == "watch"
+    watch = case.finding.evidence.get("outlook", "watch") == "watch"
     remedy = "look again after as many steps as so far" if watch else case.remedy
     return Said(
         what=f"lost parameter gradients of {case.place} have been rising, seen {case.since}, to {percent(to)}",

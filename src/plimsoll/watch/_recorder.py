@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plimsoll.runs import Event, Record, Scalars
+from plimsoll.text import number, power
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, ready, resolved
 from plimsoll.watch._sample import Sample, Sealed
@@ -143,7 +144,9 @@ class Recorder:
         loss, scale = resolved(facts.loss), resolved(facts.scale)
         nonfinite, skipped = resolved(facts.nonfinite), resolved(facts.skipped)
         if skipped:
-            message = f"the scaler skipped the step at scale {scale:g}" if scale is not None else "the step was skipped"
+            message = (
+                f"the scaler skipped the step at scale {power(scale)}" if scale is not None else "the step was skipped"
+            )
             self.core.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
         others = {name: resolved(value) for name, value in facts.other_losses.items()}
         for name, value in {"loss": loss, **others}.items():
@@ -156,7 +159,7 @@ class Recorder:
             self.fire("nonfinite", message, facts.step, count=nonfinite, advice=_ADVICE)
         if scale is not None:
             if self._last_scale is not None and scale < self._last_scale:
-                self.fire("scale", f"the loss scale fell from {self._last_scale:g} to {scale:g}", facts.step)
+                self.fire("scale", f"the loss scale fell from {power(self._last_scale)} to {power(scale)}", facts.step)
             self._last_scale = scale
 
     def _look_for_spike(self, loss: float, step: int) -> None:
@@ -164,7 +167,7 @@ class Recorder:
             median = statistics.median(self._losses)
             deviation = statistics.median(abs(x - median) for x in self._losses)
             if loss - median > max(_SPIKE_DEVIATIONS * deviation, _SPIKE_LEAST * abs(median)):
-                self.fire("spike", f"the loss rose from about {median:.4g} to {loss:.4g}", step, loss=loss)
+                self.fire("spike", f"the loss rose from about {number(median)} to {number(loss)}", step, loss=loss)
         self._losses.append(loss)
 
 

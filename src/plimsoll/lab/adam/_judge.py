@@ -27,10 +27,10 @@ def judged(kind: Kind, setup: Setup, path: Path) -> Training:
     view = View(run)
     findings = tuple(diagnose(view))
     numbers = measured(run, view, setup, findings)
-    verdict, good = _verdict(numbers)
+    outcome, good = _outcome(numbers)
     steps, loss = run.scalars("loss")
     return Training(
-        name=kind.name, title=kind.title, run=path, numbers=numbers, verdict=verdict, good=good, findings=findings,
+        name=kind.name, title=kind.title, run=path, numbers=numbers, outcome=outcome, good=good, findings=findings,
         series=columns(steps, loss, median), series_of="loss",
     )  # fmt: skip
 
@@ -110,7 +110,7 @@ def _last(run: Run, name: str) -> float:
         return math.nan
 
 
-def _verdict(numbers: dict[str, float]) -> tuple[str, bool]:
+def _outcome(numbers: dict[str, float]) -> tuple[str, bool]:
     if numbers["weights_lost"]:
         return "weights are NaN after one step", False
     if numbers["exploded_at"] < math.inf:

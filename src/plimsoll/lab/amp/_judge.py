@@ -54,6 +54,6 @@ def judged(name: str, title: str, run: Path, found: Ratio, numbers: Mapping[str,
         name=name, title=title, run=run, findings=tuple(diagnose(View(Run(run)))), good=good,
         numbers={"of_fp32": found.mean, "of_fp32_low": found.low, "of_fp32_high": found.high,
                  "fell_to": fell_to(loss), **numbers},
-        verdict="agrees with FP32" if good else "leaves FP32", series=columns(np.arange(len(loss)), loss),
+        outcome="agrees with FP32" if good else "leaves FP32", series=columns(np.arange(len(loss)), loss),
         series_of="loss",
     )  # fmt: skip

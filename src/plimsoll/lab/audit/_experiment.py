@@ -115,7 +115,7 @@ def _training(run: Run, audits: Audits, added: float) -> Training:
     fell = found["loss_end"] < found["loss_begin"]
     return Training(
         name=run.path.name, title="at unit scale, no loss scale", run=run.path, numbers=found,
-        verdict="trains" if fell else "does not train", good=fell,
+        outcome="trains" if fell else "does not train", good=fell,
         series=columns(steps, loss), series_of="loss", findings=tuple(diagnose(run)),
     )  # fmt: skip
 

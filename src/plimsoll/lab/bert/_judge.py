@@ -89,7 +89,7 @@ def judged(kind: Kind, job: Job, phase: str, found: Scores) -> Training:
     steps, nats = run.scalars("nats")
     return Training(
         name=f"{job.folder.name}-{phase}", title=f"{kind.title}: {_TITLES[phase]}", run=run.path, numbers=numbers,
-        verdict="as FP32" if good else "trails", good=good, findings=findings, series_of="loss",
+        outcome="as FP32" if good else "trails", good=good, findings=findings, series_of="loss",
         series=columns(steps, nats),
     )  # fmt: skip
 

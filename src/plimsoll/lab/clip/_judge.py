@@ -12,7 +12,7 @@ from plimsoll.lab._result import Training
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._train import Setup
 from plimsoll.report._summary import LOSS_STEPS
-from plimsoll.report._verdict import verdict as headline
+from plimsoll.report._verdict import leading_first, verdict
 from plimsoll.runs import Run
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -25,16 +25,16 @@ _OF_UNDERFLOW = ("scale-collapse", "scale-low", "underflow-high", "underflow-ris
 def judged(kind: Kind, setup: Setup, run: Run) -> Training:
     """The training's numbers, findings, and what became of it in a few words."""
     view = View(run)
-    findings = tuple(diagnose(view))
+    findings = leading_first(diagnose(view), view.last_step)
     numbers = measured(view, setup, findings)
-    verdict, good = _verdict(numbers)
+    outcome, good = _outcome(numbers)
     steps, loss = view.scalar("loss")
     start = setup.hard_at // 2
     later = steps >= start
     return Training(
-        name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=good,
+        name=kind.name, title=kind.title, run=run.path, numbers=numbers, outcome=outcome, good=good,
         series=columns(steps[later], loss[later], median), series_of=f"loss since step {start}", findings=findings,
-        headline=headline(view, findings),
+        verdict=verdict(view, findings),
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _gradient(view: View, setup: Setup, end: int) -> dict[str, float]:
     }
 
 
-def _verdict(numbers: Mapping[str, float]) -> tuple[str, bool]:
+def _outcome(numbers: Mapping[str, float]) -> tuple[str, bool]:
     lost_for = numbers["lost_for_steps"]
     if lost_for == math.inf:
         return "gradients stay zero", False

@@ -37,7 +37,7 @@ def judged_never(kind: Kind, setup: Setup, run: Run) -> Training:
     good = numbers["lost_after"] <= LOST
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=findings,
-        verdict="gradients whole" if good else f"{percent(numbers['lost_after'])} of activation gradient values lost",
+        outcome="gradients whole" if good else f"{percent(numbers['lost_after'])} of activation gradient values lost",
         series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip
 
@@ -60,6 +60,6 @@ def judged_always(kind: Kind, _setup: Setup, run: Run) -> Training:
     good = numbers["lost_after"] <= LOST
     return Training(
         name=kind.name, title=kind.title, run=run.path, numbers=numbers, good=good, findings=tuple(diagnose(view)),
-        verdict="trains on" if good else "gradients stay zero",
+        outcome="trains on" if good else "gradients stay zero",
         series=columns(np.arange(len(loss)), loss, median), series_of="loss",
     )  # fmt: skip

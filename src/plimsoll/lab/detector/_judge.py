@@ -103,7 +103,7 @@ def judged(job: Job, numbers: Mapping[str, float], verdict: str, *, good: bool) 
     run = Run(job.run)
     steps, loss = run.scalars("train_loss")
     return Training(
-        name=job.run.name, title=job.kind.title, run=job.run, numbers=numbers, verdict=verdict, good=good,
+        name=job.run.name, title=job.kind.title, run=job.run, numbers=numbers, outcome=verdict, good=good,
         series=columns(steps, loss), series_of="loss", findings=tuple(diagnose(run)),
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ def judged(kind: Kind, run: Path, fp32: float) -> Training:
     good = accuracy > fp32 - _FAILS
     return Training(
         name=kind.name, title=kind.title, run=run, numbers=numbers, good=good, findings=findings,
-        verdict="trains" if good else "falls behind", series=columns(steps, loss), series_of="loss",
+        outcome="trains" if good else "falls behind", series=columns(steps, loss), series_of="loss",
     )  # fmt: skip
 
 

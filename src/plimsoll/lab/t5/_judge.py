@@ -29,7 +29,7 @@ def judged(kind: Kind, setup: Setup, path: Path, said: Mapping[str, Any]) -> Tra
     steps, loss = run.scalars("loss")
     return Training(
         name=kind.name, title=kind.title, run=path, numbers=numbers, findings=findings, good=good,
-        verdict="trains" if good else f"Inf since step {numbers['overflow_at']:.0f}", series=columns(steps, loss),
+        outcome="trains" if good else f"Inf since step {numbers['overflow_at']:.0f}", series=columns(steps, loss),
         series_of="loss",
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def judged(kind: Kind, setup: Setup, run: Run, reference: Run) -> Training:
     numbers |= {name: value for name, value in lost(view).items() if name == "lost_after"}
     verdict = _verdict(numbers, reference)
     return Training(
-        name=kind.name, title=kind.title, run=run.path, numbers=numbers, verdict=verdict, good=verdict == _SOUND,
+        name=kind.name, title=kind.title, run=run.path, numbers=numbers, outcome=verdict, good=verdict == _SOUND,
         findings=findings, series=columns(steps, curve), series_of="bits per character",
     )  # fmt: skip
 

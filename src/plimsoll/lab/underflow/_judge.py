@@ -104,7 +104,7 @@ def judged(job: Job, setup: Setup) -> Training:
     verdict = early_verdict(found.within(setup.warmup, setup.early))
     return Training(
         name=job.kind.name, title=job.kind.title, run=view.run.path, numbers=numbers,
-        verdict=f"{verdict}; {percent(numbers['rate_end'], 1)} of layers at the end", good=numbers["rate_end"] < STAY,
+        outcome=f"{verdict}; {percent(numbers['rate_end'], 1)} of layers at the end", good=numbers["rate_end"] < STAY,
         series=columns(found.steps, found.layers), series_of="share of layers that underflow",
         findings=tuple(diagnose(view)),
     )  # fmt: skip

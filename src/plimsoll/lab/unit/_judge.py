@@ -79,7 +79,7 @@ def judged(kind: Kind, job: Job, found: Scores) -> Training:
     steps, loss = run.scalars("train_bits")
     return Training(
         name=job.run.name, title=kind.title, run=job.run, numbers=numbers, good=good, findings=findings,
-        verdict="trains" if good else "fails", series=columns(steps, loss), series_of="loss",
+        outcome="trains" if good else "fails", series=columns(steps, loss), series_of="loss",
     )  # fmt: skip
 
 

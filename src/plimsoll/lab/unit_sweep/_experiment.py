@@ -134,7 +134,7 @@ def _judged(configuration: Configuration, folder: Path, found: Scores) -> Traini
     steps, loss = run.scalars("train_bits")
     return Training(
         name=folder.name, title=TITLES[configuration.way], run=folder, numbers=numbers, findings=findings,
-        verdict="trains" if ratio < TRAILS else "fails", good=ratio < TRAILS, series=columns(steps, loss),
+        outcome="trains" if ratio < TRAILS else "fails", good=ratio < TRAILS, series=columns(steps, loss),
         series_of="loss",
     )  # fmt: skip
 

@@ -59,7 +59,8 @@ export class OverviewPart {
     this.none.hidden = findings.length > 0;
     keep(this.list, findings, keyOf, (finding) => this.#item(finding), (node, finding, index) => this.#fillItem(node, finding, index));
     this.#controls();
-    if (this.chosen === null && findings.length) this.chosen = keyOf(findings[0]);
+    // Until one is chosen it is the verdict's own, which comes first.
+    if (findings.length && (this.chosen === null || this.page.route.part === "overview")) this.chosen = keyOf(findings[0]);
     if (this.shownOnce) this.#choose();
     for (const picture of this.#all()) picture.refresh();
   }
@@ -76,7 +77,7 @@ export class OverviewPart {
   }
 
   #pictures() {
-    this.loss = new Picture({ address: () => this.#at("loss_and_scale"), question: () => "loss" });
+    this.loss = new Picture({ address: () => (this.#above("loss_and_scale") ? null : this.#at("loss_and_scale")), question: () => "loss" });
     this.statistic = el("select", { id: "heat-statistic", onchange: () => this.heat.refresh() },
       Object.entries(STATISTICS).map(([value, text]) => el("option", { value }, text)));
     this.collection = el("select", { id: "heat-collection", onchange: () => this.heat.refresh() });
@@ -88,9 +89,9 @@ export class OverviewPart {
     });
     this.heat.heading.after(el("p", { class: "controls" },
       el("label", { for: "heat-statistic" }, "Show"), this.statistic, el("label", { for: "heat-collection" }, "of"), this.collection));
-    this.scale = new Picture({ address: () => this.#at("scale_window"), question: () => "window" });
+    this.scale = new Picture({ address: () => (this.#above("scale_window") ? null : this.#at("scale_window")), question: () => "window" });
     this.spectrogram = new Picture({
-      address: () => this.#shownTensor() && this.#at("spectrogram", this.#shownTensor()),
+      address: () => this.#shownTensor() && !this.#isFindings(this.#shownTensor()) && this.#at("spectrogram", this.#shownTensor()) || null,
       question: () => JSON.stringify(this.#shownTensor()),
     });
     this.other = el("p", { class: "controls" });
@@ -102,14 +103,24 @@ export class OverviewPart {
     const collections = Object.keys(this.run.collections);
     const before = this.collection.value;
     keep(this.collection, collections, (name) => name, (name) => el("option", { value: name }, collectionWords(name)));
-    const first = ["gradients", "activation_gradients"].find((name) => collections.includes(name)) ?? collections[0] ?? "";
+    const first = ["gradients", "activation_gradients"].find((name) => collections.includes(name) && !this.#above("underflow_heatmap", name))
+      ?? collections[0] ?? "";
     this.collection.value = collections.includes(before) ? before : first;
     const tensor = this.#shownTensor();
-    this.spectrogram.element.hidden = tensor === null;
     if (tensor) {
       const link = el("a", { href: to.tensor(this.page.id, tensor.collection, tensor.name) }, "Choose another tensor, or its formats");
       if (this.other.firstElementChild?.getAttribute("href") !== link.getAttribute("href")) this.other.replaceChildren(link);
     }
+  }
+
+  /** Whether the chosen finding's figure is that one: then it is not drawn a second time below. */
+  #above(figure, collection = null) {
+    const finding = this.run?.summary.findings[this.#index()];
+    return finding?.figure === figure && (collection === null || finding.collection === collection);
+  }
+
+  #isFindings({ collection, name }) {
+    return this.#above("spectrogram", collection) && this.run.summary.findings[this.#index()].where[0] === name;
   }
 
   /** The tensor that tells most: the worst of the gravest finding that names one, else the first there is. */
@@ -160,6 +171,7 @@ export class OverviewPart {
     }
     const told = JSON.stringify(finding);
     if (this.told === told && this.detail.contains(this.figure.element)) return;
+    for (const picture of [this.loss, this.scale, this.spectrogram]) picture.refresh();
     const focused = this.detail.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     this.told = told;
     this.detail.dataset.key = this.chosen;
@@ -174,7 +186,7 @@ export class OverviewPart {
     const { id } = this.page;
     const { shown } = finding;
     const evidence = shown.evidence.map(([name, value]) => el("div", {}, el("dt", {}, clean(name)), inTag("dd", value)));
-    const spots = finding.spots.slice(0, SPOTS).map((spot, index) => el("li", {}, this.#tensorLink(finding.collection, spot.name),
+    const spots = finding.spots.slice(0, SPOTS).map((spot, index) => el("li", {}, this.#tensorLink(finding.collection, spot.name, shown.names[index]),
       inTag("span", ` since step ${whole(spot.since_step)}${shown.spots[index] ? `, ${shown.spots[index]}` : ""}`)));
     const left = finding.spots.length - spots.length;
     return el("div", { class: "finding-body" },
@@ -189,9 +201,9 @@ export class OverviewPart {
       finding.collection === "gradients" ? el("p", {}, el("a", { href: to.whatif(id, { collection: finding.collection }) }, "What another format or scale would make of it")) : null);
   }
 
-  #tensorLink(collection, name) {
+  #tensorLink(collection, name, text) {
     const there = (this.run.collections[collection] ?? []).includes(name);
-    return there ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(name, 56)) : named(name, 56);
+    return there ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(text, 56)) : named(text, 56);
   }
 
   #picked(point) {

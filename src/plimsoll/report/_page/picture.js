@@ -76,6 +76,7 @@ export class Picture {
   /** Asks anew: at once if it is in view, else when it comes there. */
   refresh() {
     this.#due = true;
+    this.element.hidden = this.address() === null; // what is hidden never comes into view
     return this.#visible ? this.#fetch() : Promise.resolve();
   }
 

@@ -9,7 +9,7 @@ import { to } from "./router.js";
 import { Stream } from "./stream.js";
 import { TensorPart } from "./tensors.js";
 import { WhatIfPart } from "./whatif.js";
-import { badge, moment, number, power, prose, whole } from "./words.js";
+import { badge, prose } from "./words.js";
 
 const PARTS = { overview: OverviewPart, finding: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart };
 
@@ -143,8 +143,8 @@ export class RunPage {
     if (this.badge.dataset.state !== summary.state) this.badge.replaceChildren(badge(summary.state, { large: true }));
     this.badge.dataset.state = summary.state;
     prose(this.verdict, summary.verdict);
-    keep(this.facts, factsOf(this.run), ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
-      (node, [, content]) => fact(node.lastElementChild, content));
+    keep(this.facts, this.run.shown.facts, (fact, index) => index, () => el("div", {}, el("dt"), el("dd")),
+      (node, [name, value]) => { say(node.firstElementChild, name); prose(node.lastElementChild, value); });
     this.problems.hidden = summary.problems.length === 0;
     keep(this.problems, summary.problems.slice(0, 5), (text) => text, (text) => el("li", {}, clean(text).slice(0, 300)));
     this.#sign();
@@ -161,30 +161,3 @@ export class RunPage {
     } else this.nav.hidden = false;
   }
 }
-
-function fact(node, content) {
-  if (content instanceof Node) {
-    if (node.textContent !== content.textContent) node.replaceChildren(content);
-  } else say(node, content);
-}
-
-/** The facts of a run: pairs of a name and a text or node. */
-function factsOf({ summary, steps, live }) {
-  const tensors = Object.values(summary.tensors ?? {}).reduce((sum, count) => sum + count, 0);
-  const facts = [
-    ["Last step", summary.last_step < 0 ? "none" : whole(summary.last_step)],
-    ["Samples", whole(steps.count)],
-    ["Tensors", whole(tensors)],
-    ["Ranks", summary.world_size > summary.ranks ? `${summary.ranks} of ${summary.world_size}` : whole(summary.ranks)],
-  ];
-  if (summary.loss !== null && summary.loss !== undefined) facts.push(["Loss", number(summary.loss)]);
-  if (typeof summary.median_loss === "number") facts.push(["Median loss of the last 60 steps", number(summary.median_loss)]);
-  if (typeof summary.scale === "number" && summary.scale !== 1) {
-    const exponent = Math.log2(summary.scale);
-    facts.push(["Loss scale", Number.isInteger(exponent) ? power(exponent) : number(summary.scale)]);
-  }
-  if (summary.created) facts.push(["Started", moment(summary.created)]);
-  facts.push(["Record", summary.closed ? "closed" : live ? "being written" : "not closed"]);
-  return facts;
-}
-

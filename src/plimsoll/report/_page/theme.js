@@ -22,8 +22,8 @@ export function onTheme(call) {
 export function switchBy(button) {
   const label = () => {
     const other = theme() === "dark" ? "light" : "dark";
-    button.textContent = theme() === "dark" ? "Dark" : "Light";
-    button.setAttribute("aria-label", `Theme: ${theme()}. Switch to ${other}.`);
+    button.textContent = `${other === "dark" ? "Dark" : "Light"} theme`; // where it leads, as in the report
+    button.setAttribute("aria-label", `Use the ${other} theme`);
   };
   const changed = () => {
     label();

@@ -36,7 +36,7 @@ export class WhatIfPart {
     const { values } = route;
     const { collections, formats } = this.run;
     const collection = values.get("collection") ?? (collections.gradients ? "gradients" : Object.keys(collections)[0] ?? "");
-    this.#options(this.format, [...new Set([...formats, values.get("format") ?? "fp16"])], values.get("format") ?? "fp16");
+    this.#options(this.format, [...new Set([...formats, values.get("format") ?? "fp16"])], values.get("format") ?? "fp16", (name) => name.toUpperCase());
     this.#options(this.collection, [...new Set([...Object.keys(collections), collection])], collection, collectionWords);
     const shift = values.get("shift");
     this.shift = shift !== null && /^-?\d{1,4}$/.test(shift) ? Number(shift) : null;
@@ -80,23 +80,23 @@ export class WhatIfPart {
     this.note = el("p", { class: "note", role: "alert", hidden: true });
     this.overall = el("dl", { class: "facts overall" });
     this.rows = el("tbody");
-    this.head = el("th", { scope: "col", class: "window-col" }, "Scales that serve");
+    this.head = el("th", { scope: "col", class: "window-col" }, "Scales that work");
     this.more = el("p", { class: "soft" });
     this.stretches = el("ol", { class: "stretches" });
     this.picture = new Picture({ address: () => this.#spectrogram(), question: () => `${this.collection.value} ${this.#tensor()}` });
     this.time = new Picture({});
     this.time.element.classList.add("low");
     this.result = el("div", { class: "result", hidden: true },
-      this.sentence, this.overall, el("div", { class: "answered" }, el("section", { "aria-labelledby": "layers-title" }, el("h2", { id: "layers-title" }, "Layers, the worst first"),
-        el("div", { class: "scrolls" }, el("table", { class: "layers" }, el("thead", {}, el("tr", {}, ["Layer", "Lost", "Subnormal", "Overflow", "SNR dB"].map((text, i) =>
+      this.sentence, this.overall, el("div", { class: "answered" }, el("section", { "aria-labelledby": "layers-title" }, el("h2", { id: "layers-title" }, "Tensors, the worst first"),
+        el("div", { class: "scrolls" }, el("table", { class: "layers" }, el("thead", {}, el("tr", {}, ["Tensor", "Lost", "Subnormal", "Overflow", "SNR dB"].map((text, i) =>
           el("th", { scope: "col", class: i ? "number" : null }, text)), this.head)), this.rows)), this.more),
         el("section", { class: "pictures", "aria-label": "Pictures" }, this.picture.element, this.time.element)),
-      el("section", { "aria-labelledby": "stretches-title" }, el("h2", { id: "stretches-title" }, "Scales that serve all layers, over time"), this.stretches));
+      el("section", { "aria-labelledby": "stretches-title" }, el("h2", { id: "stretches-title" }, "Scales that work for all layers, over time"), this.stretches));
     this.element = el("div", { class: "whatif" },
       el("form", { class: "asked", "aria-label": "What if", onsubmit: (event) => event.preventDefault() },
         el("div", {}, el("label", { for: "whatif-format" }, "Format"), this.format),
         el("div", {}, el("label", { for: "whatif-collection" }, "Of"), this.collection),
-        el("div", { class: "slide" }, el("label", { for: "whatif-shift" }, "Multiplied by"), this.slider, this.value), this.best),
+        el("div", { class: "slide" }, el("label", { for: "whatif-shift" }, "Scale"), this.slider, this.value), this.best),
       this.note, this.result);
   }
 
@@ -156,15 +156,15 @@ export class WhatIfPart {
     this.best.disabled = best && this.shift === null;
     this.best.replaceChildren("Best scale ", power(answer.best_shift));
     const { overall } = answer;
-    const serves = answer.block ? "each block's own" : overall.window === null ? "none serves all" : [power(overall.window[0]), " to ", power(overall.window[1])];
+    const works = answer.block ? "each block's own" : overall.window === null ? "none works for all" : scales(overall.window);
     const facts = [
       ...["lost", "subnormal", "overflow"].map((kind) => [title(kind), [estimate(overall[kind]), el("span", { class: "soft" }, between(overall[kind]))], kind]),
-      ["SNR", [decibels(overall.snr_db)], "snr"], ["Scales", [serves], "scales"],
+      ["SNR", [decibels(overall.snr_db)], "snr"], ["Scales that work", [works], "scales"],
     ];
     keep(this.overall, facts, ([, , kind]) => kind, ([name, , kind]) => el("div", { "data-kind": kind }, el("dt", {}, name), el("dd")),
       (node, [, content]) => node.lastElementChild.replaceChildren(...content.flat()));
     keep(this.rows, answer.rows, (row) => row.name, (row) => this.#row(row), (node, row) => this.#fillRow(node, row));
-    say(this.more, answer.more ? `and ${whole(answer.more)} layers that lose less.` : "");
+    say(this.more, answer.more ? `and ${whole(answer.more)} tensors that lose less.` : "");
     keep(this.stretches, answer.stretches, (stretch, index) => index, () => el("li"), (node, stretch) => node.replaceChildren(...told(stretch, answer.block)));
     this.#lines();
     this.#overTime();
@@ -194,12 +194,12 @@ export class WhatIfPart {
     const [lost, subnormal, overflow, snr] = cells;
     for (const [cell, kind] of [[lost, "lost"], [subnormal, "subnormal"], [overflow, "overflow"]]) {
       say(cell, estimate(row[kind]));
-      cell.title = between(row[kind]);
+      cell.title = `${estimate(row[kind])}${between(row[kind])}`;
       cell.classList.toggle("much", kind !== "subnormal" && row[kind].estimate > 0.01);
     }
     say(snr, decibels(row.snr_db));
-    const range = row.window ? [power(row.window[0]), " to ", power(row.window[1])] : ["none"];
-    words.replaceChildren(...(this.answer.block ? [row.window ? "serves" : "loses too much"] : range));
+    const range = row.window ? scales(row.window) : ["none"];
+    words.replaceChildren(...(this.answer.block ? [row.window ? "works" : "loses too much"] : range));
     node.window = row.window;
   }
 
@@ -237,12 +237,17 @@ export class WhatIfPart {
   }
 }
 
+/** Scales between two powers of two, as plimsoll/diagnosis/_windows.py writes them. */
+function scales([low, high]) {
+  return low === high ? [power(low)] : [power(low), " to ", power(high)];
+}
+
 function decibels(value) {
   return typeof value === "number" ? value.toFixed(0).replace("-", "\u2212") : value === "inf" ? "\u221E" : String(value);
 }
 
 function told({ from_step: from, to_step: until, window }, block) {
   const steps = from === until ? `Step ${whole(from)}: ` : `Steps ${whole(from)} to ${whole(until)}: `;
-  if (block) return [steps, window ? "serves all layers" : "loses too much of some layer"];
-  return window ? [steps, power(window[0]), " to ", power(window[1])] : [steps, "no single scale serves all layers"];
+  if (block) return [steps, window ? "works for all layers" : "loses too much of some layer"];
+  return window ? [steps, ...scales(window)] : [steps, "no single scale works for all layers"];
 }

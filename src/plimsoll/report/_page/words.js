@@ -50,15 +50,17 @@ export function percent(fraction) {
   return `${Number((100 * fraction).toPrecision(2))}\u00a0%`;
 }
 
+// As plimsoll/diagnosis/_whatif_result.py writes intervals, and _templates/report.js.
+
 /** An interval's estimate in per cent; about 0 where it may be more. */
 export function estimate({ high, estimate: middle }) {
   return middle === 0 && high > 0 ? `about ${percent(0)}` : percent(middle);
 }
 
-/** The ends of an interval in words. */
+/** The ends of an interval, in brackets after its estimate; nothing where they do not differ. */
 export function between({ low, high }) {
   const [from, to] = [percent(low), percent(high)];
-  return from === to ? "exactly" : `${from} to ${to}`;
+  return from === to ? "" : ` (${from} to ${to})`;
 }
 
 /** 2 to a power, as one reads it; copied, or read aloud, it is 2^14. */
@@ -89,9 +91,9 @@ export function ago(moment, now = Date.now() / 1000) {
   return `${many} ${name}${many === 1 ? "" : "s"} ago`;
 }
 
-/** A moment (unix seconds) as a date and time of this place. */
+/** A moment (unix seconds) as date and time of day, in UTC, as plimsoll/report/_summary_words.py writes it. */
 export function moment(seconds) {
-  return new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+  return new Date(seconds * 1000).toISOString().replace("T", " ").replace(/\.\d+Z$/, " UTC");
 }
 
 /** "1 step", "2 steps". */

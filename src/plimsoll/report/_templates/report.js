@@ -26,9 +26,8 @@ function restyle() {
 }
 
 function showTheme() {
-  byId("theme").textContent = dark() ? "Light" : "Dark";
+  byId("theme").textContent = dark() ? "Light theme" : "Dark theme";
   byId("theme").setAttribute("aria-label", dark() ? "Use the light theme" : "Use the dark theme");
-  byId("theme").setAttribute("aria-pressed", String(dark()));
 }
 
 byId("theme").addEventListener("click", () => {
@@ -151,6 +150,15 @@ const percent = (share) => {
   return share < 1e-4 ? "under 0.01 %" : `${Number((100 * share).toPrecision(2))} %`;
 };
 const exponent = (k) => `2^${k}`;
+const ABOUT = 1 / 65535; // of a tensor's share: estimated as none, but it may be some
+
+// As plimsoll/diagnosis/_whatif_result.py writes intervals, and the live page's words.js.
+const estimate = (share, most) => (share === 0 && most > 0 ? `about ${percent(0)}` : percent(share));
+const interval = (share, least, most) => {
+  const [from, to] = [percent(least), percent(most)];
+  return `${estimate(share, most)}${from === to ? "" : ` (${from} to ${to})`}`;
+};
+const scales = ([low, high]) => (low === high ? exponent(low) : `${exponent(low)} to ${exponent(high)}`);
 
 function shares(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -203,23 +211,23 @@ function whatIf() {
   }
 
   function between(each, name, at) {
-    const [about, least, greatest] = ["", "_low", "_high"].map((bound) => each.overall[name + bound][at]);
-    const wide = greatest - least > 0.0005;
-    return wide ? `${percent(about)} (${percent(least)} to ${percent(greatest)})` : percent(about);
+    return interval(...["", "_low", "_high"].map((bound) => each.overall[name + bound][at]));
   }
 
   function table(each, shift, at) {
     const order = each.names.map((_, i) => i);
-    const harm = (i) => each.lost[i * count + at] + each.overflow[i * count + at];
-    order.sort((a, b) => harm(b) - harm(a));
+    const sure = (share) => (share === ABOUT ? 0 : share);
+    const harm = (i) => sure(each.lost[i * count + at]) + sure(each.overflow[i * count + at]);
+    const room = (i) => (each.windows[i] ? each.windows[i][1] - each.windows[i][0] : -1);
+    order.sort((a, b) => harm(b) - harm(a) || room(a) - room(b));
     const rows = (whole ? order : order.slice(0, most)).map((i) => {
       const window = each.windows[i];
       const row = document.createElement("tr");
       row.append(
         named(each.names[i]),
-        cell(percent(each.lost[i * count + at]), "number"),
-        cell(percent(each.overflow[i * count + at]), "number"),
-        cell(window ? `${exponent(window[0])} to ${exponent(window[1])}` : "none", "number"),
+        cell(estimate(sure(each.lost[i * count + at]), each.lost[i * count + at]), "number"),
+        cell(estimate(sure(each.overflow[i * count + at]), each.overflow[i * count + at]), "number"),
+        cell(each.block ? (window ? "works" : "loses too much") : window ? scales(window) : "none", "number"),
         cell(bar(window, shift)),
       );
       return row;
@@ -230,7 +238,7 @@ function whatIf() {
     if (order.length > most) {
       const button = document.createElement("button");
       button.type = "button";
-      button.textContent = whole ? `Show the worst ${most} only` : `Show all ${order.length} layers`;
+      button.textContent = whole ? `Show the worst ${most} only` : `Show all ${order.length} tensors`;
       button.addEventListener("click", () => {
         whole = !whole;
         show();
@@ -238,7 +246,7 @@ function whatIf() {
       });
       more.append(button);
     }
-    if (each.left_out > 0) more.append(` ${each.left_out} layers that are easier to serve are left out of this file.`);
+    if (each.left_out > 0) more.append(` ${each.left_out} tensors that fare better are left out of this file.`);
   }
 
   function curve(each, shift) {
