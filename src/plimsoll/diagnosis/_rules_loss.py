@@ -81,9 +81,9 @@ class LossSpike(Rule):
     def findings(self, view: View) -> Iterator[Finding]:
         """One of each recorded loss."""
         for name, (steps, loss) in view.losses.items():
-            yield from self._finding(name, steps, loss)
+            yield from self._finding(view, name, steps, loss)
 
-    def _finding(self, name: str, steps: Ints, loss: Floats) -> Iterator[Finding]:
+    def _finding(self, view: View, name: str, steps: Ints, loss: Floats) -> Iterator[Finding]:
         broken = bool(len(loss)) and not np.isfinite(loss[-1])
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < 2:
