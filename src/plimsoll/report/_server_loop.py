@@ -53,6 +53,12 @@ class _Connection(H11Protocol):
             self.transport.abort()
         self._follow_request()
 
+    def send_400_response(self, msg: str) -> None:
+        """What came is no request, or goes wrong in its content: then nothing else answers it any more."""
+        super().send_400_response(msg)
+        if self.cycle is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.cycle.disconnected = True
+
     def on_response_complete(self) -> None:
         """An answer is on its way."""
         super().on_response_complete()
