@@ -58,9 +58,9 @@ export class OverviewPart {
     say(this.none, findings.length ? "" : nothing(run.summary));
     this.none.hidden = findings.length > 0;
     keep(this.list, findings, keyOf, (finding) => this.#item(finding), (node, finding, index) => this.#fillItem(node, finding, index));
-    this.#controls();
     // Until one is chosen it is the verdict's own, which comes first.
     if (findings.length && (this.chosen === null || this.page.route.part === "overview")) this.chosen = keyOf(findings[0]);
+    this.#controls();
     if (this.shownOnce) this.#choose();
     for (const picture of this.#all()) picture.refresh();
   }
