@@ -128,6 +128,10 @@ class PageServer(Server):
         self._made.close()
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no errors
         await super().shutdown(sockets)
+        # Those that took longer than it waits for are still open, and would be when the loop is closed.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # in which their ends are carried out
 
 
 def run(made: App, listener: socket.socket) -> None:
