@@ -6,6 +6,7 @@ here raises into training: `contained` turns any failure into one warning and an
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -61,11 +62,19 @@ class Core:
         self.muted = False
         self._held: dict[str, bool] = {}  # what was due when muted
         self.live = False  # inside a training forward of the root
+        self.elsewhere: set[int] = set()  # threads whose last backward was another model's
         self.shadow: Shadow | None = None
         self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
         self.collections: list[str] = []  # by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._said: set[str] = set()
+
+    def is_elsewhere(self) -> bool:
+        """Whether the backward of this thread is another model's, while a thread of its own may train this one.
+
+        Then nothing may read gradients: they are written without Python's lock, and who reads one then may crash.
+        """
+        return threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
         """Sets what is due at the step; `number` is what the intervals count, where that is not the step."""

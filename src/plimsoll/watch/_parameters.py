@@ -8,10 +8,10 @@ backward (a closure). A step that a scaler skips is read when the skip is known,
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
@@ -19,6 +19,7 @@ from plimsoll.watch._core import Core, contained
 from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
 from plimsoll.watch._updates import Updates
+from plimsoll.watch.graph import leaves_of
 
 _FEW = 3  # modules that a name lists
 
@@ -54,7 +55,8 @@ class Parameters:
         """Whether the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
-        return any(id(p) in self._members and self._names[id(p)][0]() is p for p in params)
+        names = self._names  # which another thread may learn anew
+        return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
 
     def adopt(self, optimizer: Any) -> None:
         """Reads this optimizer's parameters from now on."""
@@ -266,6 +268,17 @@ class Parameters:
             self._learn()
             found = [(key, self._names[key][0]()) for key in self._members]
         return [(key, p) for key, p in found if p is not None]
+
+    def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
+        """Whose parameters a backward from these tensors reaches; unknown where none is seen.
+
+        FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
+        """
+        reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
+        ours = reached & {key for key, _ in self.members()}
+        if not reached or self.are_sharded():
+            return "unknown"
+        return ("ours" if ours == reached else "both") if ours else "others"
 
     def are_sharded(self) -> bool:
         """Whether FSDP holds the parameters, or they are parts of distributed ones."""

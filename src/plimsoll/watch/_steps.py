@@ -7,6 +7,7 @@ Optimizers that are given a closure run forward and backward inside their step: 
 before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
+import threading
 import weakref
 from typing import Any
 
@@ -46,12 +47,14 @@ class Steps:
         self._ended = False
         self._sealed = False
         self._inside: list[Any] = []  # optimizers whose step is running
+        self._thread: int | None = None  # that trains the model
+        self._has_stepped = False  # there, or only run a forward so far
         self._looks = 2  # forwards at whose beginning it is asked what distributes the model
         self._emulated: dict[str, str] = {}  # formats that results were rounded to in the last forward
         self._emulations = 0  # how often that has changed
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
-        self._losses = Losses(core, parameters)
+        self.losses = Losses(core, parameters)
         self._micro_losses: list[float | Later] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
         self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
@@ -67,8 +70,11 @@ class Steps:
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing."""
-        if self._ended and not is_capturing():
+        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing.
+
+        A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
+        """
+        if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
             self.settle()
             for optimizer in self._inside:
                 self.parameters.enter(optimizer)
@@ -84,6 +90,8 @@ class Steps:
         if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
             taps.saw_eval_forward = True
             return
+        if not self._has_stepped:
+            self._thread = threading.get_ident()
         self._end_unled()
         self.begin()
         self._trained_forwards += model.training
@@ -142,13 +150,18 @@ class Steps:
         """A backward was asked for, of these tensors."""
         if self.core.muted or Core.repeating or backward_running() != -1 or is_capturing():
             return
-        self._end_unled()
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
+        thread = threading.get_ident()
+        if self._thread not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
+            self.core.elsewhere.add(thread)
+            return
+        self.core.elsewhere.discard(thread)
+        self._end_unled()
         value = self._value(roots) if len(roots) == len(listed) else None
         if value is not None and self.core.ranks.world > 1:
             self._micro_losses.append(value)
-        self._losses.backward_begins(value, roots)
+        self.losses.backward_begins(value, roots)
 
     @contained
     def graph_replays(self) -> None:
@@ -160,7 +173,9 @@ class Steps:
     @contained
     def backward_ends(self) -> None:
         """A backward has ended."""
-        if backward_running() == -1 and self._losses.backward_ends():
+        if self.core.is_elsewhere():
+            return
+        if backward_running() == -1 and self.losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
             if self._unled and self.core.ranks.world == 1:
@@ -172,8 +187,9 @@ class Steps:
         """Ends a step that no optimizer has made: the script has changed the weights itself since the backward."""
         if not self._unled or self._probe is None or self._inside:
             return
-        if self._losses.are_used() or self._probe.is_moved(unknown=closing):
-            self._losses.take_all()
+        # Gradients are dropped, too, that another model's loss has left here: where weights can be seen, they decide.
+        if self._probe.is_moved(unknown=closing or self.losses.are_used()):
+            self.losses.take_all()
             self.parameters.leave_early()
             self._probe = None
             self._candidate()
@@ -216,7 +232,7 @@ class Steps:
             return
         if self._takes(optimizer):
             self._shadow_follows()  # where torch.autograd.grad was called, nobody else has told
-            self._losses.step_begins(optimizer)
+            self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
             self._turns.enter(optimizer)
             self.parameters.enter(optimizer)
@@ -225,14 +241,15 @@ class Steps:
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
         if optimizer not in self._inside:
-            self._losses.others_step()
+            if self._thread in (None, threading.get_ident()):
+                self.losses.others_step()
             return
         self._inside.remove(optimizer)
         self._stepped_by_scaler.add(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
             self._note_skip(found_inf)
-        self._losses.step_ends(optimizer, alone=_is_alone())
+        self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer)
         self._candidate()
 
@@ -242,6 +259,8 @@ class Steps:
                 return False
             self.parameters.adopt(optimizer)
         self._unled, self._probe = False, None
+        if backward_running() == -1:  # else it may be a device's thread
+            self._thread, self._has_stepped = threading.get_ident(), True
         return True
 
     # -- scalers -------------------------------------------------------------------------------------------------------
@@ -267,10 +286,10 @@ class Steps:
         if id(optimizer) in self._stepped_by_scaler:
             self._stepped_by_scaler.discard(id(optimizer))
             return
-        self._losses.step_begins(optimizer)
+        self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
         self.parameters.enter(optimizer)
-        self._losses.step_ends(optimizer, alone=_is_alone())
+        self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer, stepped=False)
         self._note_skip(True)
         self._candidate()
@@ -361,7 +380,7 @@ class Steps:
     def end_by_hand(self) -> None:
         """The user says that the step ends here."""
         self._unled, self._probe = False, None
-        self._losses.take_all()
+        self.losses.take_all()
         self._candidate()
         self.settle()
 
@@ -371,7 +390,7 @@ class Steps:
         count = self.parameters.count_nonfinite()
         nonfinite = None if count is None else number(count)
         microbatches, self._microbatches = self._microbatches, 1
-        losses = self._losses.end_step(microbatches)
+        losses = self.losses.end_step(microbatches)
         micro, self._micro_losses = self._micro_losses, []
         if microbatches > 1 and micro:  # a pipeline, of one model; with FSDP gradients come after its backwards
             losses[MAIN] = total(micro, microbatches) or 0.0
@@ -393,11 +412,6 @@ class Steps:
         """The process is about to end."""
         self.recorder.fire(reason, message)
         self.core.writer.flush(seconds)
-
-
-def _is_alone() -> bool:
-    """Whether one model alone is watched."""
-    return sum(isinstance(listener, Steps) for listener in _seams.listeners()) <= 1
 
 
 def _scale_of(scaler: Any) -> float | Later | None:

@@ -98,7 +98,9 @@ class Taps:
         recomputing = _backward_running() != -1
         if core.muted:
             return
-        if not recomputing:
+        if recomputing:
+            self._begin()  # of a checkpoint whose first forward was under no_grad nobody else has told
+        else:
             if not self._is_training_forward():
                 return
             if not core.live:  # the root's own hook has not opened the step: a part of the model is called by itself

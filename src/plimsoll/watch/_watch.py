@@ -143,7 +143,7 @@ class Watch:
         _seams.listen(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
         _seams.listen(self._steps.wiring)
-        self._steps.origin = origin = Origin(core, parameters, root)
+        self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
         self._steps.taps.trace = origin.sees
         _seams.listen(origin)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.

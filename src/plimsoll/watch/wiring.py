@@ -42,13 +42,24 @@ _HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # less than this
 class _Followed:
     """A parameter's gradient, from one step of its optimizer to the next."""
 
-    __slots__ = ("after_backward", "after_step", "before_backward", "carried", "kept", "left", "param", "size")
+    __slots__ = (
+        "after_backward",
+        "after_step",
+        "before",
+        "before_backward",
+        "carried",
+        "kept",
+        "left",
+        "param",
+        "size",
+    )
 
     def __init__(self, p: Tensor) -> None:
         self.param = weakref.ref(p)
         self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
         self.after_step = self.before_backward = self.after_backward = -1  # versions
-        self.left: weakref.ref[Tensor] | None = None  # the gradient that the last backward has left
+        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
+        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
         self.carried = False  # the last backward was added to it
         self.size: float | Later | None = None  # its largest magnitude before that
 
@@ -66,6 +77,7 @@ class _Followed:
 
     def backward_begins(self, measure: bool) -> None:
         g = self.gradient()
+        self.before = None if g is None else weakref.ref(g)
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
         same = g is not None and self.kept is not None and self.kept() is g
         if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
@@ -81,7 +93,7 @@ class _Followed:
         self.after_backward = -1 if g is None else g._version  # noqa: SLF001
         if g is None:
             return False
-        reached = self.after_backward != self.before_backward or self.left is None or self.left() is not g
+        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
         if reached and self.kept is not None and self.kept() is g:
             self.carried, self.after_step = True, self.after_backward
         self.left = weakref.ref(g)
@@ -406,7 +418,8 @@ class Wiring:
     # -- what there is
 
     def _idle(self) -> bool:
-        return not self.core.open or self.core.muted or Core.repeating or is_capturing()
+        core = self.core
+        return not core.open or core.muted or core.is_elsewhere() or Core.repeating or is_capturing()
 
     def _meet(self, optimizer: Any) -> _Optimizer | None:
         """What is known of the optimizer; None for one that has none of the model's parameters."""
