@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -133,8 +133,8 @@ def recomputed(a: nn.Sequential, b: nn.Sequential, of_a: Any, of_b: Any) -> Loss
     for x in batches(STEPS, 4, 8):
         of_a.zero_grad()
         of_b.zero_grad()
-        x = x.clone().requires_grad_()
-        mine, other = (checkpoint(m, x, use_reentrant=True).square().mean() for m in (a, b))
+        inputs = x.clone().requires_grad_()
+        mine, other = (checkpoint(m, inputs, use_reentrant=True).square().mean() for m in (a, b))
         mine.backward()
         other.backward()
         of_a.step()
@@ -223,7 +223,7 @@ def test_a_loss_that_no_backward_shows_is_not_an_unwatched_models(
 class Spied(nn.Parameter):
     """A parameter that notes which threads ask for its gradient."""
 
-    readers: set[int] = set()
+    readers: ClassVar[set[int]] = set()
 
     @property
     def grad(self) -> Tensor | None:

@@ -27,6 +27,7 @@ from plimsoll.watch._taps import Taps
 from plimsoll.watch.graph import backward_running, is_scaled_by
 from plimsoll.watch.losses import MAIN, Losses, total
 from plimsoll.watch.origin import Origin
+from plimsoll.watch.structure import Structure
 from plimsoll.watch.turns import Turns
 from plimsoll.watch.unled import Probe
 from plimsoll.watch.wiring import Wiring
@@ -43,6 +44,7 @@ class Steps:
         self.casts: Casts | None = None
         self.wiring: Wiring | None = None
         self.origin: Origin | None = None
+        self.structure: Structure | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
         self._ended = False
         self._sealed = False
@@ -99,6 +101,8 @@ class Steps:
         if self._looks:
             self._looks -= 1
             self._look(model)
+        if self.structure is not None:
+            self.structure.follow()
         self._look_for_emulation()
 
     def _look_for_emulation(self) -> None:
@@ -235,6 +239,8 @@ class Steps:
             self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
             self._turns.enter(optimizer)
+            if self.structure is not None:  # nobody else has told of a model that is compiled, or called in parts
+                self.structure.follow()
             self.parameters.enter(optimizer)
 
     @contained
@@ -255,9 +261,15 @@ class Steps:
 
     def _takes(self, optimizer: Any) -> bool:
         if optimizer not in self.parameters.optimizers:
-            if self._given or not self.parameters.owns(optimizer):
+            if not self.parameters.owns(optimizer):
+                return False
+            if self._given and not self.parameters.takes_over(optimizer):
                 return False
             self.parameters.adopt(optimizer)
+            if self._given:
+                who = type(optimizer).__name__
+                message = f"{who} has come to step parameters of the model, and is recorded from here on"
+                self.core.say("optimizer", message, optimizer=who)
         self._unled, self._probe = False, None
         if backward_running() == -1:  # else it may be a device's thread
             self._thread, self._has_stepped = threading.get_ident(), True

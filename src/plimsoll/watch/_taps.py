@@ -61,21 +61,30 @@ class Taps:
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
-        self._handles: list[Any] = []
+        self._handles: dict[str, tuple[weakref.ref[nn.Module], Any, Any]] = {}  # by module
+        self.follow(modules)
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Taps these modules: those that it has tapped already, and new ones; no others."""
+        for name, (ref, *handles) in list(self._handles.items()):
+            if ref() is None or ref() is not modules.get(name):
+                for handle in handles:
+                    handle.remove()
+                del self._handles[name]
         for name, module in modules.items():
-            self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_After(self, name), with_kwargs=True))
+            if name not in self._handles:
+                before = module.register_forward_pre_hook(_Before(self, name), with_kwargs=True)
+                after = module.register_forward_hook(_After(self, name), with_kwargs=True)
+                self._handles[name] = (weakref.ref(module), before, after)
 
     def detach(self) -> None:
         """Removes every hook."""
-        for handle in (*self._handles, *self._leaf_handles):
-            handle.remove()
-        self._handles.clear()
+        self.follow({})
         self.forget()
 
     def come_last(self) -> None:
         """Lets hooks registered since go first: those that make a module's tensors DTensors, and plain again."""
-        for handle in self._handles:
+        for handle in (handle for _, *handles in self._handles.values() for handle in handles):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
                 hooks.move_to_end(handle.id)

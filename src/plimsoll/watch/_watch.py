@@ -20,7 +20,7 @@ from plimsoll.watch._casting import Casts
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
-from plimsoll.watch._names import ROOT, Selection, class_of, clean, unwrapped
+from plimsoll.watch._names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._recorder import Recorder
@@ -29,9 +29,8 @@ from plimsoll.watch._settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._taps import ModuleHook, Taps
 from plimsoll.watch.origin import Origin
+from plimsoll.watch.structure import Structure
 from plimsoll.watch.wiring import Wiring
-
-_ROOT_BESIDE_MODEL = "(model)"  # the root's name where a submodule is called "model"
 
 
 def watch(
@@ -97,7 +96,7 @@ def watch(
     place.look(model)
     _shadow.check(settings, place)
     root = unwrapped(model)
-    names = _module_names(root)
+    names = module_names(root)
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
     continuing.close_earlier(root, run, place.rank)
     start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
@@ -135,7 +134,8 @@ class Watch:
         _forget_compiled(core)
         begin = root.register_forward_pre_hook(_RootBegins(self._steps), with_kwargs=True, prepend=True)
         tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
-        self._steps.taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
+        self._steps.taps = taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
+        self._steps.structure = Structure(core, parameters, selection, taps, tapped=bool(tapped))
         end = root.register_forward_hook(_RootEnds(self._steps), always_call=True)
         _shadow.attach(core, root, self._steps.begin)
         _describe(core, root)
@@ -144,7 +144,7 @@ class Watch:
         self._steps.wiring = Wiring(core, optimizers)
         _seams.listen(self._steps.wiring)
         self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
-        self._steps.taps.trace = origin.sees
+        taps.trace = origin.sees
         _seams.listen(origin)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
         self._end = weakref.finalize(root, _close, core, self._steps, (begin, end))
@@ -316,14 +316,6 @@ def _optimizers(given: Any) -> list[Any]:
             )
         found.append(inner)
     return found
-
-
-def _module_names(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module by its clean name, the root first."""
-    named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
-    inner = {clean(name): module for name, module in named if name}
-    inner.pop("", None)  # a wrapper's own level
-    return {_ROOT_BESIDE_MODEL if ROOT in inner else ROOT: root, **inner}
 
 
 def _wants_activations(settings: Settings) -> bool:

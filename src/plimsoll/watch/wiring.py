@@ -110,7 +110,6 @@ class _Optimizer:
 
     def __init__(self, optimizer: Any) -> None:
         self.name = type(optimizer).__name__
-        self.params: set[int] = set()  # by identity
         self.size = 0  # so many in its groups
         own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
@@ -271,7 +270,7 @@ class Wiring:
         model = self.core.model()
         if model is None or not self._known:
             return
-        owned = {key for known in self._known.values() for key in known.params}
+        owned = {id(p) for optimizer in list(self._known) for p in parameters_of(optimizer)}
         trained = {id(p): clean(name) for name, p in model.named_parameters() if p.requires_grad}
         self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
         self._ungraded = {key: name for key, name in trained.items() if key in owned and key not in self._graded}
@@ -437,7 +436,7 @@ class Wiring:
             return None
         if known is None:
             known = self._known[optimizer] = _Optimizer(optimizer)
-        known.params, known.size = {id(p) for p in parameters_of(optimizer)}, size
+        known.size = size
         late = [self._unowned.pop(id(p)) for p in params if id(p) in self._unowned]
         if late:
             self.core.say("wiring", f"{known.name} has taken {_listed(late)}", fact="joined", parameters=late)
