@@ -141,6 +141,11 @@ class RunWriter:
         self._finalizer.detach()
         self._worker.close(timeout)
 
+    def after_fork(self) -> None:
+        """Makes the child's copy inert, beside its worker."""
+        self.before_read = None
+        self._finalizer.detach()
+
     def __enter__(self) -> "RunWriter":
         return self
 
@@ -186,6 +191,9 @@ def _check(rank: int, world_size: int, flush_seconds: float, compact_above: int,
 def _after_fork() -> None:
     for worker in list(_workers):
         worker.after_fork()
+    for writer in list(_writers):
+        writer.after_fork()
+    _writers.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -194,6 +194,11 @@ class Collector(RunWriter):
         super().submit(lambda: self._complete(everything=True), 1000)
         return super().flush(timeout) and all(writer.flush(timeout) for writer in list(self._others.values()))
 
+    def after_fork(self) -> None:
+        """Makes the child's copy inert: it has no thread, and must not tell the other ranks that it ends."""
+        super().after_fork()
+        self._collecting = False
+
     def close(self, timeout: float | None = 60.0) -> None:
         """Gives the other ranks a few seconds to end, writes what there is, and gives the run back."""
         if not self._collecting:

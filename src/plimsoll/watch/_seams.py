@@ -142,6 +142,18 @@ def _install() -> None:
     look_for_scalers()
 
 
+def _after_fork() -> None:
+    """In a child torch is as it was: watches are their process's alone, and a lock held at the fork is held for ever."""
+    global _lock
+    _lock = threading.RLock()
+    _listeners.clear()
+    _uninstall()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _uninstall() -> None:
     while _undo:
         _undo.pop()()

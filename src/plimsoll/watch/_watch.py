@@ -81,7 +81,8 @@ def watch(
       same model, and an optimizer whose restored state counts steps. Any other run in the folder is refused; in a
       notebook it is kept under a numbered name. False: any run in the folder is refused.
 
-    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end.
+    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end. It is its
+    process's: in a forked child it does nothing, and a child that is to be recorded calls `watch` itself.
 
     Raises `ArgumentError` for what cannot be watched, and what `RunWriter` raises for the folder.
     """
@@ -177,7 +178,8 @@ class Watch:
     def log(self, **scalars: Any) -> None:
         """Records numbers of the present step: Python numbers, or tensors of one value on any device."""
         values = {name: _loggable(name, value) for name, value in scalars.items()}
-        self._check_open("log")
+        if not self._is_open("log"):
+            return
         step = self._core.step
         if any(isinstance(value, Later) for value in values.values()):
             self._core.writer.submit(lambda: [Scalars(step=step, values=_all_resolved(values))], 100 * len(values))
@@ -186,7 +188,8 @@ class Watch:
 
     def request(self, steps: int = 1) -> None:
         """Asks for the next `steps` steps to be sampled whole, whatever the schedule says."""
-        self._check_open("request")
+        if not self._is_open("request"):
+            return
         if steps < 1:
             raise ArgumentError(
                 f"Watch.request: expected 1 step or more; got steps={steps!r}. Give how many to sample."
@@ -195,12 +198,13 @@ class Watch:
 
     def step(self) -> None:
         """Ends the present step by hand: where no optimizer and no scaler does."""
-        self._check_open("step")
-        self._steps.end_by_hand()
+        if self._is_open("step"):
+            self._steps.end_by_hand()
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Writes all that was recorded up to the last finished step; whether it was done in time."""
-        self._check_open("flush")
+        if not self._is_open("flush"):
+            return True
         self._steps.settle_if_ended()
         self._recorder.send_facts()
         return self._core.writer.flush(timeout)
@@ -223,12 +227,14 @@ class Watch:
         state = "closed" if self.closed else f"at step {self._core.step}"
         return f"<Watch: {self._core.writer.path}, {state}>"
 
-    def _check_open(self, operation: str) -> None:
-        if self.closed:
+    def _is_open(self, operation: str) -> bool:
+        """Whether there is anything to do: not in a forked child, which goes through its parent's training loop."""
+        if self.closed and not self._core.left:
             raise ArgumentError(
                 f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "
                 "Call plimsoll.watch again: it continues the run."
             )
+        return not self._core.left
 
 
 class _RootBegins(ModuleHook):
@@ -259,6 +265,8 @@ inlined_only(_RootBegins.__call__, _RootEnds.__call__)
 
 
 def _close(core: Core, steps: Steps, handles: Sequence[Any]) -> None:
+    if core.left:
+        return
     while core.at_close:
         core.at_close.pop()()
     _seams.forget(steps)
