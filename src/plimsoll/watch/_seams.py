@@ -143,8 +143,8 @@ def _install() -> None:
 
 
 def _after_fork() -> None:
-    """In a child torch is as it was: watches are their process's alone, and a lock held at the fork is held for ever."""
-    global _lock
+    """In a child torch is as it was: watches are their process's alone."""
+    global _lock  # noqa: PLW0603  (one that another thread held at the fork is held for ever)
     _lock = threading.RLock()
     _listeners.clear()
     _uninstall()
