@@ -85,7 +85,12 @@ class _Judged:
         from plimsoll.report._verdict import state_of, verdict
 
         state, sentence = state_of(self.view, self.found), verdict(self.view, self.found)
-        facts = {"run": self.one.called, "state": state, "verdict": sentence, "last_step": self.view.last_step}
+        facts: dict[str, object] = {
+            "run": self.one.called,
+            "state": state,
+            "verdict": sentence,
+            "last_step": self.view.last_step,
+        }
         facts["incomplete"] = {str(rank): last for rank, last in self.missing.items()}
         return {**facts, "ended": _ended(self.view), "findings": [finding.to_dict() for finding in self.found]}
 

@@ -1,6 +1,5 @@
 """Steps that some rank did not get to, whose sums are of the other ranks alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +40,10 @@ def short_ranks(catalog: "Catalog") -> list[Short]:
         # Rank 0 writes spectra at each sampled step. Others may have none of their own, but they have numbers.
         end = spectra[rank] if rank == 0 else max(spectra[rank], scalars[rank])
         lost = manifest.get("lost")
-        if isinstance(lost, Mapping):
+        if lost is not None:
             end = min(end, int(lost["after_step"]))
-        numbers = (manifest.get("settings") or {}).get("recorder", ("loss",))
+        settings: dict[str, Any] = manifest.get("settings") or {}
+        numbers = settings.get("recorder", ("loss",))
         if end >= last or (end < 0 and rank and not numbers):
             continue
         is_lost = lost is not None or not manifest.get("closed")

@@ -9,7 +9,8 @@ time of a call, and models under `fully_shard`, which swaps its parameters all t
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -36,8 +37,8 @@ class Structure:
 
     def _learn(self) -> None:
         model = self.core.model()
-        modules = list(model.modules()) if model is not None else []
-        self._parts = [
+        modules: list[Any] = list(model.modules()) if model is not None else []
+        self._parts: list[tuple[weakref.ref[Any], tuple[_Known, ...], tuple[_Known, ...]]] = [
             (weakref.ref(m), _known(m._parameters.values()), _known(m._modules.values()))  # noqa: SLF001
             for m in modules
         ]
@@ -89,7 +90,7 @@ class Structure:
         if not found or self._events > _MOST_EVENTS:
             return
         told = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in found.items())
-        details = {what: names[:_NAMED] for what, names in found.items()}
+        details: dict[str, Any] = {what: names[:_NAMED] for what, names in found.items()}
         self.core.say("model changed", f"the model has changed, and is recorded as it is now: {told}", **details)
 
 
@@ -101,7 +102,7 @@ def _nothing() -> None:
     """Stands for a reference to None."""
 
 
-def _changes(before: dict[str, weakref.ref], now: dict[str, weakref.ref]) -> dict[str, list[str]]:
+def _changes(before: Mapping[str, _Known], now: Mapping[str, _Known]) -> dict[str, list[str]]:
     return {
         "added": [name for name in now if name not in before],
         "replaced": [name for name in now if name in before and before[name]() is not now[name]()],
