@@ -156,7 +156,9 @@ def test_hostile_names_are_text(page: Any, hostile: Served) -> None:
     assert "onerror" in page.title()
     page.keyboard.press("e")
     expect(page.locator(".events tbody")).to_contain_text("<img src=x onerror=alert(1)>")
-    expect(page.get_by_role("region", name="Settings").locator(".settings")).to_contain_text("</script><script>alert(2)</script>")
+    expect(page.get_by_role("region", name="Settings").locator(".settings")).to_contain_text(
+        "</script><script>alert(2)</script>"
+    )
     page.keyboard.press("t")
     names = page.locator(".names a")
     expect(names).to_have_count(len(HOSTILE))

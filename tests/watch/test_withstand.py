@@ -185,6 +185,57 @@ def _train_in_child(model: nn.Module) -> None:
     train(model, optimizer, batches(3, 4, 8))
 
 
+IN_A_CHILD = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+from torch import nn
+import plimsoll as pl
+from plimsoll.watch import _seams
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).mul_(2)  # torch's threads run, and no child has them
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train():
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+
+w = pl.watch(model, optimizer, run=sys.argv[1], every=1)
+train()
+w.flush()
+folder = Path(sys.argv[1])
+before = {path: path.read_bytes() for path in folder.rglob("*.parquet")}
+child = os.fork()
+if child == 0:
+    signal.alarm(int(sys.argv[2]))  # ends it where it hangs
+    backward = torch.autograd.backward
+    train()
+    w.log(extra=1.0)
+    w.request()
+    print(w.flush(), w.closed, _seams.listeners(), backward.__module__, [t.name for t in threading.enumerate()])
+    sys.exit(0)  # through all exit handlers
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), w.closed)
+assert before == {path: path.read_bytes() for path in folder.rglob("*.parquet")}
+train()
+w.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_nothing_of_a_watch_runs_in_a_forked_child(tmp_path: Path) -> None:
+    """Torch's own threads are not there, so that only what is small enough for one thread can be computed."""
+    done = processes.python("-W", "ignore", "-c", IN_A_CHILD, tmp_path / "run", round(HANG_SECONDS / 2))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True [] torch.autograd ['MainThread']", "0 False"]
+    run = only_run(tmp_path / "run")
+    assert list(run.steps) == list(range(6)) and run.closed and "extra" not in run.scalar_names
+    assert not run.dropped
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_process_leaves_the_run_alone(method: str, tmp_path: Path) -> None:

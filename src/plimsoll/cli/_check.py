@@ -60,6 +60,8 @@ def check(
             _print(each, target)
     if any(each.alarm for each in judged):
         raise typer.Exit(1)
+    if any(each.missing for each in judged):
+        raise typer.Exit(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,22 @@ class _Judged:
     def alarm(self) -> bool:
         return any(finding.severity == "alarm" for finding in self.found)
 
+    @property
+    def missing(self) -> dict[int, int]:
+        """Ranks whose records end before the last step that was judged, and their last: they may have had an alarm."""
+        return {rank: last for rank, last in self.one.run.incomplete.items() if last < self.view.last_step}
+
     def to_dict(self) -> dict[str, object]:
         from plimsoll.report._verdict import state_of, verdict
 
         state, sentence = state_of(self.view, self.found), verdict(self.view, self.found)
-        facts = {"run": self.one.called, "state": state, "verdict": sentence, "last_step": self.view.last_step}
+        facts: dict[str, object] = {
+            "run": self.one.called,
+            "state": state,
+            "verdict": sentence,
+            "last_step": self.view.last_step,
+        }
+        facts["incomplete"] = {str(rank): last for rank, last in self.missing.items()}
         return {**facts, "ended": _ended(self.view), "findings": [finding.to_dict() for finding in self.found]}
 
 
@@ -129,6 +142,9 @@ def _print(judged: _Judged, target: Console) -> None:
         from plimsoll.report._verdict import verdict
 
         target.print(Text(verdict(view, found)))
+    if judged.missing and not judged.alarm:
+        named = ", ".join(f"rank {rank} after step {last:,}" for rank, last in judged.missing.items())
+        target.print(Text(f"Not judged whole: the record lacks {named}, which may have had an alarm."))
     for finding in found:
         target.print()
         for line in _lines(finding):

@@ -111,7 +111,7 @@ class _Session:
         return self._contain(lambda: self._found().note_backward(roots)) is not False
 
     def _contain(self, work: Callable[[], Any]) -> Any:
-        if self._broken:
+        if self._broken or os.getpid() != self._process:  # a forked child's training is its own
             return None
         try:
             return work()

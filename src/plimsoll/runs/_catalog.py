@@ -13,6 +13,7 @@ from plimsoll.runs._manifest import Session
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Folder, Place
 from plimsoll.runs._tables import KINDS, Kind
+from plimsoll.runs.coverage import Short, short_ranks
 from plimsoll.text import printable
 
 _NAMED = 6  # runs below a folder that holds none itself
@@ -58,6 +59,7 @@ class Catalog:
         self._sessions: dict[int, list[Session]] = {}
         self._damaged: dict[Part, str] = {}
         self._listed_problems: list[str] = []
+        self.short: list[Short] = []
         self._warned: set[str] | None = set() if warn else None
         self.refresh()
 
@@ -73,6 +75,8 @@ class Catalog:
             raise _no_run(self.place)
         self._listed_problems += [f"{name}: not a part of this run; left alone" for name in foreign]
         self._find_missing_ranks()
+        self.short = short_ranks(self)
+        self._listed_problems += [str(short) for short in self.short]
         self._warn()
 
     def _load_manifests(self) -> None:

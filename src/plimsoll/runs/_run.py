@@ -129,6 +129,11 @@ class Run:
         return bool(gone_writers(self._catalog.manifests.values()))
 
     @property
+    def incomplete(self) -> Mapping[int, int]:
+        """Ranks that were lost while others went on, each with its last step: later sums are of the others alone."""
+        return {short.rank: short.last_step for short in self._catalog.short if short.lost}
+
+    @property
     def dropped(self) -> Mapping[str, int]:
         """How many records the writers say they lost, by reason."""
         result: dict[str, int] = {}

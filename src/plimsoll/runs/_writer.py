@@ -153,6 +153,11 @@ class RunWriter:
         self._worker.close(timeout)
         self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 
+    def after_fork(self) -> None:
+        """Makes the child's copy inert, beside its worker."""
+        self.before_read = None
+        self._finalizer.detach()
+
     def __enter__(self) -> "RunWriter":
         return self
 
@@ -185,6 +190,9 @@ def _next_step(log: Log, world_size: int) -> int:
 def _after_fork() -> None:
     for worker in list(_workers):
         worker.after_fork()
+    for writer in list(_writers):
+        writer.after_fork()
+    _writers.clear()
 
 
 if hasattr(os, "register_at_fork"):

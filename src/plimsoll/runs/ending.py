@@ -21,6 +21,12 @@ def gone_writers(manifests: Iterable[Mapping[str, Any]]) -> list[Session]:
     return [sessions[-1] for sessions in open_ones if sessions and not _writes_still(sessions[-1])]
 
 
+def is_here(manifest: Mapping[str, Any]) -> bool:
+    """Return whether the manifest's last writer was a process of this machine."""
+    sessions = _manifest.sessions_of(manifest)
+    return bool(sessions) and sessions[-1].host == socket.gethostname()
+
+
 def _writes_still(session: Session) -> bool:
     if session.host != socket.gethostname() or session.pid <= 0:
         return True

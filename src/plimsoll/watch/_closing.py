@@ -25,6 +25,8 @@ class Closing:
 
     def __call__(self) -> None:
         """Ends the watch, or waits for the thread that does."""
+        if self._core.left:
+            return
         with deferral.deferred(), self._lock:
             if self._busy or self._done:  # busy: something that is called at the end closes the watch
                 return

@@ -6,6 +6,8 @@ here raises into training: `contained` turns any failure into one warning and an
 
 import contextlib
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -61,11 +63,21 @@ class Core:
         self.muted = False
         self._held: dict[str, bool] = {}  # what was due when muted
         self.live = False  # inside a training forward of the root
+        self.left = False  # in a child of the process that watches
+        self.elsewhere: set[int] = set()  # threads whose last backward was another model's
         self.shadow: Shadow | None = None
         self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
         self.collections: list[str] = []  # by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
         self._said: set[str] = set()
+        _cores.add(self)
+
+    def is_elsewhere(self) -> bool:
+        """Whether the backward of this thread is another model's, while a thread of its own may train this one.
+
+        Then nothing may read gradients: they are written without Python's lock, and who reads one then may crash.
+        """
+        return threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
         """Sets what is due at the step; `number` is what the intervals count, where that is not the step."""
@@ -111,6 +123,16 @@ class Core:
         self.open, self.sample = False, None
         for name in (*COLLECTIONS, "forward"):
             setattr(self.due, name, False)
+
+    def leave(self) -> None:
+        """In a forked child: nothing is measured, recorded or told any more, since the run is the parent's.
+
+        Torch's threads do not outlive a fork, so that measuring could wait for ever.
+        """
+        self.shut()
+        self.left = self.muted = True
+        self.due.traced = self.live = False
+        self.at_close.clear()
 
     def series_of(self, collection: str, name: str, x: Tensor, dtype: torch.dtype | None = None) -> int:
         """The number of a series; `dtype` is a narrower one that the values came through."""
@@ -194,6 +216,19 @@ class Core:
         """Contains a failure of the watch itself: training goes on."""
         message = f"{where} failed and was left out ({type(error).__name__}: {error})"
         self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
+
+
+_cores: "weakref.WeakSet[Core]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    Core.repeating = False
+    for core in list(_cores):
+        core.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.watch._settings import Pattern, Settings
 
 ROOT = "model"
+_ROOT_BESIDE_MODEL = "(model)"  # its name where a submodule is called "model"
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _INSIDE = {  # by class, the name of what it wraps
     "DistributedDataParallel": "module",
@@ -43,6 +44,14 @@ def class_of(model: nn.Module) -> type[nn.Module]:
         if inner is None:
             return type(model)
         model = inner
+
+
+def module_names(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its clean name, the root first."""
+    named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+    inner = {clean(name): module for name, module in named if name}
+    inner.pop("", None)  # a wrapper's own level
+    return {_ROOT_BESIDE_MODEL if ROOT in inner else ROOT: root, **inner}
 
 
 def clean(name: str) -> str:
@@ -104,6 +113,11 @@ class Selection:
         for argument, patterns in (("include", settings.include or ()), ("exclude", settings.exclude)):
             for pattern in patterns:
                 self._check(argument, pattern)
+
+    def meet(self, modules: Mapping[str, nn.Module], parameters: Iterable[str]) -> None:
+        """The model has these modules and parameters now."""
+        self._modules |= {name: type(module) for name, module in modules.items()}
+        self._names |= {*modules, *parameters}
 
     def takes(self, name: str) -> bool:
         """Whether the module or parameter of that name is watched."""

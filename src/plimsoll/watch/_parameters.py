@@ -8,10 +8,10 @@ backward (a closure). A step that a scaler skips is read when the skip is known,
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll import kernels
 from plimsoll.kernels import _layout as layout
@@ -19,6 +19,7 @@ from plimsoll.watch._core import Core, contained
 from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
 from plimsoll.watch._updates import Updates
+from plimsoll.watch.graph import leaves_of
 
 _FEW = 3  # modules that a name lists
 
@@ -30,9 +31,10 @@ class Parameters:
         self.core, self._selection = core, selection
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._owned: set[int] = set()  # parameters that some optimizer has
+        self._late: set[int] = set()  # those that the model did not have when the watch began
         self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kept: dict[int, tuple[object, dict[str, Tensor], set[int]]] = {}  # by optimizer
+        self._kept: dict[int, tuple[object, dict[str, Tensor], set[int], list[int]]] = {}  # by optimizer
         self._kinds = Kinds(core)
         self._updates = Updates(core)
         self._read_early: set[int] = set()
@@ -54,7 +56,12 @@ class Parameters:
         """Whether the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
-        return any(id(p) in self._members and self._names[id(p)][0]() is p for p in params)
+        names = self._names  # which another thread may learn anew
+        return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
+
+    def takes_over(self, optimizer: Any) -> bool:
+        """Whether it has parameters of an optimizer that is read, or that are new in the model."""
+        return not self.ids_of(optimizer).isdisjoint(self._owned | self._late)
 
     def adopt(self, optimizer: Any) -> None:
         """Reads this optimizer's parameters from now on."""
@@ -73,6 +80,7 @@ class Parameters:
             self._drop_early()
         if key not in self._entered:
             self._entered.add(key)
+            self._forget_if_other(optimizer)
             params, ids = self._known(optimizer)
             self._owned |= ids
             self._brought_up |= ids
@@ -267,6 +275,17 @@ class Parameters:
             found = [(key, self._names[key][0]()) for key in self._members]
         return [(key, p) for key, p in found if p is not None]
 
+    def reach(self, roots: list[Tensor]) -> Literal["ours", "both", "others", "unknown"]:
+        """Whose parameters a backward from these tensors reaches; unknown where none is seen.
+
+        FSDP's graphs have other tensors in the parameters' place, and re-entrant checkpoints hide theirs.
+        """
+        reached = {key for key, leaf in leaves_of(roots).items() if isinstance(leaf, nn.Parameter)}
+        ours = reached & {key for key, _ in self.members()}
+        if not reached or self.are_sharded():
+            return "unknown"
+        return ("ours" if ours == reached else "both") if ours else "others"
+
     def are_sharded(self) -> bool:
         """Whether FSDP holds the parameters, or they are parts of distributed ones."""
         if self.core.ranks.world == 1:
@@ -296,14 +315,18 @@ class Parameters:
     def _learn(self) -> None:
         """Finds the model's parameters by identity; again when some turn up that are not known."""
         model = self.core.model()
-        self._names.clear()
+        named = [(clean(raw), p) for raw, p in model.named_parameters()] if model is not None else []
+        takes = self._selection.takes
+        # Put in place whole: another thread's optimizer may be asked for at this moment.
+        self._names = {id(p): (weakref.ref(p), name if takes(name) else None) for name, p in named}
+        self._members = {id(p) for _, p in named}  # the model's parameters, selected or not
         self._kept.clear()
-        self._members: set[int] = set()  # the model's parameters, selected or not
-        for raw, p in model.named_parameters() if model is not None else ():
-            name = clean(raw)
-            taken = self._selection.takes(name)
-            self._names[id(p)] = (weakref.ref(p), name if taken else None)
-            self._members.add(id(p))
+
+    def meet_model(self) -> None:
+        """The model has other parameters than it had."""
+        before = self._members
+        self._learn()
+        self._late |= self._members - before
 
     def _name(self, p: Tensor) -> str | None:
         known = self._names.get(id(p))
@@ -319,10 +342,16 @@ class Parameters:
         kept = self._kept.get(id(optimizer))
         if kept is None or kept[0] != state:
             named = self._named(parameters_of(optimizer))
-            kept = (state, named, {id(p) for p in named.values()})
+            kept = (state, named, {id(p) for p in named.values()}, [id(p) for group in groups for p in group])
             self._kept[id(optimizer)] = kept
             self._kinds.tell(optimizer, named)
         return kept[1], kept[2]
+
+    def _forget_if_other(self, optimizer: Any) -> None:
+        """Once a step, for parameters in the middle of a group that are others now."""
+        kept = self._kept.get(id(optimizer))
+        if kept is not None and kept[3] != [id(p) for group in optimizer.param_groups for p in group["params"]]:
+            del self._kept[id(optimizer)]
 
     def _named(self, params: Iterable[Tensor]) -> dict[str, Tensor]:
         params = list(params)
@@ -341,7 +370,7 @@ class Parameters:
                 self._names[id(p)] = (weakref.ref(p), None)  # another model's: not asked about again
 
     def _all(self) -> dict[str, Tensor]:
-        found = ((name, ref()) for ref, name in self._names.values())
+        found = [(name, ref()) for ref, name in self._names.values()]
         counts = self.core.ranks.counts
         return {name: p for name, p in found if name is not None and p is not None and counts(p)}
 

@@ -195,6 +195,11 @@ class Collector(RunWriter):
         super().submit(lambda: self._complete(everything=True), 1000)
         return super().flush(timeout) and all(writer.flush(timeout) for writer in list(self._others.values()))
 
+    def after_fork(self) -> None:
+        """Makes the child's copy inert: it has no thread, and must not tell the other ranks that it ends."""
+        super().after_fork()
+        self._collecting = False
+
     def close(self, timeout: float | None = 60.0) -> None:
         """Gives the other ranks a few seconds to end, writes what there is, and gives the run back."""
         if self._closed:
@@ -210,6 +215,7 @@ class Collector(RunWriter):
                 step = self._through[rank]
                 message = f"rank {rank} had not ended when rank 0 closed the run; its last spectra are of step {step}"
                 super().write(Event(step=max(step, 0), kind="rank lost", message=message, details={"rank": rank}))
+                self._writer_of(rank).write_manifest(lost={"after_step": step})
                 self._waits.discard(rank)
             super().submit(lambda: self._complete(everything=True), 1000)
             super().flush(timeout)

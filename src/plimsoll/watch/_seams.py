@@ -146,6 +146,18 @@ def _install() -> None:
     look_for_scalers()
 
 
+def _after_fork() -> None:
+    """In a child torch is as it was: watches are their process's alone."""
+    global _lock  # noqa: PLW0603  (one that another thread held at the fork is held for ever)
+    _lock = threading.RLock()
+    _listeners.clear()
+    _uninstall()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _uninstall() -> None:
     # All are called before they are forgotten: each can be called again, after an interruption.
     for undo in reversed([*_undo, *(each for of_owner in _patched.values() for each in of_owner)]):

@@ -7,6 +7,7 @@ Optimizers that are given a closure run forward and backward inside their step: 
 before, and the optimizers that are in the middle of theirs enter the new one.
 """
 
+import threading
 import weakref
 from typing import Any
 
@@ -26,6 +27,7 @@ from plimsoll.watch._taps import Taps
 from plimsoll.watch.graph import backward_running, is_scaled_by
 from plimsoll.watch.losses import MAIN, Losses, total
 from plimsoll.watch.origin import Origin
+from plimsoll.watch.structure import Structure
 from plimsoll.watch.turns import Turns
 from plimsoll.watch.unled import Probe
 from plimsoll.watch.wiring import Wiring
@@ -42,16 +44,19 @@ class Steps:
         self.casts: Casts | None = None
         self.wiring: Wiring | None = None
         self.origin: Origin | None = None
+        self.structure: Structure | None = None
         self._given = optimizers  # the user has named the optimizers: others are not ours
         self._ended = False
         self._sealed = False
         self._inside: list[Any] = []  # optimizers whose step is running
+        self._thread: int | None = None  # that trains the model
+        self._has_stepped = False  # there, or only run a forward so far
         self._looks = 2  # forwards at whose beginning it is asked what distributes the model
         self._emulated: dict[str, str] = {}  # formats that results were rounded to in the last forward
         self._emulations = 0  # how often that has changed
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
-        self._losses = Losses(core, parameters)
+        self.losses = Losses(core, parameters)
         self._micro_losses: list[float | Later] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
         self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
@@ -67,8 +72,11 @@ class Steps:
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing."""
-        if self._ended and not is_capturing():
+        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing.
+
+        A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
+        """
+        if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
             self.settle()
             for optimizer in self._inside:
                 self.parameters.enter(optimizer)
@@ -84,6 +92,8 @@ class Steps:
         if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
             taps.saw_eval_forward = True
             return
+        if not self._has_stepped:
+            self._thread = threading.get_ident()
         self._end_unled()
         self.begin()
         self._trained_forwards += model.training
@@ -91,6 +101,8 @@ class Steps:
         if self._looks:
             self._looks -= 1
             self._look(model)
+        if self.structure is not None:
+            self.structure.follow()
         self._look_for_emulation()
 
     def _look_for_emulation(self) -> None:
@@ -142,13 +154,18 @@ class Steps:
         """A backward was asked for, of these tensors."""
         if self.core.muted or Core.repeating or backward_running() != -1 or is_capturing():
             return
-        self._end_unled()
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
+        thread = threading.get_ident()
+        if self._thread not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
+            self.core.elsewhere.add(thread)
+            return
+        self.core.elsewhere.discard(thread)
+        self._end_unled()
         value = self._value(roots) if len(roots) == len(listed) else None
         if value is not None and self.core.ranks.world > 1:
             self._micro_losses.append(value)
-        self._losses.backward_begins(value, roots)
+        self.losses.backward_begins(value, roots)
 
     @contained
     def graph_replays(self) -> None:
@@ -160,7 +177,9 @@ class Steps:
     @contained
     def backward_ends(self) -> None:
         """A backward has ended."""
-        if backward_running() == -1 and self._losses.backward_ends():
+        if self.core.is_elsewhere():
+            return
+        if backward_running() == -1 and self.losses.backward_ends():
             self.begin()
             self.parameters.backwards += 1
             if self._unled and self.core.ranks.world == 1:
@@ -172,8 +191,9 @@ class Steps:
         """Ends a step that no optimizer has made: the script has changed the weights itself since the backward."""
         if not self._unled or self._probe is None or self._inside:
             return
-        if self._losses.are_used() or self._probe.is_moved(unknown=closing):
-            self._losses.take_all()
+        # Gradients are dropped, too, that another model's loss has left here: where weights can be seen, they decide.
+        if self._probe.is_moved(unknown=closing or self.losses.are_used()):
+            self.losses.take_all()
             self.parameters.leave_early()
             self._probe = None
             self._candidate()
@@ -216,32 +236,43 @@ class Steps:
             return
         if self._takes(optimizer):
             self._shadow_follows()  # where torch.autograd.grad was called, nobody else has told
-            self._losses.step_begins(optimizer)
+            self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
             self._turns.enter(optimizer)
+            if self.structure is not None:  # nobody else has told of a model that is compiled, or called in parts
+                self.structure.follow()
             self.parameters.enter(optimizer)
 
     @contained
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer's step has returned."""
         if optimizer not in self._inside:
-            self._losses.others_step()
+            if self._thread in (None, threading.get_ident()):
+                self.losses.others_step()
             return
         self._inside.remove(optimizer)
         self._stepped_by_scaler.add(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if isinstance(found_inf, Tensor):
             self._note_skip(found_inf)
-        self._losses.step_ends(optimizer, alone=_is_alone())
+        self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer)
         self._candidate()
 
     def _takes(self, optimizer: Any) -> bool:
         if optimizer not in self.parameters.optimizers:
-            if self._given or not self.parameters.owns(optimizer):
+            if not self.parameters.owns(optimizer):
+                return False
+            if self._given and not self.parameters.takes_over(optimizer):
                 return False
             self.parameters.adopt(optimizer)
+            if self._given:
+                who = type(optimizer).__name__
+                message = f"{who} has come to step parameters of the model, and is recorded from here on"
+                self.core.say("optimizer", message, optimizer=who)
         self._unled, self._probe = False, None
+        if backward_running() == -1:  # else it may be a device's thread
+            self._thread, self._has_stepped = threading.get_ident(), True
         return True
 
     # -- scalers -------------------------------------------------------------------------------------------------------
@@ -267,10 +298,10 @@ class Steps:
         if id(optimizer) in self._stepped_by_scaler:
             self._stepped_by_scaler.discard(id(optimizer))
             return
-        self._losses.step_begins(optimizer)
+        self.losses.step_begins(optimizer)
         self._turns.enter(optimizer)
         self.parameters.enter(optimizer)
-        self._losses.step_ends(optimizer, alone=_is_alone())
+        self.losses.step_ends(optimizer)
         self.parameters.leave(optimizer, stepped=False)
         self._note_skip(True)
         self._candidate()
@@ -327,7 +358,7 @@ class Steps:
         core.on_request = max(0, core.on_request - 1)
         core.plan(core.step, self._turns.number(core.step))
         self.parameters.start_step()
-        self._losses.start_step()
+        self.losses.start_step()
         self._stepped_by_scaler.clear()
         self._sealed = self._awaits_update = False
         self._scale = self._skipped = None
@@ -364,13 +395,13 @@ class Steps:
     def end_by_hand(self) -> None:
         """The user says that the step ends here."""
         self._unled, self._probe = False, None
-        self._losses.take_all()
+        self.losses.take_all()
         self._candidate()
         self.settle()
 
     def _facts(self) -> Facts:
         count = self.parameters.count_nonfinite()
-        losses = self._losses.end_step(self._microbatches)
+        losses = self.losses.end_step(self._microbatches)
         if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
             losses[MAIN] = total(self._micro_losses, self._microbatches) or 0.0
         return Facts(
@@ -395,11 +426,6 @@ class Steps:
         """The process is about to end."""
         self.recorder.fire(reason, message)
         self.core.writer.flush(seconds)
-
-
-def _is_alone() -> bool:
-    """Whether one model alone is watched."""
-    return sum(isinstance(listener, Steps) for listener in _seams.listeners()) <= 1
 
 
 def _scale_of(scaler: Any) -> float | Later | None:

@@ -61,24 +61,30 @@ class Taps:
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
         self._leaf_handles: list[Any] = []
-        self._handles: list[Any] = []
+        self._handles: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}  # by module
 
-    def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        """Registers the hooks."""
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Taps these modules: those that it has tapped already, and new ones; no others."""
+        for name, (ref, handles) in list(self._handles.items()):
+            if ref() is None or ref() is not modules.get(name):
+                for handle in handles:
+                    handle.remove()
+                del self._handles[name]
         for name, module in modules.items():
-            self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_After(self, name), with_kwargs=True))
+            if name not in self._handles:
+                handles: list[Any] = []
+                self._handles[name] = weakref.ref(module), handles  # first: an interrupt may come between the two
+                handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
+                handles.append(module.register_forward_hook(_After(self, name), with_kwargs=True))
 
     def detach(self) -> None:
         """Removes every hook."""
-        for handle in (*self._handles, *self._leaf_handles):
-            handle.remove()
-        self._handles.clear()
+        self.follow({})
         self.forget()
 
     def come_last(self) -> None:
         """Lets hooks registered since go first: those that make a module's tensors DTensors, and plain again."""
-        for handle in self._handles:
+        for handle in (handle for _, handles in self._handles.values() for handle in handles):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
                 hooks.move_to_end(handle.id)
@@ -101,7 +107,9 @@ class Taps:
         recomputing = _backward_running() != -1
         if core.muted:
             return
-        if not recomputing:
+        if recomputing:
+            self._begin()  # of a checkpoint whose first forward was under no_grad nobody else has told
+        else:
             if not self._is_training_forward():
                 return
             if not core.live:  # the root's own hook has not opened the step: a part of the model is called by itself

@@ -21,7 +21,7 @@ from plimsoll.watch._closing import Closing, finish
 from plimsoll.watch._compiled import inlined_only
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later, number, resolved
-from plimsoll.watch._names import ROOT, Selection, class_of, clean, unwrapped
+from plimsoll.watch._names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch._parameters import Parameters, innermost
 from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._recorder import Recorder
@@ -30,9 +30,8 @@ from plimsoll.watch._settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch._steps import Steps
 from plimsoll.watch._taps import ModuleHook, Taps
 from plimsoll.watch.origin import Origin
+from plimsoll.watch.structure import Structure
 from plimsoll.watch.wiring import Wiring
-
-_ROOT_BESIDE_MODEL = "(model)"  # the root's name where a submodule is called "model"
 
 
 def watch(
@@ -83,7 +82,8 @@ def watch(
       same model, and an optimizer whose restored state counts steps. Any other run in the folder is refused; in a
       notebook it is kept under a numbered name. False: any run in the folder is refused.
 
-    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end.
+    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end. It is its
+    process's: in a forked child it does nothing, and a child that is to be recorded calls `watch` itself.
 
     Raises `ArgumentError` for what cannot be watched, and what `RunWriter` raises for the folder.
     """
@@ -101,7 +101,7 @@ def watch(
     place.look(model)
     _shadow.check(settings, place)
     root = unwrapped(model)
-    names = _module_names(root)
+    names = module_names(root)
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
     continuing.close_earlier(root, run, place.rank)
     start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
@@ -159,8 +159,9 @@ class Watch:
         begins = _RootBegins(self._steps)
         closing.handles.append(root.register_forward_pre_hook(begins, with_kwargs=True, prepend=True))
         tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
-        self._steps.taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
-        self._steps.taps.attach(tapped)
+        self._steps.taps = taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
+        taps.follow(tapped)
+        self._steps.structure = Structure(core, parameters, selection, taps, tapped=bool(tapped))
         closing.handles.append(root.register_forward_hook(_RootEnds(self._steps), always_call=True))
         _shadow.attach(core, root, self._steps.begin)
         _describe(core, root)
@@ -168,8 +169,8 @@ class Watch:
         _seams.listen(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
         _seams.listen(self._steps.wiring)
-        self._steps.origin = origin = Origin(core, parameters, root)
-        self._steps.taps.trace = origin.sees
+        self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
+        taps.trace = origin.sees
         _seams.listen(origin)
 
     @property
@@ -200,7 +201,8 @@ class Watch:
     def log(self, **scalars: Any) -> None:
         """Records numbers of the present step: Python numbers, or tensors of one value on any device."""
         values = {name: _loggable(name, value) for name, value in scalars.items()}
-        self._check_open("log")
+        if not self._is_open("log"):
+            return
         step = self._core.step
         if any(isinstance(value, Later) for value in values.values()):
             self._core.writer.submit(lambda: [Scalars(step=step, values=_all_resolved(values))], 100 * len(values))
@@ -209,7 +211,8 @@ class Watch:
 
     def request(self, steps: int = 1) -> None:
         """Asks for the next `steps` steps to be sampled whole, whatever the schedule says."""
-        self._check_open("request")
+        if not self._is_open("request"):
+            return
         if steps < 1:
             raise ArgumentError(
                 f"Watch.request: expected 1 step or more; got steps={steps!r}. Give how many to sample."
@@ -218,12 +221,13 @@ class Watch:
 
     def step(self) -> None:
         """Ends the present step by hand: where no optimizer and no scaler does."""
-        self._check_open("step")
-        self._steps.end_by_hand()
+        if self._is_open("step"):
+            self._steps.end_by_hand()
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Writes all that was recorded up to the last finished step; whether it was done in time."""
-        self._check_open("flush")
+        if not self._is_open("flush"):
+            return True
         self._steps.settle_if_ended()
         self._recorder.send_facts()
         return self._core.writer.flush(timeout)
@@ -252,12 +256,14 @@ class Watch:
         state = "closed" if self.closed else f"at step {self._core.step}"
         return f"<Watch: {self._core.writer.path}, {state}>"
 
-    def _check_open(self, operation: str) -> None:
-        if self.closed:
+    def _is_open(self, operation: str) -> bool:
+        """Whether there is anything to do: not in a forked child, which goes through its parent's training loop."""
+        if self.closed and not self._core.left:
             raise ArgumentError(
                 f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "
                 "Call plimsoll.watch again: it continues the run."
             )
+        return not self._core.left
 
 
 class _RootBegins(ModuleHook):
@@ -326,14 +332,6 @@ def _optimizers(given: Any) -> list[Any]:
     return found
 
 
-def _module_names(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module by its clean name, the root first."""
-    named = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
-    inner = {clean(name): module for name, module in named if name}
-    inner.pop("", None)  # a wrapper's own level
-    return {_ROOT_BESIDE_MODEL if ROOT in inner else ROOT: root, **inner}
-
-
 def _wants_activations(settings: Settings) -> bool:
     wanted = {*settings.intervals, *settings.recorded}
     return bool(wanted & {"activations", "activation_gradients"})
@@ -377,6 +375,7 @@ def _describe(core: Core, root: nn.Module) -> None:
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
         backends=backends,
         ranks=core.ranks.as_json(),
+        lost=None,  # which it may have been in a session before
     )
 
 

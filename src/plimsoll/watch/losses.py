@@ -13,15 +13,14 @@ Where a step evaluates its closure several times (LBFGS), its loss is that of th
 """
 
 import itertools
-import threading
 from typing import Any
 
 from torch import Tensor
 
 from plimsoll.watch._core import Core
 from plimsoll.watch._later import Later
-from plimsoll.watch._parameters import Parameters
-from plimsoll.watch.graph import leaves_of
+from plimsoll.watch._parameters import Parameters, parameters_of
+from plimsoll.watch.graph import backward_running
 
 MAIN = "loss"
 _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody steps they would be ever more
@@ -29,24 +28,24 @@ _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody 
 _Marks = dict[int, tuple[int, int] | None]  # of each parameter's gradient: identity and version
 
 
-class _Loss:
+class Loss:
     """A loss that was backpropagated, and the parameters whose gradients hold it and were not stepped since."""
 
-    __slots__ = ("holders", "stepped", "value")
+    __slots__ = ("holders", "stepped", "taken", "value")
 
     def __init__(self, value: float | Later | None, holders: set[int]) -> None:
         self.value, self.holders = value, holders
         self.stepped = False  # some optimizer has stepped since
+        self.taken = False  # and one of ours has stepped on it
 
 
 class _Running:
     """A backward that is under way."""
 
-    __slots__ = ("before", "loss", "overlapped", "roots", "taken")
+    __slots__ = ("before", "loss", "roots", "taken")
 
-    def __init__(self, loss: _Loss, before: _Marks, roots: list[Tensor]) -> None:
+    def __init__(self, loss: Loss, before: _Marks, roots: list[Tensor]) -> None:
         self.loss, self.before, self.roots = loss, before, roots
-        self.overlapped = False
         self.taken: set[int] = set()  # parameters that were stepped within it
 
 
@@ -55,13 +54,14 @@ class Losses:
 
     def __init__(self, core: Core, parameters: Parameters) -> None:
         self.core, self._parameters = core, parameters
-        self._waiting: list[_Loss] = []
-        self._unplaced: list[_Loss] = []  # that changed no gradient of ours
+        self._waiting: list[Loss] = []
+        self._unplaced: list[Loss] = []  # that changed no gradient of ours
         self._after: _Marks = {}  # the gradients when the last backward ended
-        self._running: dict[int, _Running] = {}  # by thread
+        self._running: _Running | None = None
+        self._placed = False  # an optimizer has stepped on gradients that hold a loss
         self._inside: dict[int, _Step] = {}  # by optimizer
         self._names: list[tuple[set[int], str]] = []  # of each optimizer that has stepped, what it has and is called
-        self._taken: dict[str, list[_Loss]] = {}  # in this step, by that name
+        self._taken: dict[str, list[Loss]] = {}  # in this step, by that name
 
     # -- backwards -----------------------------------------------------------------------------------------------------
 
@@ -69,30 +69,37 @@ class Losses:
         """A backward begins from these tensors, with this loss."""
         now = self._marks()
         self._drop(now)
-        running = _Running(_Loss(value, set()), now, roots)
-        for other in self._running.values():
-            other.overlapped = running.overlapped = True
-        self._running[threading.get_ident()] = running
+        self._running = _Running(Loss(value, set()), now, roots)
 
     def backward_ends(self) -> bool:
-        """Whether the backward of this thread has left gradients of ours that no optimizer has stepped on."""
-        running = self._running.pop(threading.get_ident(), None)
+        """Whether the backward has left gradients of ours that no optimizer has stepped on."""
+        running, self._running = self._running, None
         if running is None:
             return False
         self._after = now = self._marks()
         changed = {key for key, mark in now.items() if mark is not None and mark != running.before.get(key)}
-        if running.overlapped and changed:  # another thread's backward may have changed them
-            changed &= leaves_of(running.roots).keys()
         loss = running.loss
         changed -= running.taken
         loss.holders |= changed
         if changed:
             self._waiting.append(loss)
             del self._waiting[:-_WAITING]
-        elif not running.taken:
+        elif not running.taken and self._may_come_later(running.roots):
             self._unplaced.append(loss)
             del self._unplaced[:-_WAITING]
         return bool(changed)
+
+    def _may_come_later(self, roots: list[Tensor]) -> bool:
+        """Whether a backward that has changed no gradient of ours may have been for them.
+
+        The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
+        """
+        return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
+
+    @property
+    def running(self) -> Loss | None:
+        """The loss whose backward runs."""
+        return None if self._running is None else self._running.loss
 
     def _marks(self) -> _Marks:
         return {key: _mark(p.grad) for key, p in self._parameters.members()}
@@ -114,7 +121,7 @@ class Losses:
             loss.holders -= gone | written if loss.stepped or self._inside else gone
         self._waiting = [loss for loss in self._waiting if loss.holders]
 
-    def _held(self, ids: set[int]) -> list[_Loss]:
+    def _held(self, ids: set[int]) -> list[Loss]:
         return [loss for loss in self._waiting if loss.holders & ids]
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -125,19 +132,22 @@ class Losses:
         if not any(ids & outer.ids for outer in self._inside.values()):  # else it is part of another's step
             self._inside[id(optimizer)] = _Step(ids)
 
-    def step_ends(self, optimizer: Any, *, alone: bool = True) -> None:
-        """It has stepped, or a scaler kept it from stepping; `alone` where no other model is watched."""
+    def step_ends(self, optimizer: Any) -> None:
+        """It has stepped, or a scaler kept it from stepping."""
         step = self._inside.pop(id(optimizer), None)
         if step is None:
             return
         held = self._held(step.ids)
-        running = self._running.get(threading.get_ident())
-        if running is not None and not step.evaluations:  # it steps within the backward
+        running = self._running  # of a backward that has raised, if none runs now
+        if running is not None and not step.evaluations and backward_running() != -1:  # it steps within the backward
             running.taken |= step.ids
             held.append(running.loss)
+        self._placed |= bool(held)
         if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
             held = [loss for loss in self._unplaced if loss not in held] + held
-        losses = step.first or held or self._guessed(optimizer, alone=alone)
+        losses = step.first or held or self._guessed(optimizer)
+        for loss in losses:
+            loss.taken = True
         taken = self._taken.setdefault(self._name(optimizer, step.ids), [])
         taken.extend(loss for loss in losses if loss not in taken)
         for loss in held:
@@ -165,15 +175,14 @@ class Losses:
             loss.stepped = True
         self._unplaced.clear()
 
-    def _guessed(self, optimizer: Any, *, alone: bool) -> list[_Loss]:
+    def _guessed(self, optimizer: Any) -> list[Loss]:
         """The losses of a step whose gradients came otherwise than by a backward that was seen."""
-        if not any(loss.value is not None for loss in self._unplaced):
-            return []
-        if alone:
+        if self._unplaced:
             return list(self._unplaced)
-        who = type(optimizer).__name__
-        message = f"{who} steps on gradients that no watched backward has left: its loss is not recorded"
-        self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
+        if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
+            who = type(optimizer).__name__
+            message = f"{who} steps on gradients that no watched backward has left: its loss is not recorded"
+            self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
         return []
 
     def _say_evaluations(self, optimizer: Any, count: int) -> None:
@@ -230,7 +239,7 @@ class _Step:
 
     def __init__(self, ids: set[int]) -> None:
         self.ids = ids
-        self.first: list[_Loss] = []  # the losses of the first evaluation, once there is another
+        self.first: list[Loss] = []  # the losses of the first evaluation, once there is another
         self.evaluations = 0  # that have been followed by another
 
 

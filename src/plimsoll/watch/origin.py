@@ -25,6 +25,7 @@ from plimsoll.watch._core import Core, contained
 from plimsoll.watch._later import Later
 from plimsoll.watch._names import clean, tensors_among, tensors_in
 from plimsoll.watch._parameters import Parameters
+from plimsoll.watch.losses import Loss, Losses
 
 _MOST_OUTPUTS = 10_000  # that a step's references are kept of
 _MOST_EVENTS = 5  # a training that overflows now and then is looked through so often
@@ -32,6 +33,9 @@ _NAMED = 20
 _HELD_BYTES = 16 << 20  # of outputs that are kept alive up to the backward
 _LARGEST_BUFFER = 1 << 20  # values; running statistics are far smaller
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+_Place = tuple[str, list[str], str]
 
 
 class Buffers:
@@ -85,13 +89,14 @@ class Buffers:
 class Origin:
     """Listener of forwards, backwards and steps that records where non-finite values began."""
 
-    def __init__(self, core: Core, parameters: Parameters, model: nn.Module) -> None:
-        self.core, self._parameters = core, parameters
+    def __init__(self, core: Core, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
+        self.core, self._parameters, self._losses = core, parameters, losses
         self.outputs: list[tuple[str, str, weakref.ref[Tensor]]] = []
         self._inputs: list[tuple[str, weakref.ref[Tensor]]] = []
         self._held: list[Tensor] = []
         self._room = 0  # bytes
         self._broken = False  # the last loss was not finite
+        self._found: tuple[Loss | None, _Place] | None = None  # of a loss that another model may step on
         self._events = 0
         self._scaled = False
         devices = {p.device.type for p in itertools.chain(model.parameters(), model.buffers())}
@@ -132,10 +137,14 @@ class Origin:
             self._held.clear()
             return
         broken = not math.isfinite(float(tensors.detach()))
-        if broken and not self._broken and (self._inputs or self.outputs):
-            self._look()
+        whose = self._parameters.reach([tensors]) if broken or self._broken else "ours"  # a walk of the graph
+        if whose == "both":
+            self._found = (self._losses.running, place) if broken and (place := self._place()) else None
+        elif whose != "others":
+            if broken and not self._broken and (place := self._place()):
+                self._say(*place)
+            self._broken = broken
         self._held.clear()
-        self._broken = broken
 
     def backward_ends(self) -> None:
         """A backward has ended."""
@@ -147,6 +156,8 @@ class Origin:
             self._buffers.look()
         if self._idle() or self._broken or self._scaled or optimizer not in self._parameters.optimizers:
             return
+        if self._found is not None and (loss := self._found[0]) is not None and loss.holders:
+            return  # it may be this optimizer's: said when it has stepped
         count = self._parameters.count_nonfinite()
         if count is None or count.device.type != "cpu" or not int(count):
             return
@@ -161,7 +172,8 @@ class Origin:
         self._broken = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+        """An optimizer has stepped: what was found of its loss is the model's."""
+        self._settle()
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """A scaler has scaled a loss: gradients that overflow are its business."""
@@ -169,6 +181,16 @@ class Origin:
 
     def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
         """A scaler's step has returned."""
+        self._settle()
+
+    @contained
+    def _settle(self) -> None:
+        found, _ = self._found or (None, None)
+        if self._found is not None and found is not None and found.taken:
+            place, self._found = self._found[1], None
+            if not self._broken:
+                self._say(*place)
+            self._broken = True
 
     def graph_replays(self) -> None:
         """A CUDA graph runs again."""
@@ -190,10 +212,11 @@ class Origin:
 
     # -- the search
 
-    def _look(self) -> None:
+    def _place(self) -> "_Place | None":
+        """Where the first broken value is: in what, its names, and what else there is to say."""
         model = self.core.model()
-        if model is None:
-            return
+        if model is None or not (self._inputs or self.outputs):
+            return None
         gone = 0  # outputs
         inputs = [(f"{self.core.name}:input{path}", x) for path, ref in self._inputs if (x := ref()) is not None]
         outputs: list[tuple[str, Tensor]] = []
@@ -208,12 +231,12 @@ class Origin:
             found = self._broken_among(named, masked=where != "weights")
             names = [name for name, _ in (itertools.islice(found, 1) if where == "activations" else found)]
             if names:
-                self._say(where, names, f"{gone} outputs were gone" if gone else "")
-                return
-        if outputs:
-            last = outputs[-1][0]
-            whole = last == f"{self.core.name}:output"
-            self._say("loss", [] if whole else [last], "all that is left is finite")
+                return where, names, f"{gone} outputs were gone" if gone else ""
+        if not outputs:
+            return None
+        last = outputs[-1][0]
+        whole = last == f"{self.core.name}:output"
+        return "loss", [] if whole else [last], "all that is left is finite"
 
     def _say(self, where: str, names: list[str], more: str) -> None:
         self._events += 1
@@ -236,4 +259,4 @@ class Origin:
     def _idle(self) -> bool:
         if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
             return True
-        return self.core.muted or Core.repeating or is_capturing()
+        return self.core.muted or self.core.is_elsewhere() or Core.repeating or is_capturing()

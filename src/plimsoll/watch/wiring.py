@@ -44,13 +44,24 @@ _HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # less than this
 class _Followed:
     """A parameter's gradient, from one step of its optimizer to the next."""
 
-    __slots__ = ("after_backward", "after_step", "before_backward", "carried", "kept", "left", "param", "size")
+    __slots__ = (
+        "after_backward",
+        "after_step",
+        "before",
+        "before_backward",
+        "carried",
+        "kept",
+        "left",
+        "param",
+        "size",
+    )
 
     def __init__(self, p: Tensor) -> None:
         self.param = weakref.ref(p)
         self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
         self.after_step = self.before_backward = self.after_backward = -1  # versions
-        self.left: weakref.ref[Tensor] | None = None  # the gradient that the last backward has left
+        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
+        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
         self.carried = False  # the last backward was added to it
         self.size: float | Later | None = None  # its largest magnitude before that
 
@@ -68,6 +79,7 @@ class _Followed:
 
     def backward_begins(self, measure: bool) -> None:
         g = self.gradient()
+        self.before = None if g is None else weakref.ref(g)
         self.before_backward = -1 if g is None else g._version  # noqa: SLF001
         same = g is not None and self.kept is not None and self.kept() is g
         if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
@@ -83,7 +95,7 @@ class _Followed:
         self.after_backward = -1 if g is None else g._version  # noqa: SLF001
         if g is None:
             return False
-        reached = self.after_backward != self.before_backward or self.left is None or self.left() is not g
+        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
         if reached and self.kept is not None and self.kept() is g:
             self.carried, self.after_step = True, self.after_backward
         self.left = weakref.ref(g)
@@ -100,7 +112,6 @@ class _Optimizer:
 
     def __init__(self, optimizer: Any) -> None:
         self.name = type(optimizer).__name__
-        self.params: set[int] = set()  # by identity
         self.size = 0  # so many in its groups
         own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
@@ -412,7 +423,8 @@ class Wiring:
     # -- what there is
 
     def _idle(self) -> bool:
-        return not self.core.open or self.core.muted or Core.repeating or is_capturing()
+        core = self.core
+        return not core.open or core.muted or core.is_elsewhere() or Core.repeating or is_capturing()
 
     def _meet(self, optimizer: Any) -> _Optimizer | None:
         """What is known of the optimizer; None for one that has none of the model's parameters."""
@@ -430,7 +442,7 @@ class Wiring:
             return None
         if known is None:
             known = self._known[optimizer] = _Optimizer(optimizer)
-        known.params, known.size = {id(p) for p in parameters_of(optimizer)}, size
+        known.size = size
         late = [self._unowned.pop(id(p)) for p in params if id(p) in self._unowned]
         if late:
             self.core.say("wiring", f"{known.name} has taken {_listed(late)}", fact="joined", parameters=late)
@@ -438,7 +450,7 @@ class Wiring:
 
     def _owned(self) -> set[int]:
         """The parameters of all optimizers, by identity."""
-        return {key for known in self._known.values() for key in known.params}
+        return {id(p) for optimizer in list(self._known) for p in parameters_of(optimizer)}
 
     def _names(self) -> Mapping[int, str]:
         model = self.core.model()

@@ -49,7 +49,7 @@ def main(folder: Path, port: int, rank: int, who: int) -> None:
                 store.set("dying", str(os.getpid()))
                 os._exit(0)
             wait_for_the_end_of(int(store.get("dying")))
-        train(model, optimizer, data(1))
+        train(model, optimizer, data(1, broken=False))
     # The other is known to be dead: however short the wait for it is, it is not too short.
     _outbox.PATIENCE_SECONDS, _reduce._END_SECONDS = 0.0, 0.1
     each.close()

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
+from plimsoll.cli import app
 from plimsoll.runs import Run
 from tests import processes
 from tests.watch.distributed.launch import HERE, environment
@@ -28,28 +30,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "0", folder / "1"
 
 
+def read(folder: Path) -> Run:
+    return Run(folder, warn=False)
+
+
 def counts(run: Run) -> list[float]:
     """Of an activation that is the same on both ranks."""
     assert run.steps == STEPS
     return run.series("activations", "first:input", "count")[1].tolist()
 
 
+def says_who_is_missing(run: Run, dead: int) -> None:
+    """In `problems`, and in the verdict that needs all ranks."""
+    assert run.incomplete == {dead: 2}
+    (problem,) = run.problems
+    assert problem.startswith(f"rank {dead}: was lost after step 2, and other ranks went on to step 5")
+    checked = CliRunner().invoke(app, ["check", str(run.path)])
+    assert checked.exit_code == 2 and f"lacks rank {dead} after step 2" in checked.output
+    assert CliRunner().invoke(app, ["check", str(run.path), "--until", "2"]).exit_code == 0
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_the_others_go_on(dead: int, folders: tuple[Path, Path]) -> None:
-    run = Run(folders[dead] / "each")
+    run = read(folders[dead] / "each")
     assert run.ranks == [0, 1] and not run.closed
     assert counts(run) == [96.0] * 6
+    says_who_is_missing(run, dead)
 
 
 def test_rank_0_goes_on_reducing(folders: tuple[Path, Path]) -> None:
-    run = Run(folders[1] / "reduced")
+    run = read(folders[1] / "reduced")
     assert counts(run) == [96.0] * 6 and run.ranks == [0, 1]
     (lost,) = [event for event in run.events() if event.kind == "rank lost"]
     assert "rank 1 had not ended" in lost.message and lost.step == 2
+    says_who_is_missing(run, 1)
 
 
 def test_without_rank_0_a_rank_writes_its_own_parts(folders: tuple[Path, Path]) -> None:
-    run = Run(folders[0] / "reduced")
+    run = read(folders[0] / "reduced")
     assert counts(run) == [96.0] * 6 and not run.closed
     (event,) = [event for event in run.events() if event.kind == "own parts"]
     assert event.rank == 1 and "no sign of life" in event.message
+    says_who_is_missing(run, 0)
