@@ -1,7 +1,8 @@
 """The command line's frame: subcommands, the version, and how errors look.
 
 An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
-defect of Plimsoll, and keeps its traceback.
+defect of Plimsoll, and keeps its traceback. An answer about a run of which records are missing is given, and exit code
+2 instead of 0: what is missing might have changed it.
 """
 
 import sys
@@ -17,6 +18,7 @@ from plimsoll.cli._diff import diff
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
 from plimsoll.cli._lab import lab
+from plimsoll.cli._place import begin_reading, say_what_is_missing
 from plimsoll.cli._plan import plan
 from plimsoll.cli._report import report
 from plimsoll.cli._run import run
@@ -30,11 +32,16 @@ class _Group(TyperGroup):
     """Turns a `PlimsollError` into its message and exit code 2."""
 
     def invoke(self, ctx: Any) -> object:  # typer has moved its context class between versions
+        runs = begin_reading()
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
         except PlimsollError as error:
-            print(f"plimsoll: {error}", file=sys.stderr)  # noqa: T201  (one line, unwrapped, so that it can be copied)
+            line = " ".join(f"{error}".split())
+            print(f"plimsoll: {line}", file=sys.stderr)  # noqa: T201  (one line, unwrapped, so that it can be copied)
             raise typer.Exit(2) from error
+        if say_what_is_missing(runs):
+            raise typer.Exit(2)
+        return result
 
 
 app = typer.Typer(
