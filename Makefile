@@ -11,13 +11,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo quick test test-portable gpu lint house format bench lab trust docs package clean
+.PHONY: help demo quick test fuzz test-portable gpu lint house format bench lab trust docs package clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    a small CLIP in FP16 meets hard batches: found, explained, repaired; under two minutes'
 	@echo 'make quick   the tests that are quick; ROOM=watch for one folder of them'
 	@echo 'make test    all tests; PYTEST_ARGS="-k name" for some'
+	@echo 'make fuzz    damaged and hostile input, 5,000 cases of each kind; PLIMSOLL_FUZZ=500 for fewer'
 	@echo 'make test-portable  all tests as on other machines; PORTABLE="generic --sensitive" for some'
 	@echo 'make gpu     on a machine with a GPU: its tests, then its benchmarks; nine minutes'
 	@echo 'make lint    format, lint, types, order of the rooms, spelling'
@@ -52,6 +53,9 @@ quick: $(READY)
 
 test: $(READY)
 	$(PYTEST) $(PYTEST_ARGS)
+
+fuzz: $(READY)
+	PLIMSOLL_FUZZ=$${PLIMSOLL_FUZZ:-5000} $(PYTEST) tests/hostile $(PYTEST_ARGS)
 
 test-portable: $(READY)
 	$(BIN)/python tests/portable.py $(PORTABLE)

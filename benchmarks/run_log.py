@@ -18,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 from _harness import Results, Timing, interleave
 from numpy.typing import NDArray
 from scipy.special import erf
 
 from plimsoll.kernels import _layout as layout
-from plimsoll.runs import Batch, Run, RunWriter, Scalars
+from plimsoll.runs import Batch, Run, RunWriter, Scalars, _parquet
+from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._entries import from_batch
 from plimsoll.runs._tables import Series, chunk, spectra_table
 
@@ -169,6 +171,44 @@ def background(entries: int, rounds: int) -> list[dict[str, object]]:
     ]
 
 
+def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
+    """What checksums, and looking at what is read, add to writing and reading the run's largest part of spectra."""
+    catalog = Catalog(folder)
+    part = max(catalog.of("spectra"), key=lambda p: (folder / p.name).stat().st_size)
+    table = pq.read_table(folder / part.name)
+    options = _parquet._options("spectra")  # noqa: SLF001
+
+    def written(checksums: bool) -> Path:
+        path = folder / f".benchmark-{checksums}.parquet"
+        with pq.ParquetWriter(path, table.schema, **{**options, "write_page_checksum": checksums}) as writer:
+            writer.write_table(table, row_group_size=_parquet.ROW_GROUP)
+        return path
+
+    plain, summed = written(False), written(True)
+    calls = {
+        "write": (lambda: written(False), lambda: written(True)),
+        "read": (
+            lambda: pq.ParquetFile(plain).read(),
+            lambda: pq.ParquetFile(summed, page_checksum_verification=True).read(),
+        ),
+        "read and look at all columns": (
+            lambda: pq.ParquetFile(plain).read(),
+            lambda: _parquet.read(_parquet.opened(catalog.place, part), part, table.column_names),
+        ),
+    }
+    found: list[dict[str, object]] = []
+    for work, (without, with_them) in calls.items():
+        pair = interleave({"without": without, "with": with_them}, rounds=rounds, sample_seconds=0.0)
+        a, b = pair["without"], pair["with"]
+        ms = {"ms without": a.median * 1e3, "ms with": b.median * 1e3, "ratio": b.median / a.median}
+        found.append({"work": f"{work}, {len(table):,} rows", **ms, "spread": max(a.spread, b.spread)})
+    sizes = plain.stat().st_size, summed.stat().st_size
+    found.append({"work": "bytes", "ms without": None, "ms with": None, "ratio": sizes[1] / sizes[0], "spread": None})
+    for path in (plain, summed):
+        path.unlink()
+    return found
+
+
 def options_from(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,6 +232,7 @@ def main() -> None:
         path = Path(folder) / "run"
         results.add("Writing", "Goal: under 1,000 MB.", [write(path, options.series, options.steps)])
         results.add("Reading", "Files in the page cache. Goal: under 2 s.", read(path, rounds))
+        results.add("Checks", "The largest part; with checksums of pages against without.", checks(path, rounds))
     if options.out or not options.quick:
         results.write("run-log", *([options.out] if options.out else []))
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.runs import Batch, Event, RunWriter, Scalars
+from plimsoll.runs import Batch, Event, RunWriter, Scalars, _manifest
 
 NAMES = (
     "</script><script>alert(1)</script>",
@@ -54,7 +54,7 @@ def with_surrogates(path: Path) -> Path:
     content = json.loads(manifest.read_text("utf-8"))
     content["settings"]["half \udc80"] = "and \ud800"
     content["versions"]["<b>\udc80"] = "</dd>\udfff"
-    manifest.write_text(json.dumps(content))
+    _manifest.write(manifest, content)
     return path
 
 

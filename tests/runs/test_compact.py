@@ -222,7 +222,7 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
     opened = log(tmp_path, above=NEVER, thin=((10, 2), (20, 4)))
     merges: list[str] = []
     real = _log._compact.merge
-    monkeypatch.setattr(_log._compact, "merge", lambda *a: (merges.append(a[2].name), real(*a)))
+    monkeypatch.setattr(_log._compact, "merge", lambda *a: (merges.append(a[2].name), real(*a))[1])
     opened.compact()
     assert not merges
     for step, rewritten, steps in ((18, 8, [0, 2, 4, 6]), (40, 8, [0, 4])):

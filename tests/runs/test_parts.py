@@ -61,7 +61,7 @@ def test_listing_leaves_hidden_files_alone_and_names_foreign_ones(tmp_path: Path
     (tmp_path / "spectra").mkdir()
     for name in (part(1, 1).name, part(2, 2, rank=1).name, "spectra/.writing-1-x.tmp", "spectra/notes.txt"):
         (tmp_path / name).touch()
-    parts, foreign = _parts.listed(Folder(tmp_path))
+    parts, foreign, _ = _parts.listed(Folder(tmp_path))
     assert parts == [part(1, 1), part(2, 2, rank=1)] and foreign == ["spectra/notes.txt"]
     assert _parts.listed(Folder(tmp_path), rank=1)[0] == [part(2, 2, rank=1)]
 

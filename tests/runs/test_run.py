@@ -327,8 +327,11 @@ def test_a_damaged_merged_part_gives_way_to_what_it_was_made_of(tmp_path: Path) 
 
 def test_a_part_that_is_missing_costs_itself(tmp_path: Path) -> None:
     many_parts(tmp_path, range(4))
-    (tmp_path / "spectra" / parts(tmp_path)[1]).unlink()
-    assert Run(tmp_path).steps == [0, 2, 3]
+    victim = tmp_path / "spectra" / parts(tmp_path)[1]
+    victim.unlink()
+    with pytest.warns(RuntimeWarning, match=rf"spectra/{victim.name}: missing; read without it"):
+        run = Run(tmp_path)
+    assert run.steps == [0, 2, 3] and run.missing == run.problems and len(run.missing) == 1
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "spectra/data.parquet", "spectra/sub", "events/x.tmp"])
@@ -352,7 +355,8 @@ def test_several_problems_are_one_warning(path: Path) -> None:
 
 def test_a_run_without_any_manifest_is_read_from_its_parts(path: Path) -> None:
     (path / "run.json").unlink()
-    run = Run(path)
+    with pytest.warns(RuntimeWarning, match=r"run\.json: missing; the parts are read without it"):
+        run = Run(path)
     assert {c: sorted(n) for c, n in run.tensors.items()} == dict.fromkeys(("gradients", "activations"), sorted(NAMES))
     assert run.spectrum("gradients", "blocks.0.w", 30).count == 31
     RunWriter(path).close()  # is a run still

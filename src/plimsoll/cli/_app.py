@@ -1,7 +1,8 @@
 """The command line's frame: subcommands, the version, and how errors look.
 
 An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
-defect of Plimsoll, and keeps its traceback.
+defect of Plimsoll, and keeps its traceback. An answer about a run of which records are missing is given, and exit code
+2 instead of 0: what is missing might have changed it.
 """
 
 import sys
@@ -18,6 +19,7 @@ from plimsoll.cli._diff import diff
 from plimsoll.cli._doctor import doctor
 from plimsoll.cli._formats import formats
 from plimsoll.cli._lab import lab
+from plimsoll.cli._place import begin_reading, say_what_is_missing
 from plimsoll.cli._plan import plan
 from plimsoll.cli._report import report
 from plimsoll.cli._run import run
@@ -35,14 +37,18 @@ class _Group(TyperGroup):
     """Turns a `PlimsollError` into its message and exit code 2."""
 
     def invoke(self, ctx: Any) -> object:  # typer has moved its context class between versions
+        runs = begin_reading()
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
         except PlimsollError as error:
-            complain(str(error))
+            complain(" ".join(str(error).split()))
             raise typer.Exit(2) from error
         except _UsageError as error:  # typer shows it, with the argument that it is about
             error.message = printable(error.message, lines=False)
             raise
+        if say_what_is_missing(runs):
+            raise typer.Exit(2)
+        return result
 
 
 app = typer.Typer(

@@ -31,6 +31,26 @@ _COPIES = {
 }
 
 
+_reading: "list[Run]" = []  # the runs that the present command has opened
+
+
+def begin_reading() -> "list[Run]":
+    """Forgets the runs of an earlier command of this process; those that are opened from now on come into the list."""
+    global _reading  # noqa: PLW0603  (one command at a time)
+    _reading = []
+    return _reading
+
+
+def say_what_is_missing(runs: "list[Run]") -> bool:
+    """Says on stderr which runs records are missing of; whether there are any. Damaged parts are known when read."""
+    incomplete = [run for run in runs if run.missing]
+    for run in incomplete:
+        missing = run.missing
+        more = f", and {len(missing) - 1} more such problems" if len(missing) > 1 else ""
+        complain(f"records are missing of {run.path}, and the answer is of what is left: {missing[0]}{more}")
+    return bool(incomplete)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """A run that a command reads; `model` names it among those of one script, and is empty for the only one."""
@@ -65,13 +85,15 @@ def opened(place: str) -> list[Opened]:
 
 
 def _read(path: str | Path, filesystem: Any) -> "Run":
-    """The run; what is wrong with its files is one line on stderr."""
+    """The run; files that do not belong to it are one line on stderr."""
     from plimsoll.runs import Run
 
     run = Run(path, filesystem=filesystem, warn=False)
-    if run.problems:
-        more = f", and {len(run.problems) - 1} more such problems" if len(run.problems) > 1 else ""
-        complain(f"{run.problems[0]}{more}")
+    _reading.append(run)
+    foreign = [problem for problem in run.problems if problem not in run.missing]
+    if foreign:
+        more = f", and {len(foreign) - 1} more such problems" if len(foreign) > 1 else ""
+        complain(f"{foreign[0]}{more}")
     return run
 
 

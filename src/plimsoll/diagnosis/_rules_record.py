@@ -8,7 +8,7 @@ from plimsoll.diagnosis._rule import Rule, threshold
 from plimsoll.diagnosis._view import View
 
 # Events by which the watch says that it left something out.
-_LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder lost", "dropped")
+_LEFT_OUT = ("failure", "not measured", "capped", "shadow", "rank lost", "folder lost", "dropped", "damaged")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,9 +133,8 @@ class View:
     @cached_property
     def last_step(self) -> int:
         """The last step that anything was recorded at; -1 for an empty run."""
-        ends = [int(self.scalar(name)[0][-1]) for name in self.run.scalar_names if len(self.scalar(name)[0])]
-        ends += [s for s in self.run.steps if self.until is None or s <= self.until][-1:]
-        return max(ends, default=-1)
+        steps = (*self.run.scalar_steps, *self.run.steps)
+        return max((step for step in steps if self.until is None or step <= self.until), default=-1)
 
     @cached_property
     def ending(self) -> Ending | None:

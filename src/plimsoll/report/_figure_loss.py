@@ -18,6 +18,7 @@ from plimsoll.report._figure_parts import (
     line,
     made,
     nothing,
+    plotted,
     since_mark,
     view_of,
 )
@@ -131,7 +132,7 @@ def _marked(at: Ints, steps: Ints, values: Floats, name: str, colour: str, symbo
     high = values[np.clip(np.searchsorted(steps, shown, side="right") - 1, 0, None)]
     known = np.isfinite(high)
     trace: Trace = {
-        "type": "scatter", "mode": "markers", "x": shown[known], "y": high[known].astype(np.float32),
+        "type": "scatter", "mode": "markers", "x": shown[known], "y": plotted(high[known]),
         "name": f"{name} ({len(at):,})",
         "marker": {"color": colour, "size": 8, "symbol": symbol, "line": {"width": 2, "color": colour}},
         "hovertemplate": "%{fullData.name}<br>step %{x}<extra></extra>",

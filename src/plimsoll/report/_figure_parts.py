@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis._cells import Floats, Ints
@@ -104,13 +105,19 @@ def since_mark(step: int | None, words: str = "since step", row: str = "") -> tu
     return [line], [note]
 
 
+def plotted(values: Floats) -> NDArray[np.float32]:
+    """Heights in single precision, which halves a page; what is beyond it becomes infinite, a gap in the line."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32)
+
+
 def line(x: Ints | Floats, y: Floats, name: str, colour: str, hover: str, **more: Any) -> Trace:
     """A line over steps; `hover` is a template of our own, without anything from a run in it."""
     return {
         "type": "scatter",
         "mode": "lines" if len(x) > 1 else "markers",
         "x": x,
-        "y": np.asarray(y, dtype=np.float32),
+        "y": plotted(y),
         "name": name,
         "line": {"color": colour, "width": 2, **more.pop("line", {})},
         "marker": {"color": colour, "size": 7},
@@ -124,6 +131,6 @@ def band(x: Ints | Floats, low: Floats, high: Floats, name: str, colour: str, **
     common: Trace = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "hoverinfo": "skip", **more}
     shade = "rgba({},{},{},0.22)".format(*(int(colour[i : i + 2], 16) for i in (1, 3, 5)))
     return [
-        {**common, "y": np.asarray(low, dtype=np.float32), "showlegend": False},
-        {**common, "y": np.asarray(high, dtype=np.float32), "fill": "tonexty", "fillcolor": shade, "name": name},
+        {**common, "y": plotted(low), "showlegend": False},
+        {**common, "y": plotted(high), "fill": "tonexty", "fillcolor": shade, "name": name},
     ]

@@ -145,8 +145,8 @@ def jsonable(value: object) -> object:
 
 def first_step(view: View, steps: Sequence[int]) -> int:
     """The first step that anything was recorded at; -1 for none."""
-    begins = [int(view.scalar(name)[0][0]) for name in view.run.scalar_names if len(view.scalar(name)[0])]
-    return min([*begins, *steps[:1]], default=-1)
+    begins = [step for step in view.run.scalar_steps if view.until is None or step <= view.until]
+    return min([*begins[:1], *steps[:1]], default=-1)
 
 
 def _formats(run: Run, collection: str) -> tuple[str, ...]:

@@ -29,10 +29,15 @@ _SECONDARY = ("decay-lost", "run-ended", "records-lost", "distribution-drift", "
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:
-    """The gravest severity in one word; "empty" for a run in which nothing was recorded."""
+    """The gravest severity in one word; "empty" for a run in which nothing was recorded.
+
+    A run of which records are missing is not called healthy.
+    """
     if view.last_step < 0:
         return "empty"
-    severities = {finding.severity for finding in findings}
+    severities: set[str] = {finding.severity for finding in findings}
+    if view.run.missing:
+        severities.add("warning")
     return "alarm" if "alarm" in severities else "warning" if "warning" in severities else "healthy"
 
 
@@ -43,6 +48,8 @@ def verdict(view: View, findings: Sequence[Finding]) -> str:
         return "Nothing was recorded."
     if state == "healthy":
         return _healthy(view, findings)
+    if not any(finding.severity in ("alarm", "warning") for finding in findings):
+        return _fitted("Warning", Said(what="records of this run are missing"), "")
     lead = leading(findings, view.last_step)
     begins = _BEGINS_LIVE if _is_live(view) else _BEGINS
     return _fitted(begins[state], said(lead, view, findings), _followed(lead, findings, view))

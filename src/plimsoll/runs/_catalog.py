@@ -2,8 +2,10 @@
 
 import errno
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from plimsoll.runs import _manifest, _parts, script
 from plimsoll.runs._manifest import Session
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Folder, Place
+from plimsoll.runs._sound import DamageError
 from plimsoll.runs._tables import KINDS, Kind
 from plimsoll.runs.coverage import Short, short_ranks
 from plimsoll.text import printable
 
-_NAMED = 6  # runs below a folder that holds none itself
+_NAMED = 6  # runs below a folder that holds none itself, and missing ranks
+_LONGEST = 300  # characters of what pyarrow says about a damaged part
+_DAMAGED = re.compile(r"\.damaged(-\d+)?$")  # what a writer set aside
 _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
 
 
@@ -58,26 +63,65 @@ class Catalog:
         self.parts: list[Part] = []
         self._sessions: dict[int, list[Session]] = {}
         self._damaged: dict[Part, str] = {}
-        self._listed_problems: list[str] = []
+        self._foreign: list[str] = []
+        self._missing: list[str] = []
+        self._left_out: dict[str, str] = {}
         self.short: list[Short] = []
         self._warned: set[str] | None = set() if warn else None
         self.refresh()
 
     def refresh(self) -> None:
         """Lists the folder anew."""
-        self._listed_problems = []
+        missing = self._list()
+        for _ in range(_ATTEMPTS):
+            # A writer removes what it has replaced; its manifest says so since, where that is why parts are missing.
+            again = self._list() if missing else []
+            if again == missing:
+                break
+            missing = again
+        self._missing += [f"{part.name}: missing; read without it" for part in missing]
+        noted = {problem.partition(":")[0] for problem in self._missing}
+        for name in (_manifest.file_name(rank) for rank in self.ranks if rank not in self.manifests):
+            if name not in noted:
+                self._missing.append(f"{name}: missing; the parts are read without it")
+        self._find_missing_ranks()
+        self.short = short_ranks(self)
+        self._warn()
+
+    def _list(self) -> list[Part]:
+        """Reads the manifests and lists the parts; returns those that the manifests have and that are not there."""
+        self._foreign, self._missing = [], []
         self._load_manifests()
-        parts, foreign = _parts.listed(self.place)
+        parts = self._listed_parts()
         self._damaged = {part: why for part, why in self._damaged.items() if part in parts}
         # A damaged part covers nothing: should what it was made of still be there, that is read.
         self.parts, _ = _parts.split(part for part in parts if part not in self._damaged)
+        there = {(part.kind, part.rank): list[Part]() for part in parts}
+        for part in parts:
+            there[part.kind, part.rank].append(part)
+        missing: list[Part] = []
+        for _, content in sorted(self.manifests.items()):
+            missing += _manifest.lost_of(content)
+            for part in _manifest.parts_of(content):
+                if not any(part == found or found.covers(part) for found in there.get((part.kind, part.rank), [])):
+                    missing.append(part)
+        return [part for part in missing if self.visible_end(part) >= part.min_step]
+
+    def _listed_parts(self) -> list[Part]:
+        """The parts that are there, with their rows where a manifest has these."""
+        parts, foreign, unlisted = _parts.listed(self.place)
         if not parts and not any(_manifest.rank_of(name) is not None for name in self.place.names()):
             raise _no_run(self.place)
-        self._listed_problems += [f"{name}: not a part of this run; left alone" for name in foreign]
-        self._find_missing_ranks()
-        self.short = short_ranks(self)
-        self._listed_problems += [str(short) for short in self.short]
-        self._warn()
+        for name in foreign:
+            self._note_foreign(name, "a part")
+        self._missing += [f"{kind}: cannot be listed ({why}); read without it" for kind, why in unlisted.items()]
+        rows = {part: part.rows for content in self.manifests.values() for part in _manifest.parts_of(content)}
+        return [replace(part, rows=rows.get(part)) for part in parts]
+
+    def _note_foreign(self, name: str, what: str) -> None:
+        """A writer that sets a damaged file aside gives it this ending: what it held is missing."""
+        noted = self._missing if _DAMAGED.search(name) else self._foreign
+        noted.append(f"{name}: not {what} of this run; left alone")
 
     def _load_manifests(self) -> None:
         found: dict[int, dict[str, Any]] = {}
@@ -87,29 +131,34 @@ class Catalog:
             if rank is not None:
                 self._load_manifest(rank, name, found)
             elif name not in (*KINDS, script.NAME, *of_script) and not name.startswith("."):
-                self._listed_problems.append(f"{name}: not a file of this run; left alone")
+                self._note_foreign(name, "a file")
         self.manifests = found
         self._sessions = {rank: _manifest.sessions_of(content) for rank, content in found.items()}
 
     def _load_manifest(self, rank: int, name: str, found: dict[int, dict[str, Any]]) -> None:
         try:
-            content = _manifest.parsed(self.place.read(name), f"{self.place}: {name}")
-            _manifest.sessions_of(content)
+            text = self.place.read(name)
+            content = _manifest.parsed(text, f"{self.place}: {name}")
+            _manifest.check_rank(content, rank)
         except RunError:
             raise
-        except (OSError, ValueError, TypeError) as error:
-            self._listed_problems.append(f"{name}: cannot be read ({error}); the parts are read without it")
+        except (OSError, DamageError) as error:
+            self._missing.append(f"{name}: cannot be read ({error}); the parts are read without it")
             if rank in self.manifests:
                 found[rank] = self.manifests[rank]
         else:
             found[rank] = content
+            if not _manifest.is_as_written(text):
+                self._missing.append(f"{name}: changed since it was written, its checksum differs; read as it is")
 
     def _find_missing_ranks(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self.ranks))
         if missing:
-            named = ", ".join(str(rank) for rank in missing)
-            self._listed_problems.append(
-                f"rank {named}: nothing found, of {self.world_size} ranks; steps are merged over those that are there"
+            named = ", ".join(str(rank) for rank in missing[:_NAMED])
+            more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+            self._missing.append(
+                f"rank {named}{more}: nothing found, of {self.world_size:,} ranks; "
+                "steps are merged over those that are there"
             )
 
     def _warn(self) -> None:
@@ -124,9 +173,20 @@ class Catalog:
 
     @property
     def problems(self) -> list[str]:
-        """Each file that is damaged, missing or foreign, and what was done about it."""
+        """Each file that is damaged, missing or foreign, and what was done about it; ranks whose records end early."""
+        return [*self._foreign, *map(str, self.short), *self.missing]
+
+    @property
+    def missing(self) -> list[str]:
+        """Those of the problems that cost records."""
         damaged = [f"{part.name}: damaged ({why}); read without it" for part, why in self._damaged.items()]
-        return [*self._listed_problems, *damaged]
+        return [*self._missing, *damaged, *self._left_out.values()]
+
+    def leave_out(self, what: str, found: int, kept: int) -> None:
+        """Notes that of so many names, or whatever they are, only the first are read."""
+        first = f"the first {kept:,} are read, {found - kept:,} are left out" if kept else "left out"
+        self._left_out[what] = f"{found:,} {what}: {first}"
+        self._warn()
 
     @property
     def ranks(self) -> list[int]:
@@ -184,10 +244,10 @@ class Catalog:
             return self._tried(part, load)
         except RunError:  # which is an OSError too, and says that the storage does not answer
             raise
-        except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's errors are among these
+        except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these
             if _has_gone(error):
                 raise _GoneError from error
-            self._damaged[part] = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+            self._damaged[part] = f"{error}".splitlines()[0][:_LONGEST] if f"{error}" else type(error).__name__
             raise _DamagedError from error
 
     def _tried(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:

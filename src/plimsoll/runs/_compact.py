@@ -19,6 +19,7 @@ from plimsoll.runs._arrow import ParquetFile, Schema, Table, array, pa, values_o
 from plimsoll.runs._block_columns import conformed
 from plimsoll.runs._order import ordered
 from plimsoll.runs._parts import Part
+from plimsoll.runs._place import Folder
 from plimsoll.runs._tables import KEYS, SCHEMAS, WIDE, Kind
 
 Key = tuple[str, ...]
@@ -37,17 +38,20 @@ class DamagedPartError(Exception):
         self.part = part
 
 
-def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> None:
-    """Writes the rows of `parts` that `keep` keeps as `target`. Raises `DamagedPartError` for an unreadable input."""
+def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
+    """Writes the rows of `parts` that `keep` keeps as `target`, and returns how many these are.
+
+    Raises `DamagedPartError` for an unreadable input.
+    """
     sources: list[_Source] = []
     try:
         for part in parts:
             source: _Source = _read(part, lambda part=part: _Source.opened(folder, part))
             sources.append(source)
-        _parquet.write(folder / target.name, target.kind, _row_groups(sources, target.kind, keep))
+        return _parquet.write(folder / target.name, target.kind, _row_groups(sources, target.kind, keep))
     finally:
         for source in sources:
-            source.file.close()
+            source.file.close(force=True)
 
 
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
@@ -104,8 +108,8 @@ class _Source:
 
     @classmethod
     def opened(cls, folder: Path, part: Part) -> "_Source":
-        file = _parquet.opened(folder / part.name, part.kind)
-        keys, starts = _runs(file, KEYS[part.kind])
+        file = _parquet.opened(Folder(folder), part, _parquet.WORDS[part.kind])
+        keys, starts = _runs(file, part)
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         return cls(part=part, file=file, keys=keys, starts=starts, bounds=np.cumsum([0, *sizes]).tolist())
 
@@ -121,15 +125,17 @@ class _Source:
         return pa.concat_tables(self.held.values()).slice(start - offset, stop - start)
 
     def _decoded(self, group: int, schema: Schema) -> Table:
-        return conformed(self.file.read_row_group(group, use_threads=False), schema)
+        there = {*SCHEMAS[self.part.kind].names, *self.file.schema_arrow.names}  # only block records may be lacking
+        known = [name for name in schema.names if name in there]
+        return conformed(_parquet.read(self.file, self.part, known, [group]), schema)
 
 
-def _runs(file: ParquetFile, key: Sequence[str]) -> tuple[list[Key], list[int]]:
+def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
     """The distinct keys in the order of the file, the row where each begins, and last the number of rows."""
-    rows = file.metadata.num_rows
+    rows, key = file.metadata.num_rows, KEYS[part.kind]
     if not key or not rows:
         return ([()], [0, rows]) if rows else ([], [0])
-    table = file.read(columns=[*key], use_threads=False).unify_dictionaries().combine_chunks()
+    table = _parquet.read(file, part, key).combine_chunks()
     columns = [table[name].chunk(0) for name in key]
     changed = np.any([np.diff(values_of(c.indices)) != 0 for c in columns], axis=0)
     starts = [0, *(np.flatnonzero(changed) + 1).tolist()]
@@ -143,7 +149,8 @@ def _read(part: Part, read: Callable[[], Any]) -> Any:
     """What reading gives; damage becomes `DamagedPartError`, an unreachable file stays OSError."""
     try:
         return read()
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these
         if _parquet.is_damage(error):
-            raise DamagedPartError(part, f"{error}") from error
+            reason = f"{error}".splitlines()
+            raise DamagedPartError(part, reason[0] if reason else type(error).__name__) from error
         raise

@@ -10,8 +10,11 @@ from plimsoll.runs._arrow import pc, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Place
+from plimsoll.runs._sound import MOST_NAMES
+from plimsoll.runs._tables import Kind
 
 Names = frozenset[tuple[str, ...]]
+_OWN = ("loss", "nonfinite", "scale")  # scalars that a watch records: they come first
 
 
 class Content:
@@ -23,6 +26,7 @@ class Content:
         self._words: dict[Part, Names] = {}
         self._lengths: dict[Part, frozenset[int]] = {}
         self._tensors: Mapping[str, tuple[str, ...]] | None = None
+        self.is_whole = True  # whether `tensors` has all series
         self.replicas: dict[tuple[str, str], bool] = {}
 
     def refresh(self) -> None:
@@ -34,15 +38,15 @@ class Content:
         self._tensors = None
         self.replicas = {}
 
-    def steps(self) -> NDArray[np.int64]:
-        """All steps with spectra, ascending."""
-        found = self._catalog.read(lambda: self._catalog.of("spectra"), self._steps_in)
+    def steps(self, kind: Kind = "spectra") -> NDArray[np.int64]:
+        """All steps with records of a kind, ascending."""
+        found = self._catalog.read(lambda: self._catalog.of(kind), self._steps_in)
         visible = [steps[steps <= self._catalog.visible_end(part)] for part, steps in found]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
 
     def _steps_in(self, place: Place, part: Part) -> NDArray[np.int64]:
         if part not in self._steps:
-            column = place.opened(part.name).read(columns=["step"])["step"]
+            column = _parquet.read(_parquet.opened(place, part), part, ["step"])["step"]
             self._steps[part] = values_of(pc.unique(column))
         return self._steps[part]
 
@@ -55,7 +59,8 @@ class Content:
                     found.setdefault(series.collection, {})[series.name] = None
             for collection, name in self._unlisted():
                 found.setdefault(collection, {})[name] = None
-            self._tensors = {collection: tuple(names) for collection, names in found.items()}
+            self._tensors = {c: self._first(f"series of {c}", tuple(names)) for c, names in found.items()}
+            self.is_whole = all(len(names) == len(self._tensors[c]) for c, names in found.items())
         return self._tensors
 
     def _unlisted(self) -> list[tuple[str, ...]]:
@@ -69,7 +74,15 @@ class Content:
     def scalar_names(self) -> tuple[str, ...]:
         """The names of scalars, sorted."""
         found = self._catalog.read(lambda: self._catalog.of("scalars"), self._words_in)
-        return tuple(sorted({key[0] for _, keys in found for key in keys}))
+        names = {key[0] for _, keys in found for key in keys}
+        return tuple(sorted(self._first("scalars", tuple(sorted(names, key=lambda n: (n not in _OWN, n))))))
+
+    def _first(self, what: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """As many of the names as are read."""
+        if len(names) > MOST_NAMES:
+            self._catalog.leave_out(what, len(names), MOST_NAMES)
+            names = names[:MOST_NAMES]
+        return names
 
     def block_lengths(self) -> tuple[int, ...]:
         """The lengths of the blocks that records are of, ascending."""
@@ -78,17 +91,17 @@ class Content:
 
     def _lengths_in(self, place: Place, part: Part) -> frozenset[int]:
         if part not in self._lengths:
-            file, found = place.opened(part.name), list[int | None]()
+            file, found = _parquet.opened(place, part), list[int | None]()
             if "block" in file.schema_arrow.names:
-                found = pc.unique(file.read(columns=["block"])["block"]).to_pylist()
+                found = pc.unique(_parquet.read(file, part, ["block"])["block"]).to_pylist()
             self._lengths[part] = frozenset(length for length in found if length is not None)
         return self._lengths[part]
 
     def _words_in(self, place: Place, part: Part) -> Names:
         if part not in self._words:
             columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
-            # Row groups have dictionaries of their own, which pyarrow does not group by as they are.
-            table = place.opened(part.name, _parquet.WORDS[part.kind]).read(columns=columns).unify_dictionaries()
+            file = _parquet.opened(place, part, _parquet.WORDS[part.kind])
+            table = _parquet.read(file, part, columns)
             distinct = table.group_by(columns).aggregate([])
             self._words[part] = frozenset(zip(*(distinct[c].to_pylist() for c in columns), strict=True))
         return self._words[part]

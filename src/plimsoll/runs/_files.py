@@ -8,9 +8,12 @@ folder that others write to, a link that lies in wait under it would lead the wr
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
+
+from plimsoll.runs._sound import DamageError
 
 HIDDEN = ".writing-"
 
@@ -31,6 +34,38 @@ def replacing(path: Path) -> Generator[BinaryIO]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def read(path: Path, limit_bytes: int) -> bytes:
+    """A file's content; `DamageError` for what is no file, or larger than a file of its kind can be."""
+    # A pipe that nobody writes to would otherwise block for ever.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        _check_file(found)
+        if found.st_size > limit_bytes:
+            raise DamageError(f"{found.st_size:,} bytes, of at most {limit_bytes:,} that are read")
+        return file.read(limit_bytes)
+
+
+def check(path: Path) -> None:
+    """Raises `DamageError` for what is no file and would block or never end, OSError for what cannot be reached."""
+    try:
+        _check_file(path.stat())
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise DamageError("a link that leads nowhere") from error
+        raise
+
+
+def _check_file(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise DamageError(f"{_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')} in place of a file")
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"} | dict.fromkeys(
+    (stat.S_IFCHR, stat.S_IFBLK), "a device"
+)
 
 
 def open_for_writing(path: Path) -> BinaryIO:

@@ -97,6 +97,7 @@ class Keeper:
             if table is not None:
                 self._log.append(kind, flush, table)
                 buffer.clear(kind)
+        self._log.list_parts()
 
     def _table(self, buffer: Buffer, kind: Kind, series: Sequence[Series]) -> Table | None:
         """The table of one kind. What cannot be made one is given up: it would stand in the way for ever."""

@@ -4,7 +4,9 @@ Nothing here contains failures: OSError goes to the caller (`_worker`), who keep
 thread writes and another compacts is shared under `_guard`, held for bookkeeping and never while a file is written.
 """
 
+import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,10 +22,14 @@ from plimsoll.runs._arrow import Table, pc
 from plimsoll.runs._lock import Lock
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Folder
+from plimsoll.runs._say import say
 from plimsoll.runs._tables import KINDS, Kind, Series
 
 # What is merged into one part when the run is closed, some 3 seconds' work: a training that has ended is not kept long.
 _CLOSING_BYTES = 32 << 20
+# The list of parts is written after a flush where that takes this share of the time at most: of very many series the
+# manifest is long.
+_LISTING_SHARE = 0.05
 
 
 class Log:
@@ -47,6 +53,8 @@ class Log:
         self.found: list[tuple[str, str, dict[str, object]]] = []
         self._above, self._thin = compact_above, thin
         self._guard = threading.Lock()
+        self._lost: list[Part] = []  # of this rank: listed or set aside, and not there any more
+        self._written, self._took = 0.0, 0.0  # when the manifest was written last, and how long that took
         _prepare(path)
         try:
             self._lock = Lock(path, rank)
@@ -63,7 +71,8 @@ class Log:
     def _open(self, world_size: int, settings: Mapping[str, object], resume_from: int | None) -> None:
         fresh = _manifest.fresh(rank=self.rank, world_size=world_size, settings=settings)
         former = self._former_manifest()
-        self._load_parts()
+        self._lost = _manifest.lost_of(former)
+        self._load_parts({part: part for part in _manifest.parts_of(former)})
         self._sessions = _manifest.sessions_of(former)
         self.series = _manifest.series_of(former)
         self.manifest: dict[str, Any] = {**former, **fresh}
@@ -77,6 +86,10 @@ class Log:
         self._sessions.append(_manifest.new_session(self._sessions, self._next, resume_from))
         if former:
             self._tell_continued(resume_from)
+        elif self._parts and not self.found:
+            name = _manifest.file_name(self.rank)
+            message = f"{name}: was missing; what lay there and its settings are not known"
+            self.found.append(("damaged", message, {"file": name}))
         if resume_from is not None and self.last_step is not None:
             self.last_step = min(self.last_step, resume_from - 1)
         self.write_manifest()
@@ -95,18 +108,35 @@ class Log:
             return _manifest.read(path)
         except FileNotFoundError:
             return {}
-        except ValueError as error:
+        except RunError:
+            raise
+        except (OSError, ValueError) as error:
             self._set_aside(path, f"the manifest cannot be read ({error})")
             return {}
 
-    def _load_parts(self) -> None:
+    def _load_parts(self, expected: Mapping[Part, Part]) -> None:
+        """Lists the parts, with their rows where the manifest has them; those it lacks stay listed as missing."""
         for kind in KINDS:
-            (self.path / kind).mkdir(exist_ok=True)
+            self._make_folder(kind)
             _files.sweep(self.path / kind, f"r{self.rank:05d}-*")
         _files.sweep(self.path, _manifest.file_name(self.rank))
-        self._parts, covered = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])
+        found = _parts.listed(Folder(self.path), self.rank)[0]
+        self._parts, covered = _parts.split(expected.get(part, part) for part in found)
+        there = {*found}
+        for part in expected:
+            if part not in there and not any(p.kind == part.kind and p.covers(part) for p in found):
+                self._lost.append(part)
         for part in covered:
             _files.remove(self.path / part.name)
+
+    def _make_folder(self, kind: Kind) -> None:
+        folder = self.path / kind
+        try:
+            folder.mkdir(exist_ok=True)
+            next(folder.iterdir(), None)
+        except OSError as error:
+            self._set_aside(folder, f"no folder of parts ({error})")
+            folder.mkdir()
 
     def _last_step(self) -> int | None:
         """The last step that counts, of those recorded before."""
@@ -134,9 +164,20 @@ class Log:
     def write_manifest(self) -> None:
         """Replaces the manifest by one that says what is so now."""
         self.manifest["sessions"] = _manifest.session_entries(self._sessions)
+        with self._guard:
+            self.manifest["parts"] = _manifest.listing_of(self._parts)
+            self.manifest["lost"] = _manifest.listing_of(self._lost)
         self.manifest.pop("tensors", None)  # the longest entry goes last
         self.manifest["tensors"] = _manifest.listing(self.series)
+        begun = time.monotonic()
         _manifest.write(self.path / _manifest.file_name(self.rank), self.manifest)
+        self._written = time.monotonic()
+        self._took = self._written - begun
+
+    def list_parts(self) -> None:
+        """Writes the manifest, for its list of parts, unless that would take long too soon after the last time."""
+        if (time.monotonic() - self._written) * _LISTING_SHARE >= self._took:
+            self.write_manifest()
 
     def renew(self) -> bool:
         """Makes sure of the folder and the lock; True where the folder had gone and was made anew."""
@@ -146,7 +187,7 @@ class Log:
         self._lock.renew()
         if missing:
             with self._guard:
-                self._parts = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0]
+                self._parts, self._lost = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0], []
             self.write_manifest()
         return missing
 
@@ -159,7 +200,8 @@ class Log:
         """Writes one part."""
         low, high = pc.min_max(table["step"]).as_py().values()
         part = Part(
-            kind=kind, rank=self.rank, first=flush, last=flush, generation=0, min_step=low, max_step=high
+            kind=kind, rank=self.rank, first=flush, last=flush, generation=0, min_step=low, max_step=high,
+            rows=len(table),
         )  # fmt: skip
         _parquet.write(self.path / part.name, kind, [table])
         with self._guard:
@@ -201,10 +243,11 @@ class Log:
     def _merge(self, parts: Sequence[Part]) -> None:
         target = self._target(parts)
         try:
-            _compact.merge(self.path, parts, target, self._keep)
+            target = replace(target, rows=_compact.merge(self.path, parts, target, self._keep))
         except _compact.DamagedPartError as error:
             with self._guard:
                 self._parts.remove(error.part)
+                self._lost.append(error.part)
             self._set_aside(self.path / error.part.name, f"a damaged part ({error})")
             return
         with self._guard:
@@ -232,8 +275,13 @@ class Log:
 
     def _set_aside(self, path: Path, why: str) -> None:
         target = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while os.path.lexists(target):
+            number += 1
+            target = path.with_name(f"{path.name}.damaged-{number}")
         _files.rename(path, target)
         message = f"{path.name}: {why}; set aside as {target.name}"
+        say(f"plimsoll: {self.path} is damaged. {message}. This session goes on without it.")
         self.found.append(("damaged", message, {"file": str(path.relative_to(self.path))}))
 
     def finish(self, dropped: Mapping[str, int]) -> None:

@@ -8,9 +8,11 @@ moment when it is renamed, and a crash before they are deleted neither loses nor
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from plimsoll.errors import RunError
 from plimsoll.runs._place import Place
+from plimsoll.runs._sound import RANGES
 from plimsoll.runs._tables import KINDS, Kind
 
 _NAME = re.compile(r"r(\d+)-(\d+)-(\d+)-g(\d+)-s(-?\d+)_(-?\d+)\.parquet")
@@ -28,6 +30,7 @@ class Part:
     generation: int
     min_step: int
     max_step: int
+    rows: int | None = field(default=None, compare=False)  # as the manifest has them; None where it does not
 
     @property
     def name(self) -> str:
@@ -53,22 +56,45 @@ def parse(kind: Kind, name: str) -> Part | None:
     found = _NAME.fullmatch(name)
     if found is None:
         return None
-    rank, first, last, generation, low, high = (int(group) for group in found.groups())
+    numbers = [int(group) for group in found.groups()]
+    kinds = ("rank", "flush", "flush", "generation", "step", "step")
+    if any(not RANGES[kind][0] <= number <= RANGES[kind][1] for kind, number in zip(kinds, numbers, strict=True)):
+        return None
+    rank, first, last, generation, low, high = numbers
+    if first > last or low > high:
+        return None
     return Part(kind=kind, rank=rank, first=first, last=last, generation=generation, min_step=low, max_step=high)
 
 
-def listed(place: Place, rank: int | None = None) -> tuple[list[Part], list[str]]:
-    """The parts of a run (of one rank), covered ones too, and the names of files beside them that are none."""
+def of_name(name: str) -> Part | None:
+    """The part of that path within a run's folder; None if it is not one."""
+    kind, _, file = name.partition("/")
+    return next((parse(known, file) for known in KINDS if known == kind), None)
+
+
+def listed(place: Place, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
+    """The parts of a run (of one rank), covered ones too, and the names of files beside them that are none.
+
+    Last, the folders of parts that are there and cannot be listed, with the reason.
+    """
     parts: list[Part] = []
     foreign: list[str] = []
+    unlisted: dict[Kind, str] = {}
     for kind in KINDS:
-        for name in place.names(kind):
+        try:
+            names = place.names(kind)
+        except RunError:
+            raise
+        except OSError as error:
+            unlisted[kind] = error.strerror or f"{error}"
+            continue
+        for name in names:
             part = parse(kind, name)
             if part is not None and (rank is None or part.rank == rank):
                 parts.append(part)
             elif part is None and not name.startswith("."):
                 foreign.append(f"{kind}/{name}")
-    return parts, foreign
+    return parts, foreign, unlisted
 
 
 def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:

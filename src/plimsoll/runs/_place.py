@@ -7,13 +7,14 @@ loss of a part.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs._arrow import ParquetFile, fs, pq
+from plimsoll.runs import _files
+from plimsoll.runs._arrow import fs, pa
 from plimsoll.runs._listing import Entry, entries
+from plimsoll.runs._sound import MANIFEST_BYTES, DamageError
 from plimsoll.runs._uri import filesystem_of, is_uri, sentence, without_secrets
 
 
@@ -29,19 +30,18 @@ class Place(ABC):
 
     @abstractmethod
     def names(self, kind: str = "") -> list[str]:
-        """What lies in it, or in the folder of a kind, sorted; nothing where there is none."""
+        """What lies in it, or in the folder of a kind, sorted; nothing where there is none.
+
+        Raises OSError for a folder that is there and cannot be listed.
+        """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A file's content."""
+        """A manifest's content; `DamageError` for one that is larger than a manifest can be."""
 
     @abstractmethod
-    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
-        """A part; the columns `words` as dictionaries."""
-
-    @abstractmethod
-    def filtered(self, name: str, condition: Any) -> Any:
-        """A part of which only the rows that fulfil a condition are read."""
+    def opened(self, name: str) -> Any:
+        """A part, open to be read anywhere in it; `DamageError` for what is no file."""
 
     @abstractmethod
     def may_succeed(self, name: str) -> bool:
@@ -61,20 +61,26 @@ class Folder(Place):
         """What lies there."""
         try:
             return sorted(path.name for path in (self.path / kind).iterdir())
-        except OSError:
+        except FileNotFoundError:
             return []
+        except OSError as error:
+            if not self.path.is_dir():
+                return []
+            if kind:
+                raise
+            raise RunError(
+                f"Run: expected a folder that can be read; got {self.path}, where that fails: {error}. "
+                "Look at its permissions and at the disk."
+            ) from error
 
     def read(self, name: str) -> bytes:
-        """A file's content."""
-        return (self.path / name).read_bytes()
+        """A manifest's content."""
+        return _files.read(self.path / name, MANIFEST_BYTES)
 
-    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
+    def opened(self, name: str) -> Any:
         """A part."""
-        return pq.ParquetFile(self.path / name, read_dictionary=[*words])
-
-    def filtered(self, name: str, condition: Any) -> Any:
-        """Some rows of a part."""
-        return pq.ParquetDataset(self.path / name, filters=condition)
+        _files.check(self.path / name)
+        return pa.OSFile(str(self.path / name))
 
     def may_succeed(self, name: str) -> bool:
         """Not on this machine."""
@@ -106,26 +112,28 @@ class Stored(Place):
         return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in found}
 
     def read(self, name: str) -> bytes:
-        """A file's content."""
+        """A manifest's content."""
+        found = self._fetched(name, MANIFEST_BYTES + 1)
+        if len(found) > MANIFEST_BYTES:
+            raise DamageError(f"more than the {MANIFEST_BYTES:,} bytes that are read")
+        return found
+
+    def _fetched(self, name: str, most_bytes: int | None = None) -> bytes:
         try:
             with self.filesystem.open_input_stream(self._at(name)) as stream:
-                return stream.read()
+                return stream.read(most_bytes)
         except FileNotFoundError:
             raise
         except Exception as error:  # those of fsspec raise what the library behind them does
             raise self._unreached(name, error) from error
 
-    def opened(self, name: str, words: Sequence[str] = ()) -> ParquetFile:
+    def opened(self, name: str) -> Any:
         """A part."""
-        return pq.ParquetFile(self._at(name), filesystem=self.filesystem, read_dictionary=[*words], pre_buffer=True)
-
-    def filtered(self, name: str, condition: Any) -> Any:
-        """Some rows of a part."""
-        return pq.ParquetDataset(self._at(name), filesystem=self.filesystem, filters=condition)
+        return self.filesystem.open_input_file(self._at(name))
 
     def may_succeed(self, name: str) -> bool:
         """As its bytes arrive, all of which are fetched: a request may have failed."""
-        self.read(name)
+        self._fetched(name)
         return True
 
     def within(self, name: str) -> "Stored":

@@ -3,6 +3,7 @@
 Every question reads the rows it needs and no others; what a live writer adds is seen after `refresh`.
 """
 
+import itertools
 import json
 import os
 import time
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs import _casts, _names, _notebook, _ranks, _spectra, _statistics
+from plimsoll.runs import _casts, _names, _notebook, _order, _ranks, _sound, _spectra, _statistics
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._catalog import Catalog, runs_below
 from plimsoll.runs._content import Content
@@ -95,6 +96,11 @@ class Run:
         return self._content.scalar_names()
 
     @property
+    def scalar_steps(self) -> list[int]:
+        """The steps that scalars were recorded at, on any rank."""
+        return self._content.steps("scalars").tolist()
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks that recorded something; `problems` names those that are missing."""
         return self._catalog.ranks
@@ -146,6 +152,14 @@ class Run:
     def problems(self) -> list[str]:
         """Each file that is damaged, missing or foreign, and each missing rank, with what was done about it."""
         return self._catalog.problems
+
+    @property
+    def missing(self) -> list[str]:
+        """Those of `problems` that cost records: damaged and missing parts, manifests and ranks.
+
+        What is found in such a run is found in what is left of it. Damaged parts are found when they are read.
+        """
+        return self._catalog.missing
 
     # -- spectra
 
@@ -217,9 +231,23 @@ class Run:
         """
         if name not in self.scalar_names:
             raise _names.unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
-        table = select(self._catalog, "scalars", equal={"name": [name]})
-        columns = (values_of(table[column]) for column in ("step", "value", "rank"))
-        return _ranks.one_of_scalars(name, *columns)
+        return self._scalars([name])[name]
+
+    def _scalars(self, names: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """The steps and values of scalars, which all parts are read for once."""
+        table = select(self._catalog, "scalars", equal={"name": names}) if names else None
+        if table is None or not len(table):
+            return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
+        table = _order.by(table, ("name",))
+        columns = [values_of(table[column]) for column in ("step", "value", "rank")]
+        bounds = [*_order.starts([_order.codes(table["name"])]).tolist(), len(table)]
+        found = {
+            table["name"][start].as_py(): _ranks.one_of_scalars(
+                table["name"][start].as_py(), *(column[start:stop] for column in columns)
+            )
+            for start, stop in itertools.pairwise(bounds)
+        }
+        return {name: found.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
 
     def casts(self, module: str | None = None) -> list[_casts.Cast]:
         """What modules cast before they multiply: one record for each module, role and stretch of steps.
@@ -227,13 +255,16 @@ class Run:
         `module` is a name or a glob. Without FP8 there are none.
         """
         names = [name for name in self.scalar_names if name.startswith(_casts.PREFIX)]
-        found = _casts.casts_of(self.events(), {name: self.scalars(name) for name in names})
+        found = _casts.casts_of(self.events(), self._scalars(names))
         return [each for each in found if each.module in _names.matching(list({c.module for c in found}), module)]
 
     def events(self) -> list[Event]:
         """All events, by step and time."""
         rows = select(self._catalog, "events").to_pylist()
-        events = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
+        told = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
+        events = [event for event in told if _sound.details_fit(event.kind, event.details)]
+        if len(events) < len(told):
+            self._catalog.leave_out("events whose details no watch writes", len(told) - len(events), 0)
         return sorted(events, key=lambda event: (event.step, event.time))
 
     def table(

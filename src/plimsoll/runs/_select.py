@@ -1,5 +1,6 @@
 """Reading rows of the parts: only what is asked for, without what was replaced, each as often as it counts."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.runs import _block_columns, _order
-from plimsoll.runs._arrow import Table, array, pa, pc, values_of
+from plimsoll.runs import _block_columns, _order, _parquet
+from plimsoll.runs._arrow import Table, array, pa, pc, strings, values_of
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._parts import Part
 from plimsoll.runs._place import Place
-from plimsoll.runs._tables import SCHEMAS, WIDE, Kind
+from plimsoll.runs._tables import SCHEMAS, Kind
+
+_GROUPS = 16  # row groups that are read at a time where only some of their rows are wanted: some 30 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ def select(
     more = _block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
 
     def load(place: Place, part: Part) -> Table:
-        return _load(place, part, names, more, _filter(equal or {}, wanted, catalog.visible_end(part), part))
+        return _load(place, part, (names, more), equal or {}, wanted, catalog.visible_end(part))
 
     found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
@@ -78,35 +81,30 @@ def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
     return steps.may_be_in(part) and catalog.visible_end(part) >= part.min_step
 
 
-def _load(place: Place, part: Part, names: list[str], more: Sequence[str], condition: Any) -> Table:
-    """The columns `names`, and those of `more` that the part has."""
-    if condition is None:
-        source = place.opened(part.name)
-        there = source.schema_arrow.names
-    else:
-        source = place.filtered(part.name, condition)
-        there = source.schema.names
-    wanted = [*names, *(name for name in more if name in there)]
-    schema = pa.schema([(WIDE if part.kind == "spectra" else SCHEMAS[part.kind]).field(name) for name in wanted])
-    return source.read(columns=wanted).select(wanted).cast(schema)
-
-
-def _filter(equal: Mapping[str, Collection[str]], steps: Steps, end: int, part: Part) -> Any:
-    """The condition that pyarrow skips row groups by; None for none."""
-    conditions: list[Any] = []
-    for name, values in equal.items():
-        conditions.append(pc.field(name) == next(iter(values)) if len(values) == 1 else _among(name, sorted(values)))
-    if steps.low is not None and steps.low > part.min_step:
-        conditions.append(pc.field("step") >= steps.low)
-    if steps.high is not None and steps.high <= part.max_step:
-        conditions.append(pc.field("step") < steps.high)
-    if end < part.max_step:
-        conditions.append(pc.field("step") <= end)
-    combined: Any = None
-    for condition in conditions:
-        combined = condition if combined is None else combined & condition
-    return combined
-
-
-def _among(name: str, values: list[str]) -> Any:
-    return (pc.field(name) >= values[0]) & (pc.field(name) <= values[-1]) & pc.field(name).isin(values)
+def _load(
+    place: Place,
+    part: Part,
+    columns: tuple[list[str], Sequence[str]],
+    equal: Mapping[str, Collection[str]],
+    steps: Steps,
+    end: int,
+) -> Table:
+    """The rows that are asked for, up to step `end`: the first columns, and those of the others that the part has."""
+    file = _parquet.opened(place, part)
+    there = file.schema_arrow.names
+    wanted = [*columns[0], *(name for name in columns[1] if name in there)]
+    high = end if steps.high is None else min(end, steps.high - 1)
+    bounds: dict[str, tuple[Any, Any]] = {name: (min(values), max(values)) for name, values in equal.items() if values}
+    if (steps.low is not None and steps.low > part.min_step) or high < part.max_step:
+        bounds["step"] = steps.low, high
+    if not bounds:
+        return _parquet.read(file, part, wanted)
+    needed, groups = list(dict.fromkeys([*wanted, *bounds])), _parquet.groups_with(file, bounds)
+    tables: list[Table] = []
+    for start in range(0, max(1, len(groups)), _GROUPS):
+        table = _parquet.read(file, part, needed, groups[start : start + _GROUPS])
+        masks = [pc.is_in(table[name], value_set=strings(sorted(values))) for name, values in equal.items()]
+        if "step" in bounds:
+            masks.append(array(Steps(low=steps.low, high=high + 1).mask(values_of(table["step"]))))
+        tables.append(table.filter(functools.reduce(pc.and_, masks)).select(wanted))
+    return pa.concat_tables(tables)

@@ -45,7 +45,7 @@ def table(
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
-        if len(catalog.ranks) == 1 and list(names) == list(content.tensors()[collection]):
+        if len(catalog.ranks) == 1 and content.is_whole and list(names) == list(content.tensors()[collection]):
             # All of it is wanted and held anyway: one pass over the parts, and no search for names.
             whole = select(catalog, "spectra", equal={"collection": [collection]}, steps=steps, blocks=blocks)
             tables.append(whole.drop_columns(["rank"]))

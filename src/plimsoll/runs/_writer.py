@@ -5,8 +5,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs import _checks, _manifest, _parts, _thin
 from plimsoll.runs._feed import Feed
 from plimsoll.runs._keeper import Keeper
@@ -15,6 +16,7 @@ from plimsoll.runs._losses import Losses
 from plimsoll.runs._place import Folder, folder_to_write
 from plimsoll.runs._records import Record, Sink
 from plimsoll.runs._registry import Registry
+from plimsoll.runs._say import say
 from plimsoll.runs._worker import Worker
 
 _AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
@@ -33,7 +35,8 @@ class RunWriter:
 
     - `path`: the run's folder, made if need be. One that holds a run already is continued: rows at the steps that this
       session records again, from its first step on, replace the earlier ones. With `resume_from`, what lay at that step
-      and after is replaced at once.
+      and after is replaced at once. What is damaged there is set aside, with a warning and an event; where that fails,
+      the session is recorded in a folder beside it, PATH-beside.
     - `rank`, `world_size`: each rank writes its own parts to the same folder.
     - `flush_seconds`: how much a killed process may lose. `compact_above`: how many parts may lie side by side before
       they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on spectra that
@@ -67,7 +70,7 @@ class RunWriter:
         if resume_from is not None:
             resume_from = _checks.step("RunWriter", "resume_from", resume_from)
         settings, sinks = _checks.settings("RunWriter", settings), _checks.sinks("RunWriter", sinks)
-        log = Log(
+        log = _log_of(
             folder_to_write("RunWriter", path).absolute(),
             rank=rank,
             world_size=world_size,
@@ -179,11 +182,33 @@ def write_for_reader(folder: Path) -> None:
             writer.flush(_READ_SECONDS)
 
 
+def _log_of(path: Path, **options: Any) -> Log:
+    """The log of a folder, or of one beside it where damage keeps a session from going on there."""
+    try:
+        return Log(path, **options)
+    except RunError:
+        raise
+    except OSError as error:
+        beside = path.with_name(f"{path.name}-beside")  # the same for all ranks
+        message = f"{path} is damaged and cannot be continued ({error}); this session is recorded in {beside}"
+        say(f"plimsoll: {message}.")
+        try:
+            log = Log(beside, **options)
+        except PlimsollError:
+            raise
+        except OSError as further:
+            raise RunError(
+                f"RunWriter: expected a folder to write the run to; got {path}, where that fails ({error}), as in "
+                f"{beside} ({further}). Give another path."
+            ) from further
+    log.found.append(("damaged", message, {"folder": str(path)}))
+    return log
+
+
 def _next_step(log: Log, world_size: int) -> int:
     last = -1 if log.last_step is None else log.last_step
     if world_size > 1:  # ranks that were killed have not all got equally far, and must go on alike
-        parts, _ = _parts.listed(Folder(log.path))
-        last = max([last, *(part.max_step for part in parts)])
+        last = max([last, *(part.max_step for part in _parts.listed(Folder(log.path))[0])])
     return last + 1
 
 

@@ -134,6 +134,10 @@ class Outbox:
     def _note(self, name: str, content: object) -> None:
         self._send(name, None, pa.table({"json": strings([json.dumps(content)])}))
 
+    def list_parts(self) -> None:
+        if self._own is not None:
+            self._own.list_parts()
+
     def next_flush(self) -> int:
         """The next flush of the rank's own folder; 0 without one."""
         return 0 if self._own is None else self._own.next_flush()

@@ -1,0 +1,106 @@
+"""What a sound run may hold: the ranges of its numbers, the sizes of its files, the depth of its JSON.
+
+Names of parts, manifests, columns and events are checked against this one table when they are read, so that nobody
+behind the readers meets a number that it cannot take. What is outside is damage: `DamageError`.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+
+class DamageError(ValueError):
+    """What was read is no sound content of a run."""
+
+
+_INT64 = 1 << 63
+# Whole numbers, from the first and up to and with the second.
+RANGES: Mapping[str, tuple[int, int]] = {
+    "schema": (1, 1 << 31),
+    "rank": (0, (1 << 20) - 1),
+    "world_size": (1, 1 << 20),
+    "step": (-_INT64, _INT64 - 1),
+    "flush": (0, 1 << 62),
+    "generation": (0, 1 << 31),
+    "session": (1, 1 << 53),
+    "seconds": (-(1 << 40), 1 << 40),
+    "pid": (0, (1 << 31) - 1),
+    "count": (0, 1 << 53),
+}
+MANIFEST_BYTES = 32 << 20  # of a hundred thousand series it has some 8 MB
+MOST_NAMES = 100_000  # series of a collection, and scalars, that are read: a run of more is no training's
+EVENT_BYTES = 4 << 20  # of the details of one event
+DEPTH = 64  # of lists and objects in each other; what is written here has six
+
+
+def whole(value: object, what: str, kind: str) -> int:
+    """The number, if it is a whole one in the range of its kind."""
+    low, high = RANGES[kind]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise DamageError(f"{what}: expected a whole number from {low} to {high}, got {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value, cut so that a message stays one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def from_json(text: str | bytes, limit_bytes: int) -> Any:
+    """What a JSON text says; `DamageError` for one that is too long or too deep, or no JSON."""
+    if len(text) > limit_bytes:
+        raise DamageError(f"{len(text):,} bytes of JSON, of at most {limit_bytes:,} that are read")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise DamageError(f"JSON that is nested deeper than {DEPTH}") from error
+    except ValueError as error:  # no UTF-8 and numbers of too many digits, too
+        raise DamageError(f"no JSON: {error}".splitlines()[0]) from error
+
+
+def check_depth(value: object, what: str) -> None:
+    """Raises `DamageError` for lists and objects that are nested deeper than `DEPTH`."""
+    level = [value]
+    for _ in range(DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return
+    raise DamageError(f"{what}: JSON that is nested deeper than {DEPTH}")
+
+
+def details_fit(kind: str, details: Mapping[str, Any]) -> bool:
+    """Whether the details of an event are what a watch writes, where rules take them at their word.
+
+    Events of other kinds may hold anything: whoever reads them looks.
+    """
+    if kind not in ("update", "wiring"):
+        return True
+    groups = details.get("groups", [])
+    return (
+        _are_names(details.get("parameters", []))
+        and isinstance(details.get("epsilon", 0.0), int | float)
+        and isinstance(groups, list)
+        and all(_is_group(group) for group in cast("list[object]", groups))
+    )
+
+
+def _is_group(group: object) -> bool:
+    """Whether it is a group of parameters with a rate and a decay."""
+    if not isinstance(group, dict):
+        return False
+    told = cast("dict[str, object]", group)
+    return _are_names(told.get("parameters")) and isinstance(told.get("decay") or 0.0, int | float)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in cast("list[object]", value))
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [*cast("dict[str, object]", value).values()]
+    return cast("list[object]", value) if isinstance(value, list) else []
