@@ -80,7 +80,6 @@ def positions(run: Training) -> None:
     named=r"cast-flushes|underflow|flush",
     misleading="dead-layer|ReLU",
     precision="fp32",
-    held_back=True,
 )
 def unscaled_e4m3(run: Training) -> None:
     """Products in E4M3 in both directions without a scale: nearly all gradients become zero."""

@@ -328,7 +328,6 @@ def epsilon(run: Training) -> None:
     "average-cannot-move",
     named=r"(average|ema|shadow|target|copy).*(move|rounding|swallow|stay|change)|(move|rounding|swallow|change).*(average|ema\b|shadow|copy)",
     precision="bf16",
-    held_back=True,
 )
 def average(run: Training) -> None:
     """A moving average kept in BF16 that moves by a thousandth of the difference: rounding keeps it where it began."""

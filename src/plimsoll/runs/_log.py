@@ -4,6 +4,7 @@ Nothing here contains failures: OSError goes to the caller (`_worker`), who keep
 thread writes and another compacts is shared under `_guard`, held for bookkeeping and never while a file is written.
 """
 
+import errno
 import os
 import threading
 import time
@@ -30,6 +31,8 @@ _CLOSING_BYTES = 32 << 20
 # The list of parts is written after a flush where that takes this share of the time at most: of very many series the
 # manifest is long.
 _LISTING_SHARE = 0.05
+# No folder beside it could be written to either.
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class Log:
@@ -66,6 +69,8 @@ class Log:
         except RunError:
             raise
         except OSError as error:
+            if error.errno not in _REFUSED:  # damage: what lies there is not what a run has there
+                raise
             raise _not_to_be_written(path, error) from error
 
     def _open(self, world_size: int, settings: Mapping[str, object], resume_from: int | None) -> None:

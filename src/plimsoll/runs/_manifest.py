@@ -279,6 +279,12 @@ def _rank_is(value: object, what: str) -> None:
             whole(number, f"{what}.{name}", "rank")
 
 
+def _step_or_none(value: object, what: str) -> None:
+    """A step, or -1 for none; null where it does not apply."""
+    if value is not None and value != -1:
+        whole(value, what, "step")
+
+
 def _parts_are(value: object, what: str) -> None:
     for name, rows in _object(value, what).items():
         if _parts.of_name(name) is None:
@@ -329,4 +335,5 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "root": _text,
     "tied": _object,
     "fingerprint": _text_or_none,
+    "lost_after": _step_or_none,
 }

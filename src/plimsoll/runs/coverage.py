@@ -39,9 +39,9 @@ def short_ranks(catalog: "Catalog") -> list[Short]:
             continue
         # Rank 0 writes spectra at each sampled step. Others may have none of their own, but they have numbers.
         end = spectra[rank] if rank == 0 else max(spectra[rank], scalars[rank])
-        lost = manifest.get("lost")
+        lost: int | None = manifest.get("lost_after")  # as rank 0 has noted
         if lost is not None:
-            end = min(end, int(lost["after_step"]))
+            end = min(end, lost)
         settings: dict[str, Any] = manifest.get("settings") or {}
         numbers = settings.get("recorder", ("loss",))
         if end >= last or (end < 0 and rank and not numbers):

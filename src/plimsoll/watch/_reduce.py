@@ -215,7 +215,7 @@ class Collector(RunWriter):
                 step = self._through[rank]
                 message = f"rank {rank} had not ended when rank 0 closed the run; its last spectra are of step {step}"
                 super().write(Event(step=max(step, 0), kind="rank lost", message=message, details={"rank": rank}))
-                self._writer_of(rank).write_manifest(lost={"after_step": step})
+                self._writer_of(rank).write_manifest(lost_after=step)
                 self._waits.discard(rank)
             super().submit(lambda: self._complete(everything=True), 1000)
             super().flush(timeout)

@@ -375,7 +375,7 @@ def _describe(core: Core, root: nn.Module) -> None:
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
         backends=backends,
         ranks=core.ranks.as_json(),
-        lost=None,  # which it may have been in a session before
+        lost_after=None,  # a rank that was lost in a session before is back
     )
 
 
