@@ -32,7 +32,7 @@ def change(path: Path, rank: int, *, closed: object, **session: object) -> None:
     content: dict[str, Any] = json.loads(file.read_bytes())
     content["closed"] = closed
     content["sessions"][-1] |= session
-    file.write_text(json.dumps(content))
+    _manifest.write(file, content)
 
 
 def read(path: Path) -> Run:

@@ -165,11 +165,11 @@ def test_a_damaged_manifest_costs_its_settings_and_not_the_run(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 2, "world_size": 2}, r"RunWriter: expected 0 <= rank < world_size; got rank=2, world_size=2\."),
-        ({"rank": -1}, r"RunWriter: expected 0 <= rank < world_size"),
-        ({"flush_seconds": 0}, r"RunWriter: expected flush_seconds > 0, compact_above >= 2 and queue_bytes > 0; got 0"),
-        ({"compact_above": 1}, r"RunWriter: expected flush_seconds > 0, compact_above >= 2"),
-        ({"queue_bytes": 0}, r"RunWriter: expected flush_seconds > 0, compact_above >= 2"),
+        ({"rank": 2, "world_size": 2}, r"expected rank to be an integer from 0 to 1; got rank=2\."),
+        ({"rank": -1}, r"expected rank to be an integer from 0 to 0; got rank=-1\."),
+        ({"flush_seconds": 0}, r"expected flush_seconds to be a positive number of seconds"),
+        ({"compact_above": 1}, r"expected compact_above to be an integer"),
+        ({"queue_bytes": 0}, r"expected queue_bytes to be an integer"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, object], message: str) -> None:

@@ -25,7 +25,7 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "session": (1, 1 << 53),
     "seconds": (-(1 << 40), 1 << 40),
     "pid": (0, (1 << 31) - 1),
-    "count": (0, 1 << 53),
+    "count": (0, (1 << 62) - 1),
 }
 MANIFEST_BYTES = 32 << 20  # of a hundred thousand series it has some 8 MB
 MOST_NAMES = 100_000  # series of a collection, and scalars, that are read: a run of more is no training's

@@ -143,6 +143,7 @@ class Worker:
     def after_fork(self) -> None:
         """Makes the child's copy inert: it has no thread, and the run is its parent's."""
         self._closed = True
+        self._last.done.set()  # there is nothing to close
         self._guard = threading.RLock()
         self._losses.after_fork()
         self._registry.after_fork()
