@@ -47,8 +47,8 @@ _FILES = {
     "docs": re.compile(r"tests/(test_docs|test_examples|cli/test_five_minutes)"),
     "gpu": re.compile(r"tests/.*test_cuda\.py"),
     "sensitive": re.compile(
-        r"tests/(spectrum/test_(measure|spectrum)|kernels/test_(measure|unscale|update)|watch/test_(transparency|taps)"
-        r"|runs/test_(failures|processes)|runs/sinks/test_runner|unit/audit/test_numbers|scaling/test_layers_exact"
+        r"tests/(spectrum/test_(measure|spectrum)|kernels/test_(measure|unscale|update)"
+        r"|watch/test_(transparency|taps|endings|withstand)|runs/test_(failures|processes)|runs/sinks/test_runner|unit/audit/test_numbers|scaling/test_layers_exact"
         r"|report/test_(page_follow|server_stream)|cli/test_(stores|app))"
     ),
 }

@@ -1,5 +1,6 @@
 """The columns' arithmetic against `Spectrum.fit`, spectrum by spectrum: counts, bounds, estimates, noise, windows."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Cells]:
     return run, cells
 
 
+@functools.cache
 def spectra(run: Run, cells: Cells) -> list[tuple[int, Spectrum]]:
+    """All of the gradients, by row; read once for all formats and shifts."""
     found = [(row, run.spectrum("gradients", cells.names[cells.layer[row]], 0)) for row in range(len(cells))]
     return [(row, s) for row, s in found if s.nonzero]
 

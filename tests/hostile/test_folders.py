@@ -24,7 +24,7 @@ from plimsoll.runs import Run, RunWriter, Scalars
 from tests.hostile import folders
 from tests.patience import HANG_SECONDS
 
-CASES = int(os.environ.get("PLIMSOLL_FUZZ", "200"))
+CASES = int(os.environ.get("PLIMSOLL_FUZZ", "150"))
 _CASES_A_TEST = 20
 _MEMORY_BYTES = 1 << 30
 

@@ -24,7 +24,6 @@ _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, toke
 
 
 def fp32_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Plain FP32."""
     losses: list[float] = []
     for x, y in batches:
         loss = functional.mse_loss(model(x), y)
@@ -36,7 +35,6 @@ def fp32_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
 
 
 def tf32_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """TF32 by PyTorch's own switches."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
     losses: list[float] = []
@@ -50,7 +48,6 @@ def tf32_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
 
 
 def fp16_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Autocast to FP16, without a scaler."""
     losses: list[float] = []
     for x, y in batches:
         with torch.autocast(x.device.type, dtype=torch.float16):
@@ -63,7 +60,6 @@ def fp16_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
 
 
 def bf16_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Autocast to BF16."""
     losses: list[float] = []
     for x, y in batches:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -76,7 +72,6 @@ def bf16_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batch
 
 
 def amp_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Autocast to FP16 with PyTorch's scaler."""
     scaler = torch.amp.GradScaler(batches[0][0].device.type)
     losses: list[float] = []
     for x, y in batches:
@@ -93,7 +88,6 @@ def amp_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batche
 def plimsoll_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, precision: str = "tf32"
 ) -> list[float]:
-    """`plimsoll.prepare` at a level."""
     losses: list[float] = []
     with prepare(model, optimizer, precision) as loop:
         for x, y in batches:
