@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.formats import _noise
-from plimsoll.kernels import _noise as kernel_noise
+from plimsoll.formats import philox
+from plimsoll.kernels import philox as kernel_noise
 
 ONES = 0xFFFF_FFFF
 # From kat_vectors of Random123 (Salmon et al., SC 2011): philox4x32 10; counter, key, result.
@@ -22,7 +22,7 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(counter, key, expected):
-    words = _noise.philox(tuple(np.array([word], np.uint64) for word in counter), key[0] | key[1] << 32)
+    words = philox.philox(tuple(np.array([word], np.uint64) for word in counter), key[0] | key[1] << 32)
     assert tuple(int(word[0]) for word in words) == expected
 
 
@@ -30,17 +30,17 @@ def test_philox_gives_the_published_answers(counter, key, expected):
 def test_both_forms_give_the_same_words(key):
     count = 5 * 1024 + 300
     expected = kernel_noise.words(torch.tensor(key), count)
-    np.testing.assert_array_equal(_noise.words(key, count).astype(np.int64), expected.numpy())
+    np.testing.assert_array_equal(philox.words(key, count).astype(np.int64), expected.numpy())
 
 
 def test_the_layout_is_the_one_described():
-    words, key = _noise.words(7, 4096), 7
+    words, key = philox.words(7, 4096), 7
     for index in (0, 255, 256, 511, 700, 1023, 1024, 3000):
         counter = (index >> 10) * 256 + (index & 255)
-        block = _noise.philox(tuple(np.array([word], np.uint64) for word in (counter, 0, 0, 0)), key)
+        block = philox.philox(tuple(np.array([word], np.uint64) for word in (counter, 0, 0, 0)), key)
         assert words[index] == block[(index >> 8) & 3][0]
 
 
 def test_a_shorter_draw_is_the_start_of_a_longer_one():
-    np.testing.assert_array_equal(_noise.words(3, 1500), _noise.words(3, 4000)[:1500])
-    assert _noise.words(3, 0).shape == (0,)
+    np.testing.assert_array_equal(philox.words(3, 1500), philox.words(3, 4000)[:1500])
+    assert philox.words(3, 0).shape == (0,)

@@ -69,7 +69,7 @@ def plan(
         _check(check, run, tolerance, until, output)
         return
     from plimsoll.diagnosis import plan as planned
-    from plimsoll.formats._plan_file import checked_path
+    from plimsoll.formats.plan_file import checked_path
 
     if written_to is not None:
         checked_path("plan", written_to)  # before the work

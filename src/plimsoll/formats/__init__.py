@@ -4,8 +4,8 @@
 catalogue.
 """
 
-from plimsoll.formats._block import BlockFormat as BlockFormat
-from plimsoll.formats._catalogue import (
+from plimsoll.formats.block_format import BlockFormat as BlockFormat
+from plimsoll.formats.catalogue import (
     ALIASES as ALIASES,
     BF16 as BF16,
     BLOCKS as BLOCKS,
@@ -32,5 +32,5 @@ from plimsoll.formats._catalogue import (
     get as get,
     get_element as get_element,
 )
-from plimsoll.formats._format import Format as Format, Specials as Specials
-from plimsoll.formats._plan import ROLES as ROLES, ModulePlan as ModulePlan, Plan as Plan, Role as Role
+from plimsoll.formats.element_format import Format as Format, Specials as Specials
+from plimsoll.formats.precision_plan import ROLES as ROLES, ModulePlan as ModulePlan, Plan as Plan, Role as Role

@@ -11,7 +11,7 @@ from plimsoll.diagnosis import Finding, View, whatif
 from plimsoll.diagnosis._whatif import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
 from plimsoll.formats import BlockFormat, get, get_element
-from plimsoll.formats._catalogue import BLOCKS, ELEMENTS
+from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
 from plimsoll.report import _summary_words as words
 from plimsoll.report._live import Live
 from plimsoll.report._live_verdicts import Verdict, Verdicts

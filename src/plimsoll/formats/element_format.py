@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-    from plimsoll.formats._codec import Codes, Rounding
+    from plimsoll.formats.codec import Codes, Rounding
 
 Specials = Literal["ieee", "fn", "fnuz", "none"]
 SPECIALS: tuple[Specials, ...] = ("ieee", "fn", "fnuz", "none")
@@ -163,9 +163,9 @@ class Format:
         >>> E4M3.decode([0x38, 0x7E, 0x80, 0x7F])
         array([  1., 448.,  -0.,  nan])
         """
-        from plimsoll.formats import _codec
+        from plimsoll.formats import codec
 
-        return _codec.decode(self, codes)
+        return codec.decode(self, codes)
 
     def encode(
         self,
@@ -194,9 +194,9 @@ class Format:
         >>> E2M1.decode(E2M1.encode([2.5, 3.5, -0.2, 100.0], rounding="nearest_away"))
         array([ 3.,  4., -0.,  6.])
         """
-        from plimsoll.formats import _codec
+        from plimsoll.formats import codec
 
-        return _codec.encode(self, values, rounding, saturate, generator)
+        return codec.encode(self, values, rounding, saturate, generator)
 
     def saturates(self, saturate: bool | None) -> bool:
         """Whether overflow gives the largest value, with None standing for the format's own default.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from plimsoll.errors import FormatError
-from plimsoll.formats._format import Format
+from plimsoll.formats.element_format import Format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ import difflib
 import re
 
 from plimsoll.errors import FormatError
-from plimsoll.formats._block import BlockFormat
-from plimsoll.formats._format import Format
+from plimsoll.formats.block_format import BlockFormat
+from plimsoll.formats.element_format import Format
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> Format:

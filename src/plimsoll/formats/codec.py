@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats import _noise
-from plimsoll.formats._format import Format
+from plimsoll.formats import philox
+from plimsoll.formats.element_format import Format
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Codes = NDArray[np.uint8 | np.uint16]
@@ -119,7 +119,7 @@ def _rounds_away(
         case "down":
             return (fraction > 0) & negative
         case "stochastic":
-            noise = _noise.words(_key(generator), code.size).reshape(code.shape)
+            noise = philox.words(_key(generator), code.size).reshape(code.shape)
             return noise < np.floor(np.ldexp(fraction, 32))
         case _:
             return np.zeros(code.shape, dtype=np.bool_)

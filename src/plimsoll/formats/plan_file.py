@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from plimsoll.formats._plan import Plan
+    from plimsoll.formats.precision_plan import Plan
 
 SCHEMA = 1
 _TEXTS, _NUMBERS, _LISTS = ("target", "default", "source"), ("scale", "tolerance"), ("remarks",)
@@ -116,7 +116,7 @@ def _toml(value: object) -> str:
 
 
 def _why_damaged(content: Mapping[str, Any], schema: object) -> str | None:
-    from plimsoll.formats._plan import Plan
+    from plimsoll.formats.precision_plan import Plan
 
     if schema != SCHEMA:
         return f"schema {SCHEMA}, the one that this version reads (found {schema!r})"

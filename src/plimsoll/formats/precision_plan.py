@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError, FormatError
-from plimsoll.formats._block import BlockFormat
-from plimsoll.formats._catalogue import get
-from plimsoll.formats._format import Format
+from plimsoll.formats.block_format import BlockFormat
+from plimsoll.formats.catalogue import get
+from plimsoll.formats.element_format import Format
 from plimsoll.notebook_repr import NotebookRepr
 
 Role = Literal["weights", "activations", "gradients"]  # what a module multiplies
@@ -123,16 +123,16 @@ class Plan(NotebookRepr):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""
-        from plimsoll.formats import _plan_file
+        from plimsoll.formats import plan_file
 
-        _plan_file.write(self, path)
+        plan_file.write(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Reads a plan that `save` or a person wrote; `ArgumentError` for a file that is no plan."""
-        from plimsoll.formats import _plan_file
+        from plimsoll.formats import plan_file
 
-        return cls(**_plan_file.read(path))
+        return cls(**plan_file.read(path))
 
     def to_dict(self) -> dict[str, object]:
         """The plan as JSON-able data."""
