@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 
 LOWEST = -64  # what lies below is counted there: FP16 loses it at every scale up to 2^38
 FOLDER = Path(__file__).parent / "traces"
@@ -33,18 +33,18 @@ class Population:
     @classmethod
     def from_rows(cls, rows: NDArray[np.int64]) -> "Population":
         """From merged rows of a bank, one a step."""
-        histogram = rows[:, layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES].copy()
-        cut = LOWEST - layout.LOWEST_BINADE
+        histogram = rows[:, row_layout.HISTOGRAM : row_layout.HISTOGRAM + row_layout.BINADES].copy()
+        cut = LOWEST - row_layout.LOWEST_BINADE
         histogram[:, cut] += histogram[:, :cut].sum(axis=1)
         histogram[:, :cut] = 0
         occupied = np.flatnonzero(histogram.any(axis=0))
         first, last = int(occupied[0]), int(occupied[-1])
-        extremes = rows[:, layout.POSITIVE : layout.NEGATIVE + 1].copy().view(np.float64)
+        extremes = rows[:, row_layout.POSITIVE : row_layout.NEGATIVE + 1].copy().view(np.float64)
         return cls(
             counts=histogram[:, first : last + 1].copy(),
-            zeros=rows[:, layout.ZEROS].copy(),
+            zeros=rows[:, row_layout.ZEROS].copy(),
             absmax=extremes.max(axis=1),
-            lowest=first + layout.LOWEST_BINADE,
+            lowest=first + row_layout.LOWEST_BINADE,
         )
 
     def arrays(self, prefix: str) -> dict[str, NDArray[np.generic]]:

@@ -135,11 +135,11 @@ def check(x: Tensor, device: str) -> None:
     bank = new_bank(1, device=device)
     measure_into([x], bank, [0], accumulate=False)
     theirs = statistics_by_torch(x)
-    from plimsoll.kernels import _layout as layout
+    from plimsoll.kernels import row_layout
 
-    assert torch.equal(bank[0, layout.HISTOGRAM : layout.HISTOGRAM + _BINADES], theirs["binades"])
-    assert bank[0, layout.ZEROS] == theirs["zeros"]
-    sums = bank[0, layout.SUM : layout.SUMSQ + 1].view(torch.float64)
+    assert torch.equal(bank[0, row_layout.HISTOGRAM : row_layout.HISTOGRAM + _BINADES], theirs["binades"])
+    assert bank[0, row_layout.ZEROS] == theirs["zeros"]
+    sums = bank[0, row_layout.SUM : row_layout.SUMSQ + 1].view(torch.float64)
     expected = torch.stack([theirs["sum"], theirs["abssum"], theirs["sumsq"]])
     assert torch.allclose(sums, expected, rtol=1e-6, atol=1e-6 * theirs["abssum"].item())
 

@@ -23,7 +23,7 @@ from _harness import Results, Timing, interleave
 from numpy.typing import NDArray
 from scipy.special import erf
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Batch, Run, RunWriter, Scalars, _parquet
 from plimsoll.runs._catalog import Catalog
 from plimsoll.runs._entries import from_batch
@@ -31,8 +31,8 @@ from plimsoll.runs._tables import Series, chunk, spectra_table
 
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients")
 # What is occupied: standard deviations lie between 2^-20 and 2^4, tensors hold at most 2^24 values.
-_FIRST, _LAST = -64 - layout.LOWEST_BINADE, 16 - layout.LOWEST_BINADE
-_EDGES = np.ldexp(1.0, np.arange(layout.BINADES + 1) + layout.LOWEST_BINADE)
+_FIRST, _LAST = -64 - row_layout.LOWEST_BINADE, 16 - row_layout.LOWEST_BINADE
+_EDGES = np.ldexp(1.0, np.arange(row_layout.BINADES + 1) + row_layout.LOWEST_BINADE)
 
 
 class Tensors:
@@ -61,26 +61,26 @@ class Tensors:
     def drawn(self, share: float = 1.0) -> NDArray[np.int64]:
         """Rows of this step, of tensors that hold such a share of the values."""
         std = np.exp2(self.log_std)
-        rows = np.zeros((len(std), layout.NARROW), dtype=np.int64)
-        first = layout.HISTOGRAM + _FIRST
+        rows = np.zeros((len(std), row_layout.NARROW), dtype=np.int64)
+        first = row_layout.HISTOGRAM + _FIRST
         rows[:, first : first + _LAST - _FIRST] = self.random.poisson(self.rates * share)
-        counts = rows[:, layout.HISTOGRAM :].sum(axis=1)
-        rows[:, layout.COUNT] = counts
+        counts = rows[:, row_layout.HISTOGRAM :].sum(axis=1)
+        rows[:, row_layout.COUNT] = counts
         self._add_extremes(rows)
         sums = [self.random.normal(size=len(std)) * std * np.sqrt(counts), std * counts * 0.7979, std**2 * counts]
-        rows[:, layout.SUM : layout.SUMSQ + 1] = np.stack(sums, axis=1).view(np.int64)
+        rows[:, row_layout.SUM : row_layout.SUMSQ + 1] = np.stack(sums, axis=1).view(np.int64)
         return rows
 
     def _add_extremes(self, rows: NDArray[np.int64]) -> None:
-        occupied = rows[:, layout.HISTOGRAM :] > 0
-        top = layout.BINADES - 1 - occupied[:, ::-1].argmax(axis=1)
+        occupied = rows[:, row_layout.HISTOGRAM :] > 0
+        top = row_layout.BINADES - 1 - occupied[:, ::-1].argmax(axis=1)
         place = 1 + self.random.random((3, len(rows)))
         largest, other, least = (
             (factor * _EDGES[index]).astype(np.float32).astype(np.float64).view(np.int64)
             for factor, index in zip(place, (top, top - 1, occupied.argmax(axis=1)), strict=True)
         )
-        rows[:, layout.POSITIVE], rows[:, layout.NEGATIVE] = largest, other
-        rows[:, layout.NEAREST] = layout.ABSMIN_TOP - least
+        rows[:, row_layout.POSITIVE], rows[:, row_layout.NEGATIVE] = largest, other
+        rows[:, row_layout.NEAREST] = row_layout.ABSMIN_TOP - least
 
 
 def steps_of(count: int, steps: int) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll import fp8, kernels
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 
 GRAPHS = "aot_eager_decomp_partition"
 KINDS: list[dict[str, Any]] = [
@@ -55,8 +55,11 @@ def test_counting() -> None:
     found, compiled_counts = train({"scaling": "tensor", "margin": 1}, compiled=True, counted=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert counts is not None and compiled_counts is not None
-    assert torch.equal(counts[:, : layout.SUM], compiled_counts[:, : layout.SUM])
-    assert torch.equal(counts[:, layout.HISTOGRAM :], compiled_counts[:, layout.HISTOGRAM :]) and counts[:, 0].all()
+    assert torch.equal(counts[:, : row_layout.SUM], compiled_counts[:, : row_layout.SUM])
+    assert (
+        torch.equal(counts[:, row_layout.HISTOGRAM :], compiled_counts[:, row_layout.HISTOGRAM :])
+        and counts[:, 0].all()
+    )
 
 
 def test_cached_weights() -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll import fp8, kernels
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.functional import Factors
 
@@ -179,7 +179,7 @@ def test_nan_is_seen_and_inf_saturates(kind: dict[str, Any]) -> None:
     assert y[3].isnan().all() and y[:3].isfinite().all() and y[7].isfinite().all()
     y.nansum().backward()
     assert layer.weight.grad is not None and layer.weight.grad[:, 5].isnan().all()
-    assert int(bank[1, layout.NANS]) == 1 and int(bank[1, layout.POS_INFS]) == 1
+    assert int(bank[1, row_layout.NANS]) == 1 and int(bank[1, row_layout.POS_INFS]) == 1
     assert layer(torch.randn(16, 64)).isfinite().all(), "one bad batch leaves no trace in later ones"
 
 
@@ -208,12 +208,14 @@ def test_counts_are_those_of_the_tensors_that_are_cast() -> None:
         layer(x.requires_grad_()).backward(gradient)
     expected = kernels.new_bank(3)
     kernels.measure_into([x.detach(), layer.weight.detach(), gradient], expected, [0, 2, 1])
-    assert torch.equal(forward[:, layout.HISTOGRAM :], expected[[0, 0, 2], layout.HISTOGRAM :] * (forward[:, :1] > 0))
-    assert torch.equal(backward[0, layout.HISTOGRAM :], expected[1, layout.HISTOGRAM :])
+    assert torch.equal(
+        forward[:, row_layout.HISTOGRAM :], expected[[0, 0, 2], row_layout.HISTOGRAM :] * (forward[:, :1] > 0)
+    )
+    assert torch.equal(backward[0, row_layout.HISTOGRAM :], expected[1, row_layout.HISTOGRAM :])
     assert not forward[1].any()
     twin = copy.deepcopy(layer)
     twin(x * 1000)
-    assert int(forward[0, layout.COUNT]) == x.numel() and twin.fp8_counting is None
+    assert int(forward[0, row_layout.COUNT]) == x.numel() and twin.fp8_counting is None
     layer.count_into(None, None, {})
     forward.zero_()
     layer(x)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import plimsoll as pl
 from plimsoll import kernels
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: kernels run nowhere else")
 
@@ -27,7 +27,7 @@ def values(dtype: torch.dtype, count: int) -> Tensor:
 
 def assert_rows_equal(found: Tensor, expected: Tensor) -> None:
     found, expected = found.cpu(), expected.cpu()
-    sums = slice(layout.SUM, layout.SUMSQ + 1)
+    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
     torch.testing.assert_close(
         found[:, sums].view(torch.float64), expected[:, sums].view(torch.float64), rtol=1e-6, atol=0
     )

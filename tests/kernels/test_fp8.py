@@ -14,7 +14,7 @@ if "triton" not in sys.modules:
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
-from plimsoll.kernels import _backend, _layout as layout, fp8_cast
+from plimsoll.kernels import backend as _backend, fp8_cast, row_layout
 
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 CODES = list(DTYPES)
@@ -90,12 +90,12 @@ def test_layouts_sizes_and_counts(backend: str, source: torch.dtype, dtype: torc
 
 
 def assert_same_row(found: Tensor, expected: Tensor) -> None:
-    sums = slice(layout.SUM, layout.SUMSQ + 1)
-    size = expected.view(torch.float64)[[layout.ABSSUM, layout.ABSSUM, layout.SUMSQ]]
+    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
+    size = expected.view(torch.float64)[[row_layout.ABSSUM, row_layout.ABSSUM, row_layout.SUMSQ]]
     off = (found[sums].view(torch.float64) - expected[sums].view(torch.float64)).abs()
     assert (off <= 1e-12 * size).all()
-    assert torch.equal(found[: layout.SUM], expected[: layout.SUM])
-    assert torch.equal(found[layout.HISTOGRAM :], expected[layout.HISTOGRAM :])
+    assert torch.equal(found[: row_layout.SUM], expected[: row_layout.SUM])
+    assert torch.equal(found[row_layout.HISTOGRAM :], expected[row_layout.HISTOGRAM :])
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0)])
@@ -121,7 +121,7 @@ def test_threads_share_a_large_matrix_and_count_it_once() -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(a), as_bytes(b))
     assert_same_row(many[0], one[0])
-    assert int(many[0, layout.COUNT]) == x.numel()
+    assert int(many[0, row_layout.COUNT]) == x.numel()
 
 
 def test_schema_fake_and_graph() -> None:

@@ -74,17 +74,17 @@ def launch(case: list[str]) -> None:
     import torch
 
     from plimsoll import kernels
-    from plimsoll.kernels import _triton as fast
-    from plimsoll.kernels._fp8 import BOTH, COLUMNS, ROWS, Cast, _empty
-    from plimsoll.kernels._triton import _fp8
+    from plimsoll.kernels import triton_backend
+    from plimsoll.kernels.operators.fp8_cast import BOTH, COLUMNS, ROWS, Cast, _empty
+    from plimsoll.kernels.triton_backend.casting import fp8
 
     def cast(x: torch.Tensor, dtype: torch.dtype, layout: int = BOTH, bank: bool = False, scale: bool = False) -> None:
         codes, columns = _empty(x, dtype, 1.0, None, layout, None, 0)
         written = [part.view(torch.uint8) if part.dim() == 2 else None for part in (codes, columns)]
         tensor = torch.ones(()) if scale else None
-        fast.fp8_cast(x, Cast(*written, dtype, 1.0, tensor, kernels.new_bank(1) if bank else None, 0))
+        triton_backend.fp8_cast(x, Cast(*written, dtype, 1.0, tensor, kernels.new_bank(1) if bank else None, 0))
 
-    _fp8._converts = lambda _: True
+    fp8._converts = lambda _: True
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
     for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
         case[0] = f"{name} bfloat16 both"
@@ -103,7 +103,7 @@ def launch(case: list[str]) -> None:
     for rows in (48, 4096, 16 * 7):
         case[0] = "batch"
         cast(torch.zeros(rows, 128, dtype=torch.bfloat16), torch.float8_e4m3fn)
-    _fp8._converts = lambda _: False
+    fp8._converts = lambda _: False
     case[0] = "integers"
     cast(x, torch.float8_e4m3fn)
 

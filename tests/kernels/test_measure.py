@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from plimsoll import kernels
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._numba import _measure
-from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.numba_backend.measuring import launch
+from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
-SUMS = slice(layout.SUM, layout.SUMSQ + 1)
+SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
 
 
@@ -28,8 +28,8 @@ def backend(request):
 @pytest.fixture
 def threads(monkeypatch):
     """Three threads, and shares so small that these tests' tensors are cut between them."""
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._FINE_SHARE", 1 << 12)
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
 
 
@@ -204,7 +204,7 @@ def test_accumulating_adds_and_overwriting_does_not(backend):
     with kernels.use(backend):
         kernels.measure_into([x], bank, [1])
         kernels.measure_into([y], bank, [1])
-        assert int(bank[1, layout.COUNT]) == 1500 and int(bank[0].abs().sum()) == 0
+        assert int(bank[1, row_layout.COUNT]) == 1500 and int(bank[0].abs().sum()) == 0
         kernels.measure_into([x], bank, [1], accumulate=False)
     torch.testing.assert_close(bank[1:], rows_of(backend, [x]), rtol=0, atol=0)
 
@@ -219,41 +219,41 @@ def test_threads_cut_tensors_anywhere(threads, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
 def test_threads_that_are_the_first_to_measure_a_dtype_share_its_table(threads, dtype, monkeypatch):
-    monkeypatch.setattr(_measure, "_values", {})
-    monkeypatch.setattr(_measure, "entry", functools.cache(_measure.entry.__wrapped__))
-    decode, waiting = _measure.from_codes, threading.Barrier(3)
+    monkeypatch.setattr(launch, "_values", {})
+    monkeypatch.setattr(launch, "entry", functools.cache(launch.entry.__wrapped__))
+    decode, waiting = launch.from_codes, threading.Barrier(3)
 
     def slow(*arguments):  # all three ask before one has an answer
         with contextlib.suppress(threading.BrokenBarrierError):
             waiting.wait(1.0)
         return decode(*arguments)
 
-    monkeypatch.setattr(_measure, "from_codes", slow)
+    monkeypatch.setattr(launch, "from_codes", slow)
     x = wide_values(100_003).to(dtype)
     rows_of("numba", [x])
-    monkeypatch.setattr(_measure, "from_codes", decode)
+    monkeypatch.setattr(launch, "from_codes", decode)
     for _ in range(5):
         filled = [torch.full((256,), math.pi, dtype=torch.float64) for _ in range(50)]  # where freed tables were
         assert_agrees("numba", [x])
         del filled
-    (table,) = _measure._values.values()
-    assert _measure.entry(dtype)[1] == table.ctypes.data
+    (table,) = launch._values.values()
+    assert launch.entry(dtype)[1] == table.ctypes.data
 
 
 def test_threads_do_not_race_for_a_row(threads):
     x = torch.randn(70)
     for _ in range(10):
         bank = rows_of("numba", [x] * 5000, rows=[0] * 5000)
-        assert int(bank[0, layout.COUNT]) == 5000 * x.numel() == int(bank[0, layout.HISTOGRAM :].sum())
+        assert int(bank[0, row_layout.COUNT]) == 5000 * x.numel() == int(bank[0, row_layout.HISTOGRAM :].sum())
 
 
 def test_a_repeated_value_is_read_once():
     count = (1 << 33) + 5  # far beyond 32 bits of index, and of time if each were read
     bank = kernels.new_bank(1)
     kernels.measure_into([torch.tensor([-3.0]).expand(count)], bank, [0])
-    assert int(bank[0, layout.COUNT]) == count
-    assert int(bank[0, layout.HISTOGRAM + 1 - layout.LOWEST_BINADE]) == count
-    assert float(bank.view(torch.float64)[0, layout.SUM]) == -3.0 * count
+    assert int(bank[0, row_layout.COUNT]) == count
+    assert int(bank[0, row_layout.HISTOGRAM + 1 - row_layout.LOWEST_BINADE]) == count
+    assert float(bank.view(torch.float64)[0, row_layout.SUM]) == -3.0 * count
 
 
 def test_several_threads_at_once(threads):
@@ -271,7 +271,7 @@ def test_several_threads_at_once(threads):
         caller.join()
     assert len(found) == 20
     for row in found:
-        torch.testing.assert_close(row[:, : layout.SUM], expected[:, : layout.SUM], rtol=0, atol=0)
+        torch.testing.assert_close(row[:, : row_layout.SUM], expected[:, : row_layout.SUM], rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -282,12 +282,12 @@ def test_after_fork(threads):
     child = os.fork()
     if child == 0:
         try:
-            equal = torch.equal(rows_of("numba", [x])[:, : layout.SUM], expected[:, : layout.SUM])
+            equal = torch.equal(rows_of("numba", [x])[:, : row_layout.SUM], expected[:, : row_layout.SUM])
             os._exit(0 if equal else 3)
         finally:
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert torch.equal(rows_of("numba", [x])[:, : layout.SUM], expected[:, : layout.SUM])
+    assert torch.equal(rows_of("numba", [x])[:, : row_layout.SUM], expected[:, : row_layout.SUM])
 
 
 class _Measured(torch.utils.data.Dataset[torch.Tensor]):
@@ -302,4 +302,4 @@ class _Measured(torch.utils.data.Dataset[torch.Tensor]):
 def test_in_workers_of_a_data_loader(threads):
     rows_of("numba", [torch.randn(300_000)])
     loader = torch.utils.data.DataLoader(_Measured(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert [float(row.view(torch.float64)[layout.SUM]) for row in loader] == [200_000.0 * i for i in (1, 2, 3, 4)]
+    assert [float(row.view(torch.float64)[row_layout.SUM]) for row in loader] == [200_000.0 * i for i in (1, 2, 3, 4)]

@@ -10,8 +10,8 @@ import torch
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, BackendError
 from plimsoll.formats import E4M3, MXFP4, NVFP4
-from plimsoll.kernels import _backend
-from plimsoll.kernels._spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+from plimsoll.kernels import backend as _backend
+from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
 
 ELEMENT = list(CastSpec.of(E4M3, NEAREST_EVEN, saturate=True))
 NOISY = list(CastSpec.of(E4M3, STOCHASTIC, saturate=True))

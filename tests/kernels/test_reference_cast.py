@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from plimsoll import cast, kernels, pack
 from plimsoll.formats import BLOCKS, E4M3, E8M0, ELEMENTS, NVFP4, NVFP4_SINGLE, BlockFormat, Format, get, get_element
-from plimsoll.kernels import _noise
+from plimsoll.kernels import philox
 from tests.formats import scalar_reference as scalar
 from tests.formats.edge_values import edges
 
@@ -113,7 +113,7 @@ def boundary_values(fmt: Format, carrier: type) -> torch.Tensor:
 @functools.cache
 def boundary_expected(fmt: Format, carrier: type, rounding: scalar.Mode, saturate: bool) -> np.ndarray:
     spec, values = spec_of(fmt), boundary_values(fmt, carrier).to(torch.float64).tolist()
-    words = _noise.words(torch.tensor(99), len(values)).tolist()
+    words = philox.words(torch.tensor(99), len(values)).tolist()
     pairs = zip(values, words, strict=True)
     return np.array([scalar.round_value(spec, value, rounding, saturate, word) for value, word in pairs])
 
@@ -189,7 +189,7 @@ def test_pack_gives_the_codes_that_encode_gives(backend, fmt):
 @pytest.mark.parametrize("fmt", [E4M3, get("fp16"), get("e2m1")], ids=name_of)
 @pytest.mark.parametrize("start", [0, 1, 2])
 def test_the_noise_itself_is_the_threshold(backend, fmt, start):
-    words = _noise.words(torch.tensor(8), 3000).to(torch.float64)
+    words = philox.words(torch.tensor(8), 3000).to(torch.float64)
     quantum = fmt.smallest_subnormal
     stays = cast(quantum * (start + words / 2**32), fmt, rounding="stochastic", generator=8)
     leaves = cast(quantum * (start + (words + 1) / 2**32), fmt, rounding="stochastic", generator=8)
@@ -350,7 +350,7 @@ def test_blocks_of_other_dtypes_have_the_values_that_float32_has(backend, fmt, d
 @pytest.mark.parametrize("fmt", [get("mxfp8_e5m2"), NVFP4], ids=name_of)
 def test_stochastic_blocks_take_the_noise_of_the_unpadded_index(backend, fmt):
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((40, 37)).astype(np.float32))
-    words = _noise.words(torch.tensor(5), x.numel()).reshape(x.shape).tolist()
+    words = philox.words(torch.tensor(5), x.numel()).reshape(x.shape).tolist()
     scale = scalar.tensor_scale(x.to(torch.float64).flatten().tolist())
     expected = []
     for row, noise in zip(split(x, fmt.block), words, strict=True):

@@ -24,12 +24,12 @@ from plimsoll.formats import (
     Format,
     get_element,
 )
-from plimsoll.kernels import _layout as layout, _torch as reference, _triton as fast
-from plimsoll.kernels._spec import NEAREST_EVEN, ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
-from plimsoll.kernels._triton import _launch
-from plimsoll.kernels._triton._tables import Tables
+from plimsoll.kernels import row_layout, torch_backend, triton_backend
+from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
+from plimsoll.kernels.triton_backend.address_tables import Tables
+from plimsoll.kernels.triton_backend.measuring import launch
 
-if not _launch.interpreted():
+if not launch.interpreted():
     pytest.skip("TRITON_INTERPRET was not set when triton was imported", allow_module_level=True)
 
 WIDE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -72,12 +72,12 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 
 def check_measure(tensors: list[Tensor], rows: list[int], block: int, accumulate: bool = False) -> None:
-    found = torch.zeros(max(rows) + 2, layout.width(block), dtype=torch.int64)
-    reference.measure([torch.tensor([1.5, -3.0, 0.0])] * len(found), found, range(len(found)), True, block)
+    found = torch.zeros(max(rows) + 2, row_layout.width(block), dtype=torch.int64)
+    torch_backend.measure([torch.tensor([1.5, -3.0, 0.0])] * len(found), found, range(len(found)), True, block)
     expected = found.clone()
-    fast.measure(tensors, found, rows, accumulate, block)
-    reference.measure(tensors, expected, rows, accumulate, block)
-    sums = slice(layout.SUM, layout.SUMSQ + 1)
+    triton_backend.measure(tensors, found, rows, accumulate, block)
+    torch_backend.measure(tensors, expected, rows, accumulate, block)
+    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
     got, want = found.view(torch.float64)[:, sums].clone(), expected.view(torch.float64)[:, sums].clone()
     found[:, sums] = expected[:, sums] = 0
     assert torch.equal(found, expected), (found != expected).nonzero()[:8].tolist()
@@ -161,12 +161,12 @@ def test_measure_ragged_rows(shape: tuple[int, ...], block: int) -> None:
 def test_measure_launches_once_for_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[str] = []
     for name in ("measure_tensor", "measure_table"):
-        kernel = getattr(_launch, name)
-        monkeypatch.setattr(_launch, name, _Counted(kernel, launches, name))
-    bank = torch.zeros(9, layout.NARROW, dtype=torch.int64)
-    fast.measure([torch.ones(3), torch.ones(5000), torch.ones(0)], bank, [1, 4, 7], True, 0)
+        kernel = getattr(launch, name)
+        monkeypatch.setattr(launch, name, _Counted(kernel, launches, name))
+    bank = torch.zeros(9, row_layout.NARROW, dtype=torch.int64)
+    triton_backend.measure([torch.ones(3), torch.ones(5000), torch.ones(0)], bank, [1, 4, 7], True, 0)
     assert launches == ["measure_table"]
-    fast.measure([torch.ones(5000)], bank, [1], True, 0)
+    triton_backend.measure([torch.ones(5000)], bank, [1], True, 0)
     assert launches == ["measure_table", "measure_tensor"]
 
 
@@ -203,8 +203,8 @@ def check_cast(
     key: Tensor | None = None,
 ) -> None:
     found, expected = (torch.empty(x.shape, dtype=out_dtype or x.dtype) for _ in range(2))
-    fast.cast(x, found, spec, scale, scale_tensor, seed, key)
-    reference.cast(x, expected, spec, scale, scale_tensor, seed, key)
+    triton_backend.cast(x, found, spec, scale, scale_tensor, seed, key)
+    torch_backend.cast(x, expected, spec, scale, scale_tensor, seed, key)
     assert_same_bits(found, expected)
 
 
@@ -263,8 +263,8 @@ def test_cast_empty_scalar_and_not_contiguous() -> None:
         check_cast(x, spec)
     x = torch.randn(9, 4)
     found, expected = torch.zeros(4, 9).T, torch.zeros(4, 9).T
-    fast.cast(x, found, spec, 1.0, None, 0, None)
-    reference.cast(x, expected, spec, 1.0, None, 0, None)
+    triton_backend.cast(x, found, spec, 1.0, None, 0, None)
+    torch_backend.cast(x, expected, spec, 1.0, None, 0, None)
     assert_same_bits(found.contiguous(), expected.contiguous())
 
 
@@ -279,8 +279,8 @@ def test_pack(name: str, shape: tuple[int, int]) -> None:
     for dtype, rounding, scale in product(dtypes, (NEAREST_EVEN, STOCHASTIC), (1.0, 0.3)):
         found, expected = (torch.zeros(shape[0], width, dtype=dtype) for _ in range(2))
         spec = CastSpec.of(fmt, rounding, fmt.saturates(None))
-        fast.pack(x, found, spec, scale, None, 3, None)
-        reference.pack(x, expected, spec, scale, None, 3, None)
+        triton_backend.pack(x, found, spec, scale, None, 3, None)
+        torch_backend.pack(x, expected, spec, scale, None, 3, None)
         assert_same_bits(found, expected)
 
 
@@ -312,16 +312,16 @@ def check_blocks(
 ) -> None:
     tensor_scale = torch.tensor(whole) if spec.tensor_scale else None
     found, expected = (torch.zeros(x.shape, dtype=out_dtype or x.dtype) for _ in range(2))
-    fast.block_cast(x, found, spec, tensor_scale, scale, None, 7, key)
-    reference.block_cast(x, expected, spec, tensor_scale, scale, None, 7, key)
+    triton_backend.block_cast(x, found, spec, tensor_scale, scale, None, 7, key)
+    torch_backend.block_cast(x, expected, spec, tensor_scale, scale, None, 7, key)
     assert_same_bits(found, expected)
 
     rows, n = x.shape
     width = (n + 1) // 2 if spec.element.format.bits == 4 else n
     codes = [torch.zeros(rows, width, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(rows, -(-n // spec.block), dtype=torch.uint8) for _ in range(2)]
-    fast.block_pack(x, codes[0], scales[0], spec, tensor_scale, scale, None, 7, key)
-    reference.block_pack(x, codes[1], scales[1], spec, tensor_scale, scale, None, 7, key)
+    triton_backend.block_pack(x, codes[0], scales[0], spec, tensor_scale, scale, None, 7, key)
+    torch_backend.block_pack(x, codes[1], scales[1], spec, tensor_scale, scale, None, 7, key)
     assert_same_bits(*codes)
     assert_same_bits(*scales)
 
@@ -354,4 +354,4 @@ def test_blocks_of_odd_length() -> None:
 
 
 def test_describe_says_where_kernels_run() -> None:
-    assert fast.describe().endswith("interpreter")
+    assert triton_backend.describe().endswith("interpreter")

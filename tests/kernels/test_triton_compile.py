@@ -127,13 +127,14 @@ def main(cuobjdump: str) -> None:
 def launch_measuring(case: list[str]) -> None:
     import torch
 
-    from plimsoll.kernels import _layout as layout, _triton as fast
-    from plimsoll.kernels._triton import _bits, _launch
+    from plimsoll.kernels import row_layout, triton_backend
+    from plimsoll.kernels.triton_backend import input_bits
+    from plimsoll.kernels.triton_backend.measuring import launch
 
     def measure(lengths: tuple[int, ...], dtype: torch.dtype, block: int) -> None:
-        bank = torch.zeros(4, layout.width(block), dtype=torch.int64)
+        bank = torch.zeros(4, row_layout.width(block), dtype=torch.int64)
         tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
-        fast.measure(tensors, bank, range(len(tensors)), True, block)
+        triton_backend.measure(tensors, bank, range(len(tensors)), True, block)
 
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         case[0] = "fp32 one" if len(lengths) == 1 else "fp32 table"
@@ -141,8 +142,8 @@ def launch_measuring(case: list[str]) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         case[0] = f"block record {dtype}"
         measure((7,), dtype, 32)
-    _launch._TILES = dict.fromkeys(_launch._TILES, 2048)  # for the rest, code half as long
-    for dtype in _bits.DTYPES:
+    launch._TILES = dict.fromkeys(launch._TILES, 2048)  # for the rest, code half as long
+    for dtype in input_bits.DTYPES:
         case[0] = f"measure {dtype}"
         measure((7,), dtype, 0)
 
@@ -151,19 +152,19 @@ def launch_updates(case: list[str]) -> None:
     import torch
 
     from plimsoll import kernels
-    from plimsoll.kernels import _triton as fast
-    from plimsoll.kernels._triton import _bits
+    from plimsoll.kernels import triton_backend
+    from plimsoll.kernels.triton_backend import input_bits
 
     def update(lengths: tuple[int, ...], dtype: torch.dtype, push: torch.dtype | None) -> None:
         tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
         pushes = [x.to(push) if push else x[:0] for x in tensors]
         bank, moves = kernels.new_bank(len(lengths)), kernels.new_moves(len(lengths))
-        fast.update(tensors, tensors, pushes, bank, range(len(lengths)), moves)
+        triton_backend.update(tensors, tensors, pushes, bank, range(len(lengths)), moves)
 
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         case[0] = "fp32 update one" if len(lengths) == 1 else "fp32 update table"
         update(lengths, torch.float32, torch.float32)
-    for dtype in _bits.DTYPES:
+    for dtype in input_bits.DTYPES:
         case[0] = f"update {dtype}"
         update((7,), dtype, dtype)
     for push in (torch.float64, torch.float8_e5m2fnuz, None):
@@ -175,64 +176,69 @@ def launch_counts(case: list[str]) -> None:
     import torch
 
     from plimsoll import kernels
-    from plimsoll.kernels import _triton as fast
-    from plimsoll.kernels._triton import _bits
+    from plimsoll.kernels import triton_backend
+    from plimsoll.kernels.triton_backend import input_bits
 
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         case[0] = "fp32 count one" if len(lengths) == 1 else "fp32 count table"
-        fast.count_nonfinite([torch.zeros(length) for length in lengths], kernels.new_counts(1), 0)
-    for dtype in _bits.DTYPES:
+        triton_backend.count_nonfinite([torch.zeros(length) for length in lengths], kernels.new_counts(1), 0)
+    for dtype in input_bits.DTYPES:
         case[0] = f"count {dtype}"
-        fast.count_nonfinite([torch.zeros(7, dtype=dtype)], kernels.new_counts(1), 0)
+        triton_backend.count_nonfinite([torch.zeros(7, dtype=dtype)], kernels.new_counts(1), 0)
 
 
 def launch_unscaling(case: list[str]) -> None:
     import torch
 
     from plimsoll import kernels
-    from plimsoll.kernels import _triton as fast
-    from plimsoll.kernels._tensors import FLOATING
+    from plimsoll.kernels import triton_backend
+    from plimsoll.kernels.operators.tensor_checks import FLOATING
 
     inverse, found = torch.ones(1), torch.zeros(1)
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):
         gradients, rows = [torch.zeros(length) for length in lengths], range(len(lengths))
         for name, bank in (("unscale", kernels.new_bank(len(lengths))), ("bare", None)):
             case[0] = f"fp32 {name} one" if len(lengths) == 1 else f"fp32 {name} table"
-            fast.unscale(gradients, inverse, found, bank, rows)
+            triton_backend.unscale(gradients, inverse, found, bank, rows)
     for dtype in FLOATING:
         case[0] = f"unscale {dtype}"
-        fast.unscale([torch.zeros(7, dtype=dtype)], inverse, found, kernels.new_bank(1), [0])
+        triton_backend.unscale([torch.zeros(7, dtype=dtype)], inverse, found, kernels.new_bank(1), [0])
 
 
 def launch_casting(case: list[str]) -> None:
     import torch
 
     from plimsoll.formats import E4M3, E5M2, E8M0, MXFP8_E4M3, NVFP4
-    from plimsoll.kernels import _triton as fast
-    from plimsoll.kernels._spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
-    from plimsoll.kernels._triton import _bits, _quantize
+    from plimsoll.kernels import triton_backend
+    from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+    from plimsoll.kernels.triton_backend import input_bits
+    from plimsoll.kernels.triton_backend.casting import launch
 
-    _quantize.GROUPS = 1  # code a quarter as long
-    for dtype in _bits.DTYPES:
+    launch.GROUPS = 1  # code a quarter as long
+    for dtype in input_bits.DTYPES:
         case[0] = f"cast {dtype}"
         x = torch.zeros(8, dtype=dtype)
-        fast.cast(x, x, CastSpec.of(E4M3, NEAREST_EVEN, True), 1.0, None, 0, None)
+        triton_backend.cast(x, x, CastSpec.of(E4M3, NEAREST_EVEN, True), 1.0, None, 0, None)
     x, nothing = torch.zeros(4, 32), None
     case[0] = "fp32 cast"
     for fmt, count, seed in ((E4M3, 128, 3), (NVFP4.element, 31, 16), (E5M2, 1, 1)):
         part = x.flatten()[:count]
-        fast.cast(part, part, CastSpec.of(fmt, STOCHASTIC, True), 1.0, nothing, seed, nothing)
+        triton_backend.cast(part, part, CastSpec.of(fmt, STOCHASTIC, True), 1.0, nothing, seed, nothing)
     case[0] = "wide"
-    fast.cast(x, x, CastSpec.of(E8M0, STOCHASTIC, True), 1.0, x[0, 0], 3, torch.tensor(1))
+    triton_backend.cast(x, x, CastSpec.of(E8M0, STOCHASTIC, True), 1.0, x[0, 0], 3, torch.tensor(1))
     case[0] = "pairs"
     codes = torch.zeros(4, 16, dtype=torch.uint8)
-    fast.pack(x, codes, CastSpec.of(NVFP4.element, NEAREST_EVEN, True), 1.0, nothing, 3, nothing)
+    triton_backend.pack(x, codes, CastSpec.of(NVFP4.element, NEAREST_EVEN, True), 1.0, nothing, 3, nothing)
     case[0] = "blocks"
     scales = torch.zeros(4, 2, dtype=torch.uint8)
-    fast.block_pack(x, codes, scales, BlockSpec.of(NVFP4, STOCHASTIC, 0), torch.tensor(1.0), 1.0, nothing, 3, nothing)
-    fast.block_cast(x, x, BlockSpec.of(MXFP8_E4M3, NEAREST_EVEN, 0), nothing, 1.0, nothing, 3, nothing)
+    triton_backend.block_pack(
+        x, codes, scales, BlockSpec.of(NVFP4, STOCHASTIC, 0), torch.tensor(1.0), 1.0, nothing, 3, nothing
+    )
+    triton_backend.block_cast(x, x, BlockSpec.of(MXFP8_E4M3, NEAREST_EVEN, 0), nothing, 1.0, nothing, 3, nothing)
     ragged = torch.zeros(4, 33)
-    fast.block_cast(ragged, ragged, BlockSpec.of(MXFP8_E4M3, STOCHASTIC, 0), nothing, 1.0, nothing, 3, nothing)
+    triton_backend.block_cast(
+        ragged, ragged, BlockSpec.of(MXFP8_E4M3, STOCHASTIC, 0), nothing, 1.0, nothing, 3, nothing
+    )
 
 
 def examine(kernel: Any, cuobjdump: str) -> dict[str, Any]:

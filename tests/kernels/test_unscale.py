@@ -12,12 +12,12 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._tensors import FLOATING
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.operators.tensor_checks import FLOATING
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FAST = [name for name in BACKENDS if name != "torch"]
-SUMS = slice(layout.SUM, layout.SUMSQ + 1)
+SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SCALES = [1.0, 0.5, 2.0**-16, 1 / 3, 3.7, 65536.0, 2.0**100, 2.0**-149, 0.0, -1.0, math.inf, math.nan]
@@ -36,8 +36,8 @@ def fast(request):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     """One or three threads, and shares so small that these tests' tensors are cut between them."""
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._FINE_SHARE", 1 << 12)
     monkeypatch.setattr("torch.get_num_threads", lambda: request.param)
 
 
@@ -292,7 +292,7 @@ def test_more_values_than_the_planes_of_a_sweep_hold():
 def test_float16_by_integers_for_a_processor_without_its_conversions():
     from numba import njit
 
-    from plimsoll.kernels._numba import _unscale_kernels as unscaling
+    from plimsoll.kernels.numba_backend.unscaling import kernels as unscaling
 
     narrow, widen = unscaling.half_by_integers, unscaling.widen_half
 
@@ -318,7 +318,7 @@ def test_float16_by_integers_for_a_processor_without_its_conversions():
 def test_the_sweep_for_a_processor_without_three_way_logic(monkeypatch):
     from numba import njit
 
-    from plimsoll.kernels._numba import _sweep
+    from plimsoll.kernels.numba_backend.measuring import sweep as _sweep
 
     def results(*, ternary: bool) -> list[np.ndarray]:
         monkeypatch.setattr(_sweep, "has_feature", lambda _: ternary)

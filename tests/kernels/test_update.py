@@ -9,13 +9,13 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
-SUMS = slice(layout.SUM, layout.SUMSQ + 1)
-NORM = slice(layout.OLD_SUMSQ, layout.OLD_SUMSQ + 1)
+SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
+NORM = slice(row_layout.OLD_SUMSQ, row_layout.OLD_SUMSQ + 1)
 SPECIAL = [
     0.0,
     -0.0,
@@ -42,8 +42,8 @@ def backend(request):
 @pytest.fixture(params=[1, 2])
 def threads(request, monkeypatch):
     """One or two threads, and shares so small that these tests' tensors are cut between them."""
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._SMALLEST_SHARE", 1 << 10)
-    monkeypatch.setattr("plimsoll.kernels._numba._pool._FINE_SHARE", 1 << 12)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._SMALLEST_SHARE", 1 << 10)
+    monkeypatch.setattr("plimsoll.kernels.numba_backend.threads._FINE_SHARE", 1 << 12)
     monkeypatch.setattr("torch.get_num_threads", lambda: request.param)
 
 
@@ -174,7 +174,7 @@ def test_update_of_each_dtype(backend, dtype, count):
     old, new, push = step(count, dtype)
     moves = assert_same_update(backend, [old], [new], [push])
     if count > 1000:
-        pushed, unmoved = moves[0, layout.PUSHED], moves[0, layout.UNMOVED]
+        pushed, unmoved = moves[0, row_layout.PUSHED], moves[0, row_layout.UNMOVED]
         assert count > pushed > unmoved > 0
 
 
@@ -205,10 +205,10 @@ def test_update_counts_what_a_reader_expects(backend):
     new = torch.tensor([1.0, 2.5, 3.0, -0.0, 4.0])
     push = torch.tensor([0.0, 1.0, 1.0, math.nan, 0.0])
     bank, moves = updated(backend, [old], [new], [push], [0])
-    assert moves[0, : layout.OLD_SUMSQ].tolist() == [3, 2]
-    assert float(moves.view(torch.float64)[0, layout.OLD_SUMSQ]) == 18.0
-    assert bank[0, : layout.POSITIVE].tolist() == [5, 3, 0, 0, 0]
-    assert float(bank.view(torch.float64)[0, layout.SUM]) == 2.5
+    assert moves[0, : row_layout.OLD_SUMSQ].tolist() == [3, 2]
+    assert float(moves.view(torch.float64)[0, row_layout.OLD_SUMSQ]) == 18.0
+    assert bank[0, : row_layout.POSITIVE].tolist() == [5, 3, 0, 0, 0]
+    assert float(bank.view(torch.float64)[0, row_layout.SUM]) == 2.5
 
 
 def test_update_without_a_push_counts_no_moves(backend):
@@ -319,9 +319,9 @@ def test_measuring_one_tensor_with_the_reference_and_on_threads(threads):
         kernels.measure_one(x, one, 1)
         with kernels.use("torch"):
             kernels.measure_one(x, listed, 1)
-        assert torch.equal(one[1, : layout.SUM], listed[1, : layout.SUM])
-        assert torch.equal(one[1, layout.HISTOGRAM : layout.NARROW], listed[1, layout.HISTOGRAM :])
-        assert bool((one[0] == 4).all()) and not bool(one[1, layout.NARROW :].any())
+        assert torch.equal(one[1, : row_layout.SUM], listed[1, : row_layout.SUM])
+        assert torch.equal(one[1, row_layout.HISTOGRAM : row_layout.NARROW], listed[1, row_layout.HISTOGRAM :])
+        assert bool((one[0] == 4).all()) and not bool(one[1, row_layout.NARROW :].any())
 
 
 def test_measuring_one_tensor_refuses_a_row_that_is_not_there():
@@ -335,8 +335,8 @@ def test_measuring_into_a_part_of_a_bank():
     whole = kernels.new_bank(6)
     for bank in (whole[2:4], whole[::2]):
         kernels.measure_one(torch.ones(3), bank, 1)
-        assert int(bank[1, layout.COUNT]) == 3
-    assert whole[:, layout.COUNT].tolist() == [0, 0, 3, 3, 0, 0]
+        assert int(bank[1, row_layout.COUNT]) == 3
+    assert whole[:, row_layout.COUNT].tolist() == [0, 0, 3, 3, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["numba", "torch"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Batch, RunWriter
 
 
@@ -23,12 +23,12 @@ def written(path: Path, layers: int, samples: int, every: int = 10, fmt: str = "
 
 
 def rows_of(zeros: np.ndarray, exponent: int) -> np.ndarray:
-    rows = np.zeros((len(zeros), layout.NARROW), dtype=np.int64)
+    rows = np.zeros((len(zeros), row_layout.NARROW), dtype=np.int64)
     value, held = 2.0**exponent, 1000 - zeros
-    rows[:, layout.COUNT], rows[:, layout.ZEROS] = 1000, zeros
-    rows[:, layout.HISTOGRAM + exponent - layout.LOWEST_BINADE] = held
+    rows[:, row_layout.COUNT], rows[:, row_layout.ZEROS] = 1000, zeros
+    rows[:, row_layout.HISTOGRAM + exponent - row_layout.LOWEST_BINADE] = held
     sums = np.stack([value * held, value * held, value**2 * held], axis=1)
-    rows[:, layout.SUM : layout.SUMSQ + 1] = sums.view(np.int64)
+    rows[:, row_layout.SUM : row_layout.SUMSQ + 1] = sums.view(np.int64)
     key = int(np.float64(value).view(np.int64))
-    rows[:, layout.POSITIVE], rows[:, layout.NEAREST] = key, layout.ABSMIN_TOP - key
+    rows[:, row_layout.POSITIVE], rows[:, row_layout.NEAREST] = key, row_layout.ABSMIN_TOP - key
     return rows

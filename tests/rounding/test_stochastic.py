@@ -8,9 +8,9 @@ import torch
 
 from plimsoll import cast, kernels, pack, unpack
 from plimsoll.formats import E4M3
-from plimsoll.kernels import _noise
-from plimsoll.kernels._numba import _cast as numba_cast
-from plimsoll.kernels._spec import STOCHASTIC, CastSpec
+from plimsoll.kernels import philox
+from plimsoll.kernels.numba_backend.casting import launch
+from plimsoll.kernels.operators.cast_spec import STOCHASTIC, CastSpec
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FORMATS = ["e4m3", "fp16", "bf16", "e2m1", "e5m7", "mxfp8_e5m2", "nvfp4"]
@@ -105,10 +105,10 @@ def test_indices_beyond_32_bits_have_noise_of_their_own():
     start, count = (1 << 33) + 700, 3000
     x, out = torch.full((count,), 1 + 1 / 16), torch.empty(count)
     spec = CastSpec.of(E4M3, STOCHASTIC, saturate=True)
-    numba_cast._cast_flat(x, out, spec, 1.0, np.uint64(42), start)
-    up = _noise.words(torch.tensor(42), count, start) < 1 << 31
+    launch._cast_flat(x, out, spec, 1.0, np.uint64(42), start)
+    up = philox.words(torch.tensor(42), count, start) < 1 << 31
     assert torch.equal(out, torch.where(up, 1.125, 1.0))
-    assert not torch.equal(up, _noise.words(torch.tensor(42), count))
+    assert not torch.equal(up, philox.words(torch.tensor(42), count))
 
 
 def test_overflow_is_drawn_too():

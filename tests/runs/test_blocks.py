@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plimsoll import measure
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout, measure_into, new_bank
+from plimsoll.kernels import measure_into, new_bank, row_layout
 from plimsoll.runs import Batch, Run, RunWriter, StepRecord
 from plimsoll.runs._block_columns import NAMES, blocks_of
 from plimsoll.runs._entries import from_batch
@@ -214,7 +214,7 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     whole = {"step": 0, "rows": rows, "index": index, "series": index, "blocks": np.full(6, 32)}
     from_batch(Batch(**whole), 100)
     unmeasured = copy.deepcopy(rows)
-    unmeasured[:, layout.NARROW :] = 0
+    unmeasured[:, row_layout.NARROW :] = 0
     for fields, message in (
         ({"blocks": None}, r"expected rows int64\[n, 288\]; got int64\[6, 848\]"),
         ({"rows": making.rows_of(tensors())}, r"expected rows int64\[n, 848\]; got int64\[6, 288\]"),

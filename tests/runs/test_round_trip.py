@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import EXTRAS, Batch, Event, Run, RunWriter, Scalars
 from plimsoll.runs._rows import rows_of
 from plimsoll.runs._tables import SCHEMAS, Series, chunk, spectra_table
@@ -31,20 +31,22 @@ def test_every_kind_of_spectrum_comes_back_equal(tmp_path: Path) -> None:
 def rows(draw: st.DrawFn) -> np.ndarray:
     """Rows as a bank may hold them: any counts, extremes that agree with them, any sums."""
     count = draw(st.integers(1, 4))
-    result = np.zeros((count, layout.NARROW), dtype=np.int64)
+    result = np.zeros((count, row_layout.NARROW), dtype=np.int64)
     floats = result.view(np.float64)
     for row, sums in zip(result, floats, strict=True):
         occupied = draw(st.dictionaries(st.integers(0, 276), st.integers(1, 2**50), max_size=5))
         for index, values in occupied.items():
-            row[layout.HISTOGRAM + index] = values
-        row[layout.ZEROS : layout.NEG_INFS + 1] = draw(st.lists(st.integers(0, 2**40), min_size=4, max_size=4))
-        row[layout.COUNT] = row[layout.ZEROS : layout.NEG_INFS + 1].sum() + sum(occupied.values())
+            row[row_layout.HISTOGRAM + index] = values
+        row[row_layout.ZEROS : row_layout.NEG_INFS + 1] = draw(st.lists(st.integers(0, 2**40), min_size=4, max_size=4))
+        row[row_layout.COUNT] = row[row_layout.ZEROS : row_layout.NEG_INFS + 1].sum() + sum(occupied.values())
         if occupied:
             top, bottom = (math.ldexp(draw(st.floats(1, 1.99)), i - 149) for i in (max(occupied), min(occupied)))
-            sign = draw(st.sampled_from([layout.POSITIVE, layout.NEGATIVE]))
+            sign = draw(st.sampled_from([row_layout.POSITIVE, row_layout.NEGATIVE]))
             sums[sign] = max(top, bottom)
-            row[layout.NEAREST] = layout.ABSMIN_TOP - int(np.float64(min(top, bottom)).view(np.int64))
-            sums[layout.SUM : layout.SUMSQ + 1] = draw(st.lists(st.floats(-1e300, 1e300), min_size=3, max_size=3))
+            row[row_layout.NEAREST] = row_layout.ABSMIN_TOP - int(np.float64(min(top, bottom)).view(np.int64))
+            sums[row_layout.SUM : row_layout.SUMSQ + 1] = draw(
+                st.lists(st.floats(-1e300, 1e300), min_size=3, max_size=3)
+            )
     return result
 
 
@@ -63,7 +65,7 @@ def test_any_row_comes_back_bit_for_bit_from_the_columns(given_rows: np.ndarray,
 def test_steps_of_long_runs_and_their_counts_do_not_overflow(tmp_path: Path) -> None:
     steps = [10_000_000, 2**31 + 5, 2**40, 2**62]
     row = making.rows_of([torch.tensor([1.0])])
-    row[0, [layout.COUNT, layout.HISTOGRAM + 149]] = 2**53 + 1
+    row[0, [row_layout.COUNT, row_layout.HISTOGRAM + 149]] = 2**53 + 1
     with RunWriter(tmp_path / "run") as writer:
         series = np.array([writer.series("weights", "w", format="fp32")])
         for step in steps:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
-from plimsoll.kernels._later import Later
+from plimsoll.kernels.device_value import Later
 from plimsoll.scaling import DynamicScaler, SpectralScaler
 from plimsoll.scaling._spectral_looks import Facts
 from plimsoll.scaling._spectral_rule import Look, Memory

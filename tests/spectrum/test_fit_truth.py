@@ -27,8 +27,8 @@ from plimsoll.formats import (
     Format,
     get,
 )
-from plimsoll.kernels._spec import BlockSpec, CastSpec
-from plimsoll.kernels._torch import _cast
+from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
+from plimsoll.kernels.torch_backend import casting
 from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
 
 ELEMENTS = (FP16, BF16, E4M3, E5M2, E4M3FNUZ, E2M1, FP32, get("e5m0"), get("e3m1"))
@@ -56,10 +56,10 @@ class Truth:
 
 def element_truth(x: torch.Tensor, fmt: Format, shift: int) -> Truth:
     values = x.to(torch.float64) * 2.0**shift
-    held = _cast.from_codes(_cast.to_codes(values, CastSpec.of(fmt, 0, saturate=True), None), fmt).abs()
+    held = casting.from_codes(casting.to_codes(values, CastSpec.of(fmt, 0, saturate=True), None), fmt).abs()
     if fmt.has_inf or fmt.has_nan:
-        beyond = _cast.to_codes(values, CastSpec.of(fmt, 0, saturate=False), None)
-        over = ~_cast.from_codes(beyond, fmt).isfinite()
+        beyond = casting.to_codes(values, CastSpec.of(fmt, 0, saturate=False), None)
+        over = ~casting.from_codes(beyond, fmt).isfinite()
     else:
         over = values.abs() >= fmt.overflow_threshold
         assert fmt.overflow_at_threshold
@@ -73,8 +73,8 @@ def mx_truth(x: torch.Tensor, fmt: BlockFormat, shift: int) -> Truth:
 def block_truth(values: torch.Tensor, fmt: BlockFormat, tensor_scale: torch.Tensor | None) -> Truth:
     spec = BlockSpec.of(fmt, 0, 0)
     out = torch.empty_like(values)
-    _cast.block_cast(values, out, spec, tensor_scale, 1.0, None, 0, None)
-    _, _, divisor = _cast._quantize_blocks(values, spec, tensor_scale, 1.0, 0, None)
+    casting.block_cast(values, out, spec, tensor_scale, 1.0, None, 0, None)
+    _, _, divisor = casting._quantize_blocks(values, spec, tensor_scale, 1.0, 0, None)
     width = values.shape[1]
     per_value = divisor.expand(-1, -1, fmt.block).flatten(1)[:, :width]
     element, scaled = fmt.element, (values / per_value).abs()
@@ -193,7 +193,7 @@ def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, 
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=0.01)
     scaled = x.double() * 2.0**shift
     held = torch.empty_like(scaled)
-    _cast.cast(scaled, held, CastSpec.of(fmt, 0, saturate=True), 1.0, None, 0, None)
+    casting.cast(scaled, held, CastSpec.of(fmt, 0, saturate=True), 1.0, None, 0, None)
     truth_db = noise_db(scaled, held)
     # Above 100 dB a handful of values makes all the noise; rounding to FP8 leaves no even spread over its few numbers.
     tolerance = 3.5 if truth_db > 100 else 1.0 if dtype == torch.float8_e5m2 else 0.35
@@ -212,7 +212,7 @@ def test_estimates_and_noise_come_close_in_blocks(
     for name in ("lost", "subnormal", "overflow"):
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=fraction)
     held = torch.empty_like(x)
-    _cast.block_cast(x, held, BlockSpec.of(fmt, 0, 0), tensor_scale, 1.0, None, 0, None)
+    casting.block_cast(x, held, BlockSpec.of(fmt, 0, 0), tensor_scale, 1.0, None, 0, None)
     assert fit.snr_db == pytest.approx(noise_db(x, held), abs=decibels)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout, _torch
+from plimsoll.kernels import row_layout, torch_backend
 from plimsoll.spectrum import BlockRecord, Grid, Source, Spectrum, measure
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -179,15 +179,15 @@ def test_float64_beyond_the_range_goes_to_the_end_binades() -> None:
 
 
 def test_from_row_reads_every_word() -> None:
-    bank = torch.zeros((2, layout.WIDE), dtype=torch.int64)
-    _torch.measure([torch.tensor([[1.0, -4.0, 0.0, 0.5]])], bank, [1], True, 16)
+    bank = torch.zeros((2, row_layout.WIDE), dtype=torch.int64)
+    torch_backend.measure([torch.tensor([[1.0, -4.0, 0.0, 0.5]])], bank, [1], True, 16)
     s = Spectrum.from_row(bank.numpy()[1], Source("bf16"), 16)
     assert (s.count, s.zeros, s.min, s.max, s.absmin, s.sum, s.sumsq) == (4, 1, -4.0, 1.0, 0.5, -2.5, 17.25)
     assert s.source == Source("bf16") and s.grid == Source("bf16").grid
     assert s.blocks is not None
     assert (s.blocks.block, s.blocks.blocks, s.blocks.depths[:4].tolist()) == (16, 1, [1, 0, 1, 1])
     assert Spectrum.from_row(bank.numpy()[0], None, 16) == Spectrum.empty()
-    narrow = bank.numpy()[1, : layout.NARROW]
+    narrow = bank.numpy()[1, : row_layout.NARROW]
     assert Spectrum.from_row(narrow) == dataclasses.replace(s, source=None, grid=None, blocks=None)
 
 
@@ -197,7 +197,7 @@ def test_from_row_refuses_other_rows() -> None:
     with pytest.raises(ArgumentError, match=r"shape \(848,\) for block=32; got int64 of shape \(288,\)"):
         Spectrum.from_row(np.zeros(288, dtype=np.int64), None, 32)
     damaged = np.zeros(288, dtype=np.int64)
-    damaged[layout.COUNT] = 3
+    damaged[row_layout.COUNT] = 3
     with pytest.raises(ArgumentError, match=r"Spectrum.from_row: expected zeros \+ nans .* against count=3"):
         Spectrum.from_row(damaged)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Run, RunWriter
 from plimsoll.watch import _reduce
 from plimsoll.watch._sample import Pool, Rows
@@ -86,8 +86,8 @@ def test_all_else_is_recorded_as_without(tmp_path: Path) -> None:
 
 
 def test_rows_are_narrow_where_nothing_is_asked_for(tmp_path: Path) -> None:
-    assert Rows(torch.device("cpu"), Pool()).banks[0].shape[1] == layout.NARROW
-    assert Rows(torch.device("cpu"), Pool(32)).banks[0].shape[1] == layout.WIDE
+    assert Rows(torch.device("cpu"), Pool()).banks[0].shape[1] == row_layout.NARROW
+    assert Rows(torch.device("cpu"), Pool(32)).banks[0].shape[1] == row_layout.WIDE
     train(model_of(), tmp_path / "run")
     run = Run(tmp_path / "run")
     assert run.block_lengths == () and run.settings["block"] is None

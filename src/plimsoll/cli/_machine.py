@@ -173,7 +173,7 @@ def _chosen(device: str) -> str:
     """The backend that runs for tensors of that device, as the kernels choose it."""
     import torch
 
-    from plimsoll.kernels import _backend
+    from plimsoll.kernels import backend as _backend
 
     try:
         with warnings.catch_warnings():
@@ -185,9 +185,9 @@ def _chosen(device: str) -> str:
 
 def _kernel_cache() -> Cache:
     try:
-        from plimsoll.kernels._numba import _jit
+        from plimsoll.kernels.numba_backend import compiling
 
-        folder = _jit.cache_folder()
+        folder = compiling.cache_folder()
     except Exception:  # noqa: BLE001  (a missing or broken Numba fails in any way; the table of backends says how)
         return Cache(folder=None, writable=False)
     if folder is None:

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, from_table
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
 from plimsoll.runs._block_columns import blocks_of, whole_numbers
 from plimsoll.runs._ragged import flat
@@ -59,13 +59,13 @@ class BlockCells:
     def by_depth(self) -> Any:
         """The values at each depth, as a sparse matrix of rows by depths."""
         places = np.arange(len(self.depths)) - np.repeat(self.depth_start[:-1], np.diff(self.depth_start))
-        shape = (len(self.length), layout.BINADES)
+        shape = (len(self.length), row_layout.BINADES)
         return csr_matrix((self.depths.astype(np.float64), places.astype(np.int32), self.depth_start), shape=shape)
 
     @cached_property
     def values(self) -> Floats:
         """How many values of each row have a depth."""
-        return self.by_depth @ np.ones(layout.BINADES)
+        return self.by_depth @ np.ones(row_layout.BINADES)
 
     @cached_property
     def blocks(self) -> Floats:

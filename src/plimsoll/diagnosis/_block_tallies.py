@@ -20,7 +20,7 @@ from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._noise import Noise
 from plimsoll.diagnosis._tallies import Populations, Tallies, ordinals
 from plimsoll.formats import FP32, BlockFormat, Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum import _tensor_scale_fit
 from plimsoll.spectrum._merge import BEYOND, LOWEST
 from plimsoll.spectrum._population import (
@@ -35,7 +35,7 @@ from plimsoll.spectrum._source import Grid
 from plimsoll.spectrum.block_overflow import overflowing
 
 _NO_GRID = -1
-_HIGHEST = layout.LOWEST_BINADE + layout.BINADES - 1
+_HIGHEST = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
 _BEYOND_ALL = 2.0**1000
 _SLACK = 2.0**-20  # as in `_tensor_scale_fit`
 
@@ -98,7 +98,7 @@ class BlockTallies:
     def _misplaced(self) -> Floats:
         """How many values of each row may lie deeper than recorded: those in the end binades."""
         cells, (low, high) = self.blocks.cells, self._ends
-        lowest = cells.below_binade(np.full(len(cells), layout.LOWEST_BINADE + 1))
+        lowest = cells.below_binade(np.full(len(cells), row_layout.LOWEST_BINADE + 1))
         return np.where(low, lowest, 0) + np.where(high, self._maxima_from(_HIGHEST) * self.blocks.length, 0.0)
 
     @cached_property
@@ -178,7 +178,7 @@ class BlockTallies:
         (power, odd), (low, high), total = self._scale, self._ends, self.blocks.values
         rise = fmt.element.max_exponent - shift + power
         first = fmt.scale.min_exponent + rise + odd
-        small = self.blocks.maxima_below(np.where(low, np.maximum(first, layout.LOWEST_BINADE + 1), first))
+        small = self.blocks.maxima_below(np.where(low, np.maximum(first, row_layout.LOWEST_BINADE + 1), first))
         last = fmt.scale.max_exponent + rise + 1
         large = self._maxima_from(np.where(high, np.minimum(last, _HIGHEST), last))
         return np.minimum(small * fmt.block, total), np.minimum(large * fmt.block, total)
@@ -226,7 +226,7 @@ class BlockTallies:
         in_range |= not fmt.tensor_scale
         reach = absmax if fmt.tensor_scale else self._stored(fmt.element.max * fmt.scale.max, shift)
         coarse = _above(reach * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK))
-        unsure = blocks.maxima_below(np.where(low, np.maximum(coarse, layout.LOWEST_BINADE + 1), coarse))
+        unsure = blocks.maxima_below(np.where(low, np.maximum(coarse, row_layout.LOWEST_BINADE + 1), coarse))
         large = np.full_like(coarse, _HIGHEST + 1) if fmt.tensor_scale else _above(reach * (1 - _SLACK) / 2)
         large = np.where(high & (coarse <= _HIGHEST), np.minimum(large, _HIGHEST), large)
         unsure = unsure + self._maxima_from(large)
@@ -248,11 +248,11 @@ def _by_depth(element: Format, bits: int, odd: bool) -> Floats:
     `bits`: of the grid that the values are on; `odd`: the depth may be off by one.
     """
     top = element.max_exponent
-    lowest = top - (layout.BINADES - 1)
-    found = np.zeros((layout.BINADES, 11))
-    for depth in range(layout.BINADES):
-        counts = np.zeros(layout.BINADES, dtype=np.int64)
-        counts[layout.BINADES - 1 - depth] = 1
+    lowest = top - (row_layout.BINADES - 1)
+    found = np.zeros((row_layout.BINADES, 11))
+    for depth in range(row_layout.BINADES):
+        counts = np.zeros(row_layout.BINADES, dtype=np.int64)
+        counts[row_layout.BINADES - 1 - depth] = 1
         values = Population(
             counts=counts,
             lowest=lowest,
@@ -315,4 +315,4 @@ def _above(limit: Floats) -> Ints:
     """The first binade that does not begin below a limit; one below all of them for 0."""
     fraction, exponent = np.frexp(limit)
     found = exponent.astype(np.int64) - (fraction == 0.5)
-    return np.where(limit > 0, found, layout.LOWEST_BINADE)
+    return np.where(limit > 0, found, row_layout.LOWEST_BINADE)

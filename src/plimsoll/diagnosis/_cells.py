@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
 from plimsoll.runs._arrow import Table, pa, pc, values_of
 from plimsoll.runs._records import EXTRAS
@@ -107,7 +107,7 @@ class Cells:
 
     def below_binade(self, binade: Ints) -> Ints:
         """How many nonzero finite values of each row, as stored, lie below a binade (one a row)."""
-        place = np.clip(np.maximum(binade, layout.LOWEST_BINADE) - self.lowest, 0, self.length)
+        place = np.clip(np.maximum(binade, row_layout.LOWEST_BINADE) - self.lowest, 0, self.length)
         return self.running[self.start[:-1] + place] - self.running[self.start[:-1]]
 
     # -- from rows to layers x steps

@@ -16,10 +16,10 @@ from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.formats import Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum._population import BINADE, overflow_point
 
-_BINADES: Ints = np.arange(layout.BINADES, dtype=np.int64) + layout.LOWEST_BINADE
+_BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE
 
 
 def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floats, Floats]:
@@ -124,11 +124,11 @@ class Noise:
         ends_above = np.where(last > top, cells.flat[cells.start[1:][rows] - 1], 0)
         first_of_last = last * BINADE
         short = _saturation(first_of_last, np.minimum(first_of_last + BINADE, end), point, largest)
-        saturated = sums[:, 1] + _times(ends_above, short - full[np.clip(last - layout.LOWEST_BINADE, 0, None)])
+        saturated = sums[:, 1] + _times(ends_above, short - full[np.clip(last - row_layout.LOWEST_BINADE, 0, None)])
         at_top = np.full(len(rows), point)
         saturated += _times(left, _saturation(at_top, np.minimum((top + 1) * BINADE, end), point, largest))
-        inside = layout.LOWEST_BINADE <= top < layout.LOWEST_BINADE + layout.BINADES
-        held = rounding[top - layout.LOWEST_BINADE] if inside else 0.0
+        inside = row_layout.LOWEST_BINADE <= top < row_layout.LOWEST_BINADE + row_layout.BINADES
+        held = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
         return self._surplus[rows] * saturated - _times(left, np.full(len(left), held))
 
     @cached_property
@@ -156,9 +156,10 @@ class Noise:
         if not len(cells):
             return []
         places = np.repeat(cells.lowest - cells.start[:-1], cells.length) + np.arange(len(cells.flat))
-        shape = (len(cells), layout.BINADES)
+        shape = (len(cells), row_layout.BINADES)
         matrix: Any = csr_matrix(
-            (cells.flat.astype(np.float64), (places - layout.LOWEST_BINADE).astype(np.int32), cells.start), shape=shape
+            (cells.flat.astype(np.float64), (places - row_layout.LOWEST_BINADE).astype(np.int32), cells.start),
+            shape=shape,
         )
         scales, scale = np.unique(cells.scale, return_inverse=True)
         key = (scale * len(cells.formats) + cells.format) * 2 + on_grid

@@ -7,7 +7,7 @@ import numpy as np
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.diagnosis._view import View
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 
 _NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise
 
@@ -117,7 +117,7 @@ def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
     whole[np.ix_(layers, places)] = limit
     of_row = whole[cells.layer, cells.at] * cells.scale
     with np.errstate(all="ignore"):
-        binade = np.where(of_row > 0, np.floor(np.log2(of_row)), layout.LOWEST_BINADE).astype(np.int64)
+        binade = np.where(of_row > 0, np.floor(np.log2(of_row)), row_layout.LOWEST_BINADE).astype(np.int64)
     below = cells.below_binade(binade)
     with np.errstate(all="ignore"):
         return (cells.total(below) / cells.total_of("count"))[np.ix_(layers, places)]

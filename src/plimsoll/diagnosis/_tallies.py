@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.formats import Format, get_element
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum._population import BINADE, lost_point, normal_point, overflow_point
 
 _END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more
@@ -102,7 +102,7 @@ class Populations:
     def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
         """At least, at most and about how many of some rows' magnitudes are below a limit that lies among them."""
         cells, first, last = self.cells, self.first[rows], self.last[rows]
-        index = np.clip(limit // BINADE, layout.LOWEST_BINADE, layout.LOWEST_BINADE + layout.BINADES - 1)
+        index = np.clip(limit // BINADE, row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
         place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
         held = np.clip(place, 0, length)
         under = (cells.running[begin + held] - cells.running[begin]).astype(np.float64)
@@ -218,6 +218,6 @@ def _extent(index: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """The ordinals between which the values of one binade of each row lie, both ends included."""
     start = index * BINADE
     stop = start + BINADE - 1
-    bottom = index == layout.LOWEST_BINADE
-    top = index == layout.LOWEST_BINADE + layout.BINADES - 1
+    bottom = index == row_layout.LOWEST_BINADE
+    top = index == row_layout.LOWEST_BINADE + row_layout.BINADES - 1
     return np.where(bottom, first, np.maximum(start, first)), np.where(top, last, np.minimum(stop, last))

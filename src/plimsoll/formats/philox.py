@@ -1,6 +1,6 @@
 """Philox4x32-10 in numpy: the noise of stochastic rounding, word for word what the kernels draw.
 
-The counter layout is `plimsoll.kernels._noise`'s: value i of the flattened array takes word ``(i >> 8) & 3`` of the
+The counter layout is `plimsoll.kernels.philox`'s: value i of the flattened array takes word ``(i >> 8) & 3`` of the
 Philox block (Salmon et al., SC 2011) with counter ``(i >> 10) * 256 + (i & 255)``, and the key's low and high halves
 are its two key words. This form exists because formats import no torch; `tests/formats/test_noise.py` holds the two
 equal, and both to the published test vectors.

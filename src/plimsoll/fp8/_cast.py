@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.formats import E4M3, E5M2
-from plimsoll.kernels._fp8 import Layout, padded
+from plimsoll.kernels.operators.fp8_cast import Layout, padded
 
 LIMITS = {torch.float8_e4m3fn: E4M3.max, torch.float8_e5m2: E5M2.max}
 

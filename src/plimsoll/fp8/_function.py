@@ -16,7 +16,7 @@ from plimsoll.fp8._cast import Held, hold
 from plimsoll.fp8._history import gradient_scale
 from plimsoll.fp8._product import product
 from plimsoll.fp8._scales import DTYPES, absmax_of, scale_for
-from plimsoll.kernels._fp8 import Layout
+from plimsoll.kernels.operators.fp8_cast import Layout
 
 
 class Constants(NamedTuple):

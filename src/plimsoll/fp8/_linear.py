@@ -16,7 +16,7 @@ from plimsoll.fp8._function import Constants, Fp8Product, Marks
 from plimsoll.fp8._product import is_autocasting
 from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
-from plimsoll.kernels._fp8 import keep, padded
+from plimsoll.kernels.operators.fp8_cast import keep, padded
 from plimsoll.unit import _formulas
 from plimsoll.unit._constraints import Constraint
 from plimsoll.unit._formulas import Factors, root

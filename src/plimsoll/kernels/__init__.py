@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _backend, _layout, _ops as _ops
-from plimsoll.kernels._backend import (
+from plimsoll.kernels import backend, row_layout
+from plimsoll.kernels.backend import (
     BackendStatus as BackendStatus,
     forced as forced,
     report as report,
     use as use,
 )
-from plimsoll.kernels._fp8 import fp8_cast as fp8_cast
+from plimsoll.kernels.operators import statistics
+from plimsoll.kernels.operators.fp8_cast import fp8_cast as fp8_cast
 
 ops = torch.ops.plimsoll
 
 
 def new_bank(rows: int, block: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """An empty bank of that many rows; `block` makes room for the block record."""
-    return torch.zeros((rows, _layout.width(block)), dtype=torch.int64, device=device)
+    return torch.zeros((rows, row_layout.width(block)), dtype=torch.int64, device=device)
 
 
 def measure_into(
@@ -48,7 +49,7 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
     if torch.compiler.is_compiling() or type(bank) is not Tensor:  # a fake tensor, say
         ops.measure_([x], bank, [row], False, 0)
     else:
-        _backend.choose(bank).measure_one(x, bank, row)
+        backend.choose(bank).measure_one(x, bank, row)
 
 
 def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *, block: int = 0) -> None:
@@ -56,12 +57,12 @@ def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.measure_(list(tensors), bank, list(rows), False, block)
     else:
-        _backend.choose(bank).measure(tensors, bank, rows, False, block)
+        backend.choose(bank).measure(tensors, bank, rows, False, block)
 
 
 def measurer(bank: Tensor) -> Callable[[Tensor, Tensor, int], None]:
     """`measure_one` for banks like this, whose backend is chosen here and not at every call."""
-    return measure_one if type(bank) is not Tensor else _backend.choose(bank).measure_one
+    return measure_one if type(bank) is not Tensor else backend.choose(bank).measure_one
 
 
 def new_counts(length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -77,7 +78,7 @@ def count_nonfinite_into(tensors: Sequence[Tensor], counts: Tensor, index: int) 
     if torch.compiler.is_compiling() or type(counts) is not Tensor:
         ops.count_nonfinite_(list(tensors), counts, index)
     else:
-        _backend.choose(counts).count_nonfinite(tensors, counts, index)
+        backend.choose(counts).count_nonfinite(tensors, counts, index)
 
 
 def unscale_into(
@@ -98,12 +99,12 @@ def unscale_into(
     if torch.compiler.is_compiling() or type(found_inf) is not Tensor:
         ops.unscale_(list(gradients), inverse_scale, found_inf, bank, list(rows))
     else:
-        _ops.unscale(gradients, inverse_scale, found_inf, bank, rows)
+        statistics.unscale(gradients, inverse_scale, found_inf, bank, rows)
 
 
 def new_moves(rows: int, device: torch.device | str = "cpu") -> Tensor:
     """Empty rows of moves, for `update_into`."""
-    return torch.zeros((rows, _layout.MOVES), dtype=torch.int64, device=device)
+    return torch.zeros((rows, row_layout.MOVES), dtype=torch.int64, device=device)
 
 
 def update_into(
@@ -125,7 +126,7 @@ def update_into(
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.update_(list(old), list(new), list(pushes), bank, list(rows), moves)
     else:
-        _ops.update(old, new, pushes, bank, rows, moves)
+        statistics.update(old, new, pushes, bank, rows, moves)
 
 
 def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
@@ -146,7 +147,7 @@ def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArr
             "them one layout."
         )
     groups, rows = np.ascontiguousarray(groups, np.int64), np.ascontiguousarray(rows)
-    _backend.choose_for_host().merge_rows(target, groups, rows)
+    backend.choose_for_host().merge_rows(target, groups, rows)
 
 
 def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
@@ -165,8 +166,8 @@ def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
 
 def add_rows_by_torch(bank: Tensor, targets: Tensor, rows: Tensor) -> None:
     """The same by torch's own operators, on any device."""
-    extremes, sums = slice(_layout.POSITIVE, _layout.SUM), slice(_layout.SUM, _layout.HISTOGRAM)
-    for part in (slice(0, _layout.POSITIVE), slice(_layout.HISTOGRAM, None)):
+    extremes, sums = slice(row_layout.POSITIVE, row_layout.SUM), slice(row_layout.SUM, row_layout.HISTOGRAM)
+    for part in (slice(0, row_layout.POSITIVE), slice(row_layout.HISTOGRAM, None)):
         bank[:, part].index_add_(0, targets, rows[:, part])
     bank.view(torch.float64)[:, sums].index_add_(0, targets, rows.view(torch.float64)[:, sums])
     keys = rows[:, extremes]

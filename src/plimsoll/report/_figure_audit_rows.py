@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.kernels import _layout
+from plimsoll.kernels import row_layout
 from plimsoll.report._figure_words import MINUS, labels, power, safe
 from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading, Row
@@ -82,7 +82,7 @@ def middle(reading: Reading) -> tuple[float, float]:
     if not s.nonzero:
         return math.nan, math.nan
     below = np.concatenate([[0], np.cumsum(s.binades)]) / s.nonzero
-    edges = np.arange(len(below)) + float(_layout.LOWEST_BINADE)
+    edges = np.arange(len(below)) + float(row_layout.LOWEST_BINADE)
     first = int(np.flatnonzero(s.binades)[0])
     last = int(np.flatnonzero(s.binades)[-1]) + 1
     low, high = np.interp([0.05, 0.95], below[first : last + 1], edges[first : last + 1])

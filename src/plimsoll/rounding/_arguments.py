@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, Format, get
-from plimsoll.kernels._spec import ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
+from plimsoll.kernels.operators.cast_spec import ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
 
 Generator = torch.Generator | int | Tensor | None
 

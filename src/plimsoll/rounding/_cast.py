@@ -6,7 +6,7 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat
-from plimsoll.kernels._tensors import EIGHT_BIT, FLOATING, check_tensor
+from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING, check_tensor
 from plimsoll.rounding import _arguments
 from plimsoll.rounding._arguments import Generator
 from plimsoll.rounding._sharded import is_sharded, map_local

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
-from plimsoll.kernels._tensors import check_tensor
+from plimsoll.kernels.operators.tensor_checks import check_tensor
 from plimsoll.rounding._arguments import Generator, Plan, plan
 from plimsoll.rounding._cast import cast_checked
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat, Format
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._tensors import check_tensor
-from plimsoll.kernels._torch._cast import from_codes, to_carrier
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.operators.tensor_checks import check_tensor
+from plimsoll.kernels.torch_backend.casting import from_codes, to_carrier
 from plimsoll.rounding import _arguments
 from plimsoll.rounding._arguments import Generator
 from plimsoll.rounding._cast import from_rows, rows_of, tensor_scale
@@ -153,7 +153,7 @@ def _check_element(x: Tensor, fmt: Format) -> None:
         return
     bank = kernels.new_bank(1, device=x.device)
     kernels.measure_into([x], bank, [0])
-    nans = int(bank[0, layout.NANS])
+    nans = int(bank[0, row_layout.NANS])
     if nans:
         raise ArgumentError(
             f"pack: expected no NaN for {fmt.name}, which has no code for it; got {nans} in {x.dtype}, "

@@ -1,6 +1,6 @@
 """The columns of block records, and the ends of wide rows that become them.
 
-A row that was measured in blocks is wide (`plimsoll.kernels._layout`): behind the binades it has what block formats
+A row that was measured in blocks is wide (`plimsoll.kernels.row_layout`): behind the binades it has what block formats
 need to know. Parts have columns for that only if one of their rows does, so a run without block records is as it always
 was, and an older reader, which asks for the columns it knows, reads the other ones past.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import _ragged
 from plimsoll.runs._arrow import Array, Table, array, pa, values_of
 
@@ -53,16 +53,16 @@ class BlockChunk:
 
 def chunk_of_ends(rows: Counts, blocks: Counts) -> BlockChunk:
     """The records of wide rows, `blocks` being the block length of each."""
-    depths = rows[:, layout.DEPTHS : layout.DEPTHS + layout.BINADES]
-    maxima = rows[:, layout.MAXIMA : layout.MAXIMA + layout.BINADES]
+    depths = rows[:, row_layout.DEPTHS : row_layout.DEPTHS + row_layout.BINADES]
+    maxima = rows[:, row_layout.MAXIMA : row_layout.MAXIMA + row_layout.BINADES]
     _, depth_lengths, flat_depths = _ragged.trimmed(depths)  # a block's maximum is at depth 0, so all begin there
     first, maxima_lengths, flat_maxima = _ragged.trimmed(maxima)
     return BlockChunk(
         length=blocks,
-        counts=rows[:, layout.BLOCKS : layout.POISONED + 1].copy(),
+        counts=rows[:, row_layout.BLOCKS : row_layout.POISONED + 1].copy(),
         depth_lengths=depth_lengths,
         depths=flat_depths,
-        lowest=(first + layout.LOWEST_BINADE).astype(np.int16),
+        lowest=(first + row_layout.LOWEST_BINADE).astype(np.int16),
         maxima_lengths=maxima_lengths,
         maxima=flat_maxima,
     )
@@ -77,7 +77,7 @@ def joined(parts: Sequence[tuple[int, BlockChunk | None]]) -> BlockChunk | None:
 
 
 def _without_records(size: int) -> BlockChunk:
-    return chunk_of_ends(np.zeros((size, layout.WIDE), dtype=np.int64), np.zeros(size, dtype=np.int64))
+    return chunk_of_ends(np.zeros((size, row_layout.WIDE), dtype=np.int64), np.zeros(size, dtype=np.int64))
 
 
 def columns(chunk: BlockChunk, order: NDArray[np.intp]) -> Mapping[str, Array]:
@@ -102,19 +102,19 @@ def blocks_of(table: Table) -> Counts | None:
 def fill_ends(table: Table, rows: Counts) -> None:
     """Writes the records into the ends of wide rows of zeros."""
     for i, name in enumerate(COUNTS):
-        rows[:, layout.BLOCKS + i] = whole_numbers(table, name)
+        rows[:, row_layout.BLOCKS + i] = whole_numbers(table, name)
     lowest = whole_numbers(table, "lowest_maximum")
-    for name, first in (("depths", np.zeros(len(table), np.int64)), ("maxima", lowest - layout.LOWEST_BINADE)):
+    for name, first in (("depths", np.zeros(len(table), np.int64)), ("maxima", lowest - row_layout.LOWEST_BINADE)):
         start, counts = _ragged.flat(table[name])
         lengths = np.diff(start)
         places = np.arange(len(counts)) + np.repeat(first - start[:-1], lengths)
-        beginning = layout.DEPTHS if name == "depths" else layout.MAXIMA
+        beginning = row_layout.DEPTHS if name == "depths" else row_layout.MAXIMA
         rows[np.repeat(np.arange(len(table)), lengths), beginning + places] = counts
 
 
 def whole_numbers(table: Table, name: str) -> Counts:
     """A column of whole numbers; 0 where it is null (of `lowest_maximum` -149, the first binade)."""
-    filled = table[name].fill_null(layout.LOWEST_BINADE if name == "lowest_maximum" else 0)
+    filled = table[name].fill_null(row_layout.LOWEST_BINADE if name == "lowest_maximum" else 0)
     return values_of(filled).astype(np.int64)
 
 

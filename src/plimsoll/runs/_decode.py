@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum import Source, Spectrum
 
 
@@ -30,4 +30,4 @@ def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0
 
 def stored_spectrum(row: NDArray[np.int64], fmt: str, block: int = 0) -> Spectrum:
     """The spectrum of the values as they were measured; `block` is the block length of its record, 0 for none."""
-    return Spectrum.from_row(np.ascontiguousarray(row[: layout.width(block)]), Source(fmt), block)
+    return Spectrum.from_row(np.ascontiguousarray(row[: row_layout.width(block)]), Source(fmt), block)

@@ -1,6 +1,6 @@
 """One step's measured rows, merged: at most one row for each series and scale, without a Python object for any row.
 
-Rows stay in the bank's layout (`plimsoll.kernels._layout`): counts and sums add, the three extreme keys take the
+Rows stay in the bank's layout (`plimsoll.kernels.row_layout`): counts and sums add, the three extreme keys take the
 larger. Of wide rows the block records add as well, where all that are merged have one of the same block length; values
 without one spoil it, as in `Spectrum.__add__`.
 """
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs._records import EXTRAS, Batch
 
-_EXTREMES = slice(layout.POSITIVE, layout.NEAREST + 1)
-_SUMS = slice(layout.SUM, layout.SUMSQ + 1)
+_EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
+_SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 _NORM = EXTRAS.index("weight_norm")
 
 
@@ -68,7 +68,7 @@ def concatenated(parts: Sequence[Entries]) -> Entries:
 
 
 def _widened(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.pad(rows, ((0, 0), (0, layout.WIDE - rows.shape[1])))
+    return np.pad(rows, ((0, 0), (0, row_layout.WIDE - rows.shape[1])))
 
 
 def _blocks(part: Entries) -> NDArray[np.int64]:
@@ -118,13 +118,13 @@ def merged_rows(
     if blocks is None:
         return result, None
     agreed = _agreed(rows, blocks, starts)
-    result[agreed == 0, layout.NARROW :] = 0
+    result[agreed == 0, row_layout.NARROW :] = 0
     return result, agreed
 
 
 def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[np.intp]) -> NDArray[np.int64]:
     """Of each group the block length of all its rows that counted anything; 0 where they differ or one has none."""
-    counted = rows[:, layout.COUNT] > 0
+    counted = rows[:, row_layout.COUNT] > 0
     highest = np.maximum.reduceat(np.where(counted, blocks, 0), starts)
     lowest = np.minimum.reduceat(np.where(counted, blocks, np.iinfo(np.int64).max), starts)
     return np.where(highest == lowest, highest, 0)
@@ -144,7 +144,7 @@ def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDAr
 
 def _check(batch: Batch, scales: NDArray[np.float64], registered: int) -> None:
     entries = len(batch.index)
-    width = layout.NARROW if batch.blocks is None else layout.WIDE
+    width = row_layout.NARROW if batch.blocks is None else row_layout.WIDE
     if batch.rows.dtype != np.int64 or batch.rows.ndim != 2 or batch.rows.shape[1] != width:
         raise _refused(f"rows int64[n, {width}]", f"{batch.rows.dtype}{list(batch.rows.shape)}")
     if np.shape(batch.series) != (entries,) or scales.shape != (entries,):
@@ -163,7 +163,7 @@ def _check_blocks(batch: Batch, blocks: NDArray[np.int64]) -> None:
     if blocks.shape != (len(batch.index),) or blocks.dtype.kind != "i" or bool((blocks < 0).any()):
         raise _refused("one block length per entry, 0 for none", f"{blocks.dtype}{list(blocks.shape)}")
     rows = batch.rows[np.asarray(batch.index)]
-    unmeasured = (blocks > 0) & (rows[:, layout.COUNT] > 0) & (rows[:, layout.BLOCKS] == 0)
+    unmeasured = (blocks > 0) & (rows[:, row_layout.COUNT] > 0) & (rows[:, row_layout.BLOCKS] == 0)
     if bool(unmeasured.any()):
         raise _refused("rows that were measured in blocks", f"one that was not, with {blocks[unmeasured][0]}")
 

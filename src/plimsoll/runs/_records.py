@@ -19,7 +19,7 @@ EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural")
 class Batch:
     """Measured rows of one step, the writer's own from now on.
 
-    - `rows`: int64[n, 288], rows of a bank (`plimsoll.kernels._layout`); int64[n, 848] if `blocks` is given.
+    - `rows`: int64[n, 288], rows of a bank (`plimsoll.kernels.row_layout`); int64[n, 848] if `blocks` is given.
     - `index` and `series`, one per entry: which row, and the number that `RunWriter.series` gave. Several entries may
       name one row (a tensor that two taps see); several of one series are merged into one spectrum.
     - `scales`: per entry, the factor that the stored values carry beyond the true ones; None where all are 1.

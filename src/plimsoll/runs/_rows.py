@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import _block_columns, _ragged
 from plimsoll.runs._arrow import Table, values_of
 from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
@@ -15,17 +15,17 @@ def rows_of(table: Table) -> NDArray[np.int64]:
     The end of a wide row without a record is zero; `blocks_of` says which these are.
     """
     wide = _block_columns.blocks_of(table) is not None
-    rows = np.zeros((len(table), layout.WIDE if wide else layout.NARROW), dtype=np.int64)
+    rows = np.zeros((len(table), row_layout.WIDE if wide else row_layout.NARROW), dtype=np.int64)
     for i, name in enumerate(COUNTS):
         rows[:, i] = values_of(table[name])
     low, high, absmin = (numbers(table, name) for name in EXTREMES[:3])
-    rows[:, layout.POSITIVE] = _bits(np.where(high > 0, high, 0.0))
-    rows[:, layout.NEGATIVE] = _bits(np.where(low < 0, -low, 0.0))
-    rows[:, layout.NEAREST] = np.where(np.isnan(absmin), 0, layout.ABSMIN_TOP - _bits(absmin))
+    rows[:, row_layout.POSITIVE] = _bits(np.where(high > 0, high, 0.0))
+    rows[:, row_layout.NEGATIVE] = _bits(np.where(low < 0, -low, 0.0))
+    rows[:, row_layout.NEAREST] = np.where(np.isnan(absmin), 0, row_layout.ABSMIN_TOP - _bits(absmin))
     for i, name in enumerate(SUMS):
-        rows[:, layout.SUM + i] = _bits(numbers(table, name))
+        rows[:, row_layout.SUM + i] = _bits(numbers(table, name))
     places, counts = _occupied(table)
-    rows[places // layout.BINADES, layout.HISTOGRAM + places % layout.BINADES] = counts
+    rows[places // row_layout.BINADES, row_layout.HISTOGRAM + places % row_layout.BINADES] = counts
     if wide:
         _block_columns.fill_ends(table, rows)
     return rows
@@ -39,9 +39,9 @@ def blocks_of(table: Table) -> NDArray[np.int64] | None:
 def digests(table: Table) -> NDArray[np.uint64]:
     """A 64-bit digest of each spectrum's binades, equal for equal ones; random weights make others differ."""
     places, counts = _occupied(table)
-    weights = np.random.default_rng(0x504C494D).integers(1, 1 << 63, layout.BINADES, dtype=np.uint64) | np.uint64(1)
+    weights = np.random.default_rng(0x504C494D).integers(1, 1 << 63, row_layout.BINADES, dtype=np.uint64) | np.uint64(1)
     result = np.zeros(len(table), dtype=np.uint64)
-    np.add.at(result, places // layout.BINADES, counts.view(np.uint64) * weights[places % layout.BINADES])
+    np.add.at(result, places // row_layout.BINADES, counts.view(np.uint64) * weights[places % row_layout.BINADES])
     return result
 
 
@@ -54,8 +54,8 @@ def _occupied(table: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """All stored counts of all rows, and where each belongs: row * 277 + index of the binade."""
     start, counts = _ragged.flat(table["binades"])
     lengths = np.diff(start)
-    first = np.nan_to_num(numbers(table, "lowest")).astype(np.int64) - layout.LOWEST_BINADE
-    begins = np.arange(len(table)) * layout.BINADES + first
+    first = np.nan_to_num(numbers(table, "lowest")).astype(np.int64) - row_layout.LOWEST_BINADE
+    begins = np.arange(len(table)) * row_layout.BINADES + first
     within = np.arange(len(counts)) - np.repeat(start[:-1], lengths)
     return np.repeat(begins, lengths) + within, counts
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import _block_columns, _ragged
 from plimsoll.runs._arrow import Table, pa, pc, values_of
 from plimsoll.runs._parts import Part
@@ -22,8 +22,8 @@ from plimsoll.runs._tables import COUNTS, EXTREMES, SCHEMAS, WIDE
 
 _POSITIVE = (np.nextafter(0.0, 1.0), np.finfo(np.float64).max)
 _MAGNITUDE = (0.0, float("inf"))
-_BINADES = (layout.LOWEST_BINADE, layout.LOWEST_BINADE + layout.BINADES - 1)
-_LENGTHS = (0, layout.BINADES)
+_BINADES = (row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
+_LENGTHS = (0, row_layout.BINADES)
 _WORD_BYTES = 1 << 16
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*COUNTS, *_block_columns.COUNTS), RANGES["count"]),

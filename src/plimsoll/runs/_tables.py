@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import _block_columns, _ragged
 from plimsoll.runs._arrow import Array, Schema, Table, array, pa, strings
 from plimsoll.runs._entries import Entries
@@ -95,15 +95,15 @@ def chunk(step: int, entries: Entries) -> Chunk:
 def chunk_of(steps: NDArray[np.int64], entries: Entries) -> Chunk:
     """The chunk of merged entries of several steps."""
     rows, blocks = entries.rows, entries.blocks
-    first, lengths, binades = _ragged.trimmed(rows[:, layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES])
+    first, lengths, binades = _ragged.trimmed(rows[:, row_layout.HISTOGRAM : row_layout.HISTOGRAM + row_layout.BINADES])
     return Chunk(
         step=steps,
         series=entries.series,
         scale=entries.scales,
-        counts=rows[:, : layout.NEG_INFS + 1].copy(),
+        counts=rows[:, : row_layout.NEG_INFS + 1].copy(),
         extremes=extremes(rows),
-        sums=rows[:, layout.SUM : layout.SUMSQ + 1].copy().view(np.float64),
-        lowest=(first + layout.LOWEST_BINADE).astype(np.int16),
+        sums=rows[:, row_layout.SUM : row_layout.SUMSQ + 1].copy().view(np.float64),
+        lowest=(first + row_layout.LOWEST_BINADE).astype(np.int16),
         lengths=lengths,
         binades=binades,
         extras=entries.extras,
@@ -113,11 +113,11 @@ def chunk_of(steps: NDArray[np.int64], entries: Entries) -> Chunk:
 
 def extremes(rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """The columns `EXTREMES` of rows of a bank; NaN where there is nothing to speak of, as in `Spectrum`."""
-    keys = rows[:, layout.POSITIVE : layout.NEGATIVE + 1].copy().view(np.float64)
+    keys = rows[:, row_layout.POSITIVE : row_layout.NEGATIVE + 1].copy().view(np.float64)
     positive, negative = keys[:, 0], keys[:, 1]
-    nearest = rows[:, layout.NEAREST]
-    absmin = np.where(nearest != 0, (layout.ABSMIN_TOP - nearest).view(np.float64), np.nan)
-    zeros = rows[:, layout.ZEROS] != 0
+    nearest = rows[:, row_layout.NEAREST]
+    absmin = np.where(nearest != 0, (row_layout.ABSMIN_TOP - nearest).view(np.float64), np.nan)
+    zeros = rows[:, row_layout.ZEROS] != 0
     finite = zeros | (nearest != 0)
     low = np.where(negative > 0, -negative, np.where(zeros, 0.0, absmin))
     high = np.where(positive > 0, positive, np.where(zeros, 0.0, -absmin))

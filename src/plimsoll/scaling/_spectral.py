@@ -11,8 +11,8 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import FP16, FP32, Format, get_element
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._later import Later
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.device_value import Later
 from plimsoll.scaling import _arguments as arguments
 from plimsoll.scaling._gradients import Gradient
 from plimsoll.scaling._scaler import FLOOR, LossScaler
@@ -119,7 +119,7 @@ class SpectralScaler(LossScaler):
         return self._banks_of(optimizer).prepare(gradients), range(len(gradients))
 
     def _observe(self, optimizer: Any, found_inf: Tensor) -> None:
-        faint_rows = max(self._narrowest().quantum_exponent + 1 - layout.LOWEST_BINADE, 0)
+        faint_rows = max(self._narrowest().quantum_exponent + 1 - row_layout.LOWEST_BINADE, 0)
         banks = self._banks_of(optimizer)
         seen = banks.summary(faint_rows, self._flags(), found_inf.device)
         self._looks.offer(optimizer, banks)

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.formats import Format
-from plimsoll.kernels import _layout as layout
-from plimsoll.kernels._later import Later
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.device_value import Later
 from plimsoll.scaling._gradients import Gradient
 from plimsoll.scaling._spectral_rule import Look
 from plimsoll.scaling._spectral_windows import ScaleReport, scale_report
 
-_LARGEST = slice(layout.POSITIVE, layout.NEGATIVE + 1)
-_COUNTS = slice(layout.HISTOGRAM, layout.HISTOGRAM + layout.BINADES)
-_NONFINITE = slice(layout.NANS, layout.NEG_INFS + 1)
+_LARGEST = slice(row_layout.POSITIVE, row_layout.NEGATIVE + 1)
+_COUNTS = slice(row_layout.HISTOGRAM, row_layout.HISTOGRAM + row_layout.BINADES)
+_NONFINITE = slice(row_layout.NANS, row_layout.NEG_INFS + 1)
 _WORDS, _LARGER = 5, 3  # of a summary; the first so many join by their maximum
 
 
@@ -71,7 +71,7 @@ class OptimizerBanks:
         square = torch.zeros((), dtype=torch.float64, device=scale.device)
         broken = torch.zeros((), dtype=torch.int64, device=scale.device)
         for bank in self._measured():
-            square += bank[:, layout.SUMSQ].view(torch.float64).sum().to(scale.device, non_blocking=True)
+            square += bank[:, row_layout.SUMSQ].view(torch.float64).sum().to(scale.device, non_blocking=True)
             broken += bank[:, _NONFINITE].sum().to(scale.device, non_blocking=True)
         return torch.where(broken > 0, torch.inf, square.sqrt() / scale.double())
 

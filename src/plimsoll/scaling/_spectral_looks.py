@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from plimsoll.formats import Format
-from plimsoll.kernels._later import Later
+from plimsoll.kernels.device_value import Later
 from plimsoll.scaling._spectral_banks import KeptBanks, OptimizerBanks
 from plimsoll.scaling._spectral_windows import ScaleReport
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.formats import Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.notebook_repr import NotebookRepr
 
 TOLERANCE = 0.01  # as `Spectrum.window`
@@ -84,10 +84,10 @@ def scale_report(
     rows: NDArray[np.int64], names: Sequence[str], scale: float, fmt: Format, tolerance: float = TOLERANCE
 ) -> ScaleReport:
     """The report of gradients that were measured with the scale in them, one row each."""
-    histogram = rows[:, layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES]
+    histogram = rows[:, row_layout.HISTOGRAM : row_layout.HISTOGRAM + row_layout.BINADES]
     some = np.flatnonzero(histogram.any(axis=1))
     exponent = math.log2(scale)
-    low = _lowest(histogram[some], rows[some, layout.ZEROS], fmt, tolerance)
+    low = _lowest(histogram[some], rows[some, row_layout.ZEROS], fmt, tolerance)
     high = _highest(rows[some], fmt)
     windows = (
         ScaleWindow(name=names[index], low=math.ceil(exponent + below), high=math.floor(exponent + above))
@@ -98,7 +98,7 @@ def scale_report(
 
 def _highest(rows: NDArray[np.int64], fmt: Format) -> NDArray[np.int64]:
     """The largest shift at which the largest magnitude stays below the format's overflow."""
-    extremes = rows[:, layout.POSITIVE : layout.NEGATIVE + 1].max(axis=1)
+    extremes = rows[:, row_layout.POSITIVE : row_layout.NEGATIVE + 1].max(axis=1)
     fraction, exponent = np.frexp(fmt.overflow_threshold / extremes.view(np.float64))
     return exponent.astype(np.int64) - 1 - (fraction == 0.5)
 
@@ -110,8 +110,8 @@ def _lowest(histogram: NDArray[np.int64], zeros: NDArray[np.int64], fmt: Format,
     kept = (below < allowed[:, None]).sum(axis=1)  # the highest threshold's index: all binades under it may be lost
     quantum = fmt.quantum_exponent
     # Half the smallest value begins a binade, and goes to zero itself: of that binade all may be lost, for certainty.
-    shift = quantum - (kept + layout.LOWEST_BINADE)
-    bottom = quantum - layout.LOWEST_BINADE
+    shift = quantum - (kept + row_layout.LOWEST_BINADE)
+    bottom = quantum - row_layout.LOWEST_BINADE
     censored = np.where(below[:, bottom - 1] == 0, np.minimum(zeros, histogram[:, bottom]), 0) if bottom else 0 * zeros
     with np.errstate(divide="ignore"):
         wanted = np.floor(np.log2(censored / allowed)) + 1  # halved so often it is below what is allowed

@@ -13,7 +13,7 @@ import numpy as np
 
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BlockFormat, Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum import _fit, _tensor_scale_fit
 from plimsoll.spectrum._blocks import BlockRecord
 from plimsoll.spectrum._merge import BEYOND, LOWEST
@@ -94,7 +94,7 @@ def _power_of_two(
 
     # Blocks whose scale takes an end of its format, and what values become at that scale (in whatever block they are:
     # the scale is nowhere beyond its ends, so these counts bound the loss and the overflow from below too).
-    scales = np.arange(layout.BINADES) + layout.LOWEST_BINADE + shift - element.max_exponent
+    scales = np.arange(row_layout.BINADES) + row_layout.LOWEST_BINADE + shift - element.max_exponent
     too_small, too_large = scales < scale.min_exponent, scales > scale.max_exponent
     too_small[0] |= s.absmin < LOWEST
     too_large[-1] |= s.absmax >= BEYOND
@@ -121,7 +121,7 @@ def _power_of_two(
 def _landed(s: "Spectrum", record: BlockRecord, fmt: BlockFormat) -> Population:
     """The values of finite blocks where they land in the element format: depth d is its top binade minus d."""
     top = fmt.element.max_exponent
-    lowest = top - (layout.BINADES - 1)
+    lowest = top - (row_layout.BINADES - 1)
     counts = record.depths[::-1]
     occupied = np.flatnonzero(counts)
     ends = (int(occupied[0]), int(occupied[-1])) if len(occupied) else (0, 0)
@@ -143,7 +143,7 @@ def _overflowing(s: "Spectrum", record: BlockRecord, element: Format, landed: Po
         element,
         maxima=record.maxima,
         start=np.array([0, len(record.maxima)]),
-        lowest=np.array([layout.LOWEST_BINADE]),
+        lowest=np.array([row_layout.LOWEST_BINADE]),
         values=np.array([float(landed.total)]),
         top=np.array([float(record.depths[0])]),
         absmax=np.array([s.absmax]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 
 Counts = NDArray[np.int64]
 
@@ -37,12 +37,12 @@ class BlockRecord:
         """The record in a wide row of a bank."""
         return cls(
             block=block,
-            blocks=int(row[layout.BLOCKS]),
-            zero_blocks=int(row[layout.ZERO_BLOCKS]),
-            nonfinite_blocks=int(row[layout.NONFINITE_BLOCKS]),
-            poisoned=int(row[layout.POISONED]),
-            depths=read_only(row[layout.DEPTHS : layout.DEPTHS + layout.BINADES]),
-            maxima=read_only(row[layout.MAXIMA : layout.MAXIMA + layout.BINADES]),
+            blocks=int(row[row_layout.BLOCKS]),
+            zero_blocks=int(row[row_layout.ZERO_BLOCKS]),
+            nonfinite_blocks=int(row[row_layout.NONFINITE_BLOCKS]),
+            poisoned=int(row[row_layout.POISONED]),
+            depths=read_only(row[row_layout.DEPTHS : row_layout.DEPTHS + row_layout.BINADES]),
+            maxima=read_only(row[row_layout.MAXIMA : row_layout.MAXIMA + row_layout.BINADES]),
         )
 
     def merged(self, other: "BlockRecord") -> "BlockRecord | None":
@@ -110,7 +110,7 @@ def read_only(counts: Counts) -> Counts:
 
 def moved(counts: Counts, shift: int) -> Counts:
     """Counts by binade after a multiplication by ``2**shift``; what leaves the range goes to the end it left by."""
-    index = np.clip(np.arange(layout.BINADES) + shift, 0, layout.BINADES - 1)
-    result = np.zeros(layout.BINADES, dtype=np.int64)
+    index = np.clip(np.arange(row_layout.BINADES) + shift, 0, row_layout.BINADES - 1)
+    result = np.zeros(row_layout.BINADES, dtype=np.int64)
     np.add.at(result, index, counts)
     return read_only(result)

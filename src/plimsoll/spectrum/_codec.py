@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum._blocks import BlockRecord, read_only
 from plimsoll.spectrum._source import Grid, Source
 
@@ -41,7 +41,7 @@ def to_dict(s: "Spectrum") -> dict[str, object]:
         "nans": s.nans,
         "pos_infs": s.pos_infs,
         "neg_infs": s.neg_infs,
-        "binades": _pairs(s.binades, layout.LOWEST_BINADE),
+        "binades": _pairs(s.binades, row_layout.LOWEST_BINADE),
         **{name: _from_float(getattr(s, name)) for name in _FLOATS},
         "source": s.source and {"format": s.source.format, "scale": s.source.scale},
         "blocks": s.blocks and _from_blocks(s.blocks),
@@ -60,7 +60,7 @@ def from_dict(data: object, blank: "Spectrum") -> "Spectrum":
         nans=reader.count("nans"),
         pos_infs=reader.count("pos_infs"),
         neg_infs=reader.count("neg_infs"),
-        binades=reader.counts("binades", layout.LOWEST_BINADE),
+        binades=reader.counts("binades", row_layout.LOWEST_BINADE),
         min=reader.number("min"),
         max=reader.number("max"),
         absmin=reader.number("absmin"),
@@ -118,7 +118,7 @@ def _ends(counts: NDArray[np.int64]) -> tuple[int, int]:
 def _index(magnitude: float) -> int:
     if not 0 < magnitude < math.inf:
         return -1
-    return min(max(math.frexp(magnitude)[1] - 1 - layout.LOWEST_BINADE, 0), layout.BINADES - 1)
+    return min(max(math.frexp(magnitude)[1] - 1 - row_layout.LOWEST_BINADE, 0), row_layout.BINADES - 1)
 
 
 def _pairs(counts: NDArray[np.int64], lowest: int) -> list[list[int]]:
@@ -133,7 +133,7 @@ def _from_blocks(blocks: BlockRecord) -> dict[str, object]:
     return {
         **{name: getattr(blocks, name) for name in _BLOCK_COUNTS},
         "depths": _pairs(blocks.depths, 0),
-        "maxima": _pairs(blocks.maxima, layout.LOWEST_BINADE),
+        "maxima": _pairs(blocks.maxima, row_layout.LOWEST_BINADE),
     }
 
 
@@ -156,7 +156,7 @@ def _to_blocks(data: object) -> BlockRecord:
         nonfinite_blocks=reader.count("nonfinite_blocks"),
         poisoned=reader.count("poisoned"),
         depths=reader.counts("depths", 0),
-        maxima=reader.counts("maxima", layout.LOWEST_BINADE),
+        maxima=reader.counts("maxima", row_layout.LOWEST_BINADE),
     )
 
 
@@ -204,8 +204,8 @@ class _Reader:
         return float(value)
 
     def counts(self, name: str, lowest: int) -> NDArray[np.int64]:
-        value, highest = self._data[name], lowest + layout.BINADES - 1
-        array = np.zeros(layout.BINADES, dtype=np.int64)
+        value, highest = self._data[name], lowest + row_layout.BINADES - 1
+        array = np.zeros(row_layout.BINADES, dtype=np.int64)
         for pair in cast("list[object]", value) if isinstance(value, list) else [value]:
             found = _as_pair(pair)
             if found is None or not lowest <= found[0] <= highest or array[found[0] - lowest]:

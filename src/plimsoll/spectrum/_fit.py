@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum._population import (
     BINADE,
@@ -150,7 +150,7 @@ def population(s: "Spectrum") -> Population:
     """The nonzero finite values of a spectrum that has some."""
     return Population(
         counts=s.binades,
-        lowest=layout.LOWEST_BINADE,
+        lowest=row_layout.LOWEST_BINADE,
         first=ordinal(s.absmin),
         last=ordinal(s.absmax),
         attained=True,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels._tensors import refuse
+from plimsoll.kernels.operators.tensor_checks import refuse
 from plimsoll.spectrum._source import Source, narrowest
 from plimsoll.spectrum._spectrum import Spectrum
 from plimsoll.spectrum._tensors import plain

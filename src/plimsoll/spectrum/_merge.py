@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum._blocks import BlockRecord, moved, read_only
 from plimsoll.spectrum._source import Grid, Source, narrowest
 
 if TYPE_CHECKING:
     from plimsoll.spectrum._spectrum import Spectrum
 
-LOWEST = math.ldexp(1.0, layout.LOWEST_BINADE)
-BEYOND = math.ldexp(1.0, layout.LOWEST_BINADE + layout.BINADES)
+LOWEST = math.ldexp(1.0, row_layout.LOWEST_BINADE)
+BEYOND = math.ldexp(1.0, row_layout.LOWEST_BINADE + row_layout.BINADES)
 
 
 def merged(a: "Spectrum", b: "Spectrum") -> "Spectrum":

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum import _block_fit, _codec, _fit, _merge
 from plimsoll.spectrum._blocks import BlockRecord, read_only
 from plimsoll.spectrum._source import Grid, Source
 
-_NO_BINADES = read_only(np.zeros(layout.BINADES, dtype=np.int64))
+_NO_BINADES = read_only(np.zeros(row_layout.BINADES, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -69,12 +69,12 @@ class Spectrum:
     def from_row(
         cls, row: NDArray[np.int64], source: Source | None = None, block: int | None = None, grid: Grid | None = None
     ) -> "Spectrum":
-        """The spectrum in one row of a bank (`plimsoll.kernels._layout`), which is on the CPU and is copied.
+        """The spectrum in one row of a bank (`plimsoll.kernels.row_layout`), which is on the CPU and is copied.
 
         `block` is the block length that a wide row was measured with; None or 0 for a narrow row. `grid` is the numbers
         that the values are known to be, the source's by default. It is dropped where the extremes are none of them.
         """
-        width = layout.width(block or 0)
+        width = row_layout.width(block or 0)
         if row.dtype != np.int64 or row.shape != (width,):
             raise ArgumentError(
                 f"Spectrum.from_row: expected int64 words of shape ({width},) for block={block}; got {row.dtype} of "
@@ -251,19 +251,19 @@ _EMPTY = Spectrum(
 
 
 def _decode(row: NDArray[np.int64], source: Source | None, block: int) -> Spectrum:
-    count, zeros, nans, pos_infs, neg_infs = (int(word) for word in row[: layout.NEG_INFS + 1])
+    count, zeros, nans, pos_infs, neg_infs = (int(word) for word in row[: row_layout.NEG_INFS + 1])
     finite = count - nans - pos_infs - neg_infs
-    nearest_bits = np.array([layout.ABSMIN_TOP], dtype=np.int64) - row[layout.NEAREST]
-    positive, negative = (float(x) for x in row[layout.POSITIVE : layout.NEGATIVE + 1].view(np.float64))
-    absmin = float(nearest_bits.view(np.float64)[0]) if row[layout.NEAREST] else math.nan
-    total, abssum, sumsq = (float(x) for x in row[layout.SUM : layout.SUMSQ + 1].view(np.float64))
+    nearest_bits = np.array([row_layout.ABSMIN_TOP], dtype=np.int64) - row[row_layout.NEAREST]
+    positive, negative = (float(x) for x in row[row_layout.POSITIVE : row_layout.NEGATIVE + 1].view(np.float64))
+    absmin = float(nearest_bits.view(np.float64)[0]) if row[row_layout.NEAREST] else math.nan
+    total, abssum, sumsq = (float(x) for x in row[row_layout.SUM : row_layout.SUMSQ + 1].view(np.float64))
     return Spectrum(
         count=count,
         zeros=zeros,
         nans=nans,
         pos_infs=pos_infs,
         neg_infs=neg_infs,
-        binades=read_only(row[layout.HISTOGRAM : layout.HISTOGRAM + layout.BINADES]),
+        binades=read_only(row[row_layout.HISTOGRAM : row_layout.HISTOGRAM + row_layout.BINADES]),
         min=-negative if negative else 0.0 if zeros else absmin,
         max=positive or (0.0 if zeros else -absmin),
         absmin=absmin,

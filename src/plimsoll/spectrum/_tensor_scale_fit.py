@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.formats import FP32, BlockFormat, Format
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.spectrum._blocks import BlockRecord
 from plimsoll.spectrum._merge import BEYOND, LOWEST, times_power
 from plimsoll.spectrum._population import Tally
@@ -69,7 +69,7 @@ def _small_scales(s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: i
     tensor_scale = times_power(s.absmax, shift) / (fmt.element.max * fmt.scale.max)
     if fmt.tensor_scale and not FP32.smallest_normal * (1 + _SLACK) <= tensor_scale <= FP32.max * (1 - _SLACK):
         return _SmallScales(unsure=total, dead_blocks=0, dead_share=0.0)
-    starts = np.ldexp(1.0, np.arange(layout.BINADES) + layout.LOWEST_BINADE)
+    starts = np.ldexp(1.0, np.arange(row_layout.BINADES) + row_layout.LOWEST_BINADE)
     reach = s.absmax if fmt.tensor_scale else times_power(fmt.element.max * fmt.scale.max, -shift)
     coarse = starts < reach * (fmt.scale.smallest_normal / fmt.scale.max) * (1 + _SLACK)
     if not fmt.tensor_scale:
@@ -77,7 +77,7 @@ def _small_scales(s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: i
     coarse[0] |= s.absmin < LOWEST
     coarse[-1] |= s.absmax >= BEYOND
     zero = reach * (fmt.scale.smallest_subnormal / 2 / fmt.scale.max)
-    dead = (2 * starts < zero * (1 - _SLACK)) & np.array([True] * (layout.BINADES - 1) + [s.absmax < BEYOND])
+    dead = (2 * starts < zero * (1 - _SLACK)) & np.array([True] * (row_layout.BINADES - 1) + [s.absmax < BEYOND])
     share = np.clip(zero / starts - 1, 0.0, 1.0)  # of a binade's maxima, evenly spread
     return _SmallScales(
         unsure=min(int(record.maxima[coarse].sum()) * record.block, total),
@@ -114,7 +114,7 @@ def top_of_scales(fmt: BlockFormat) -> float:
 def table(fmt: BlockFormat) -> Outcomes:
     """What becomes of values by their depth, in a format."""
     element = fmt.element
-    down = np.ldexp(1.0, -np.arange(layout.BINADES))
+    down = np.ldexp(1.0, -np.arange(row_layout.BINADES))
     rounding = 2.0 ** -(fmt.scale.mantissa_bits + 1)
     rounding /= 1 + rounding  # relative to what is rounded: largest at the first tie of a binade
     lowest = element.max * down / 2 / (1 + rounding) * (1 - _SLACK)

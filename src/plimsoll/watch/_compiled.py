@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plimsoll import kernels
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import tensors_among, tensors_in
 from plimsoll.watch._sample import Rows
@@ -259,7 +259,7 @@ class _TapGradient(torch.autograd.Function):
 
 def _fixed(device: torch.device, rows: int, block: int) -> Tensor:
     if device.type == "cpu":  # memory that is not touched is not used
-        return torch.from_numpy(np.zeros((rows, layout.width(block)), np.int64))
+        return torch.from_numpy(np.zeros((rows, row_layout.width(block)), np.int64))
     bank = kernels.new_bank(rows, block, device)
     if device.type == "cuda":  # lets the CUDA graphs of compiled code write into it
         cast("Any", torch)._dynamo.mark_static_address(bank)  # noqa: SLF001

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from plimsoll.kernels._later import Later as Later
+from plimsoll.kernels.device_value import Later as Later
 
 
 def number(value: object) -> "float | Later":

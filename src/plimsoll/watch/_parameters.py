@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll import kernels
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._kinds import Kinds, kind_of
 from plimsoll.watch._names import ROOT, Selection, clean
@@ -225,7 +225,7 @@ class Parameters:
             part = slice(first, first + len(span))
             kernels.measure_each(tensors[part], bank, span, block=block)
             if counts:
-                nonfinite = bank[span.start : span.stop, layout.NANS : layout.NEG_INFS + 1]
+                nonfinite = bank[span.start : span.stop, row_layout.NANS : row_layout.NEG_INFS + 1]
                 self._nonfinite_on(device).add_(nonfinite.sum())
             rows.enter_all(number, series[part], scaled=scaled)
 
@@ -237,12 +237,12 @@ class Parameters:
             return
         rows, row = core.measure(values.detach())
         missing, here = g.numel() - values.numel(), rows.row(row)
-        here[[layout.COUNT, layout.ZEROS]] += missing
+        here[[row_layout.COUNT, row_layout.ZEROS]] += missing
         if core.settings.block and g.dense_dim():
             length = max(g.shape[-1], 1)
-            here[[layout.BLOCKS, layout.ZERO_BLOCKS]] += missing // length * -(-length // core.settings.block)
+            here[[row_layout.BLOCKS, row_layout.ZERO_BLOCKS]] += missing // length * -(-length // core.settings.block)
         elif core.settings.block:
-            here[layout.NARROW :] = 0  # its neighbours along the last axis are not next to it in memory
+            here[row_layout.NARROW :] = 0  # its neighbours along the last axis are not next to it in memory
         rows.enter(row, core.series_of("gradients", name, values), scaled=scaled)
 
     def _read_state(self, optimizer: Any, params: Mapping[str, Tensor]) -> None:

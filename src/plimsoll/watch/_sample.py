@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll import kernels
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.runs import Batch
 from plimsoll.watch._later import Later, resolved
 
@@ -29,7 +29,7 @@ class Pool:
     """Banks that no sample uses at present; of wide rows where a block length is given."""
 
     def __init__(self, block: int = 0) -> None:
-        self.block, self.row_bytes = block, 8 * layout.width(block)
+        self.block, self.row_bytes = block, 8 * row_layout.width(block)
         self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
 
     def take(self, device: torch.device) -> Tensor:
@@ -310,7 +310,7 @@ class _Part:
         """Of each entry the block length that its row was measured with, 0 for none."""
         if not self._pool.block:
             return None
-        measured = rows[np.array(self.rows.index, np.int64), layout.BLOCKS] > 0  # a row is emptied whole before
+        measured = rows[np.array(self.rows.index, np.int64), row_layout.BLOCKS] > 0  # a row is emptied whole before
         return np.where(measured, self._pool.block, 0)
 
     def scales(self, loss_scale: float | None) -> NDArray[np.float64] | None:
@@ -385,7 +385,7 @@ class Sealed:
         if self._takes is not None:
             kept[:] = [self._takes(number) for number in part.rows.series]
         if part.rows.unless_empty:
-            kept[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], layout.COUNT] > 0
+            kept[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], row_layout.COUNT] > 0
         if not kept.all():
             index, series = index[kept], series[kept]
             scales = None if scales is None else scales[kept]

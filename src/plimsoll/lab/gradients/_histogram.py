@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.formats import FP16
-from plimsoll.kernels import _layout as layout
+from plimsoll.kernels import row_layout
 from plimsoll.report._figure_parts import Layout, Trace, made
 from plimsoll.report._figure_words import powers
 from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, PURPLE
@@ -61,13 +61,13 @@ def shares(spectrum: Spectrum) -> Shares:
 
 def between(spectrum: Spectrum, low: int, high: int) -> int:
     """How many values have magnitudes in [2^low, 2^high)."""
-    return int(spectrum.binades[low - layout.LOWEST_BINADE : high - layout.LOWEST_BINADE].sum())
+    return int(spectrum.binades[low - row_layout.LOWEST_BINADE : high - row_layout.LOWEST_BINADE].sum())
 
 
 def below(spectrum: Spectrum, limit: float) -> float:
     """How many values have magnitudes below a limit; of the binade that it lies in, as if values were spread evenly."""
     mantissa, exponent = math.frexp(limit)
-    binade = exponent - 1 - layout.LOWEST_BINADE
+    binade = exponent - 1 - row_layout.LOWEST_BINADE
     return float(spectrum.binades[:binade].sum()) + float(spectrum.binades[binade]) * (2 * mantissa - 1)
 
 
@@ -79,7 +79,7 @@ def scale_for(spectrum: Spectrum, share: float) -> int | None:
 
 def histogram(spectrum: Spectrum, title: str) -> "Figure":
     """The share of each binade, coloured by the loss scale that FP16 needs to keep it, with FP16's limits."""
-    exponents = np.arange(len(spectrum.binades)) + layout.LOWEST_BINADE
+    exponents = np.arange(len(spectrum.binades)) + row_layout.LOWEST_BINADE
     some = exponents[spectrum.binades > 0]
     low, high = min([_LEAST[0], *some.tolist()]), max([_LEAST[1], *some.tolist()])
     share = spectrum.binades / spectrum.count
@@ -101,7 +101,7 @@ def _parts(high: int) -> list[tuple[int, int, str, str]]:
     """Binades [low, high) of each colour, and what it means."""
     ends = [_FLUSHED - shift for shift in reversed(SHIFTS)]
     return [
-        (layout.LOWEST_BINADE, ends[0], "lost even at 32K", GREY),
+        (row_layout.LOWEST_BINADE, ends[0], "lost even at 32K", GREY),
         (ends[0], ends[1], "32K brings them back", PURPLE),
         (ends[1], ends[2], "8 brings them back", ORANGE),
         (ends[2], FP16.min_exponent, "held, not in full precision", BLUE),

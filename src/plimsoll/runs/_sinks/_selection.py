@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels._layout import LOWEST_BINADE
+from plimsoll.kernels.row_layout import LOWEST_BINADE
 from plimsoll.runs._records import StepRecord
 from plimsoll.runs._say import say
 from plimsoll.spectrum import Spectrum

@@ -1,0 +1,22 @@
+"""The CPU backend: Numba kernels over integer bits, on as many threads as torch uses."""
+
+import numba
+
+from plimsoll.kernels.numba_backend.casting.fp8_launch import fp8_cast as fp8_cast
+from plimsoll.kernels.numba_backend.casting.launch import (
+    block_cast as block_cast,
+    block_pack as block_pack,
+    cast as cast,
+    pack as pack,
+)
+from plimsoll.kernels.numba_backend.compiling import cache_folder as cache_folder
+from plimsoll.kernels.numba_backend.measuring.launch import measure as measure, measure_one as measure_one
+from plimsoll.kernels.numba_backend.measuring.rows import merge_rows as merge_rows
+from plimsoll.kernels.numba_backend.unscaling.launch import unscale as unscale
+from plimsoll.kernels.numba_backend.unscaling.nonfinite_launch import count_nonfinite as count_nonfinite
+from plimsoll.kernels.numba_backend.updates.launch import update as update
+
+
+def describe() -> str:
+    """One line for `plimsoll doctor`."""
+    return f"numba {numba.__version__}, compiled code in {cache_folder() or 'memory only'}"

@@ -1,0 +1,278 @@
+"""Casting on the CPU, from tensors to kernels: which width of work, which numbers, and even shares for the threads."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.formats import Format, get_element
+from plimsoll.kernels import torch_backend
+from plimsoll.kernels.numba_backend import threads
+from plimsoll.kernels.numba_backend.casting import kernels
+from plimsoll.kernels.numba_backend.memory import pieces
+from plimsoll.kernels.operators.cast_spec import (
+    DOWN,
+    NEAREST_AWAY,
+    NEAREST_EVEN,
+    OVERFLOW_INF,
+    OVERFLOW_MAX,
+    STOCHASTIC,
+    TOWARD_ZERO,
+    UP,
+    BlockSpec,
+    CastSpec,
+)
+from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.torch_backend.casting import nan_code
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.uint8: 4, torch.uint16: 5}
+_PAIRS = 6
+_NO_PLAN = np.empty(0, np.int64)
+_MOST_CUT_ROWS = 64
+
+
+def cast(
+    x: Tensor, out: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
+) -> None:
+    """Writes the values of `x`, as the format holds them, into `out` (of x's shape)."""
+    if not spec.signed or x.dtype not in _KINDS or out.dtype not in _KINDS:
+        # E8M0 as an element format, and 8-bit carriers: correct, and not worth kernels of their own.
+        torch_backend.cast(x, out, spec, scale, scale_tensor, seed, key)
+        return
+    factor = float(scale_tensor) if scale_tensor is not None else scale
+    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
+    same_memory = x.stride() == out.stride() and spec.rounding != STOCHASTIC and is_dense(x)
+    if same_memory or (x.is_contiguous() and out.is_contiguous()):
+        _cast_flat(x, out, spec, factor, number, 0)
+        return
+    offset = 0
+    for piece, room in zip(pieces(x), pieces(out), strict=True):
+        held = torch.empty(piece.shape, dtype=out.dtype)
+        _cast_flat(piece.contiguous(), held, spec, factor, number, offset)
+        room.copy_(held)
+        offset += piece.numel()
+
+
+def pack(
+    x: Tensor, codes: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
+) -> None:
+    """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats."""
+    if not spec.signed or x.dtype not in _KINDS:
+        torch_backend.pack(x, codes, spec, scale, scale_tensor, seed, key)
+        return
+    factor = float(scale_tensor) if scale_tensor is not None else scale
+    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
+    single = codes if codes.shape == x.shape else torch.empty(x.shape, dtype=torch.uint8)
+    _cast_flat(x.contiguous(), single, spec, factor, number, 0)
+    if single is not codes:
+        codes.copy_(single[:, 0::2])
+        codes[:, : x.shape[1] // 2] |= single[:, 1::2] << 4
+
+
+def block_cast(
+    x: Tensor,
+    out: Tensor,
+    spec: BlockSpec,
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+) -> None:
+    """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
+    if x.dtype not in _KINDS or out.dtype not in _KINDS:
+        torch_backend.block_cast(x, out, spec, tensor_scale, scale, scale_tensor, seed, key)
+        return
+    held = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    _cast_blocks(x, held, _KINDS[out.dtype], None, spec, tensor_scale, scale, scale_tensor, seed, key)
+    if held is not out:
+        out.copy_(held)
+
+
+def block_pack(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    spec: BlockSpec,
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+) -> None:
+    """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
+    if x.dtype not in _KINDS:
+        torch_backend.block_pack(x, codes, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+        return
+    kind = _PAIRS if spec.element.format.bits == 4 else _KINDS[codes.dtype]
+    _cast_blocks(x, codes, kind, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+
+
+def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, offset: int) -> None:
+    """Runs the kernel over two stretches of memory of equal length; `offset` is the index of the first value."""
+    count = x.numel()
+    source_kind, target_kind = _KINDS[x.dtype], _KINDS[out.dtype]
+    code_kind = None if out.dtype.is_floating_point else target_kind
+    exponent = _exponent_of(factor)
+    narrow = exponent is not None and source_kind != 3 and target_kind != 3 and _fits_float32(spec, exponent)
+    plan = _plan(spec, 32 if narrow else 64, -exponent if narrow and exponent is not None else 0)
+    carrier = _carrier_plan(out.dtype, spec if factor == 1.0 else None, 32 if narrow else 64)
+
+    def task(first: int, last: int) -> None:
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset)
+        numbers = (_directed(spec), plan, carrier, key)
+        if narrow:
+            kernels.cast32(*ends, *numbers)
+        else:
+            kernels.cast64(*ends, *numbers, factor)
+
+    threads.run([functools.partial(task, *cut) for cut in _cuts(count, count, kernels.SPAN)])
+
+
+def _cast_blocks(
+    x: Tensor,
+    out: Tensor,
+    target_kind: int,
+    scales: Tensor | None,
+    spec: BlockSpec,
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+) -> None:
+    x = x.contiguous()
+    rows, columns = _shape_for_threads(x, spec.block)
+    factor = float(scale_tensor) if scale_tensor is not None else scale
+    mode, source_kind = spec.element.rounding, _KINDS[x.dtype]
+    over = float(tensor_scale) if tensor_scale is not None else None
+    narrow = factor == 1.0 and over is None and source_kind != 3 and target_kind != 3 and _blocks_fit_float32(spec)
+    width = 32 if narrow else 64
+    element, carrier = _plan(spec.element, width, 0), _carrier_plan(out.dtype, None, width)
+    scale_format = spec.scale.format
+    scale_numbers = np.array(
+        (
+            spec.scale.bias, scale_format.min_exponent, scale_format.max_exponent, nan_code(scale_format),
+            scale_format.max_code, scale_format.mantissa_bits,
+        ),
+        np.int64,
+    )  # fmt: skip
+    number = _key(seed, key) if mode == STOCHASTIC else None
+
+    code_kind = None if scales is None else target_kind
+    place = None if scales is None else scales.data_ptr()
+    rule = spec.rule if over is None else None
+
+    def task(first: int, last: int) -> None:
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns)
+        numbers = (spec.block, rule, _directed(spec.element), element, scale_numbers, carrier)
+        if narrow:
+            kernels.cast_blocks32(*ends, *numbers)
+        else:
+            kernels.cast_blocks64(*ends, *numbers, factor, over, spec.scale.rounding == UP, number)
+
+    threads.run([functools.partial(task, *cut) for cut in _cuts(rows, x.numel(), 1)])
+
+
+def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
+    """The matrix's shape; of few long rows that whole blocks fill, more and shorter ones: the memory is the same."""
+    rows, columns = x.shape
+    while rows < _MOST_CUT_ROWS and columns > kernels.SPAN and columns % (2 * block) == 0:
+        rows, columns = 2 * rows, columns // 2
+    return rows, columns
+
+
+def _blocks_fit_float32(spec: BlockSpec) -> bool:
+    """Whether blocks of up to 32-bit input can be scaled and rounded as float32.
+
+    Scaling may flush a value below 2**-126, which every mode here rounds to zero anyway: not so up, down, stochastic.
+    """
+    element = spec.element.format
+    keeps_zero = spec.element.rounding in (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)
+    return keeps_zero and 2 <= element.max_exponent <= 100 and element.quantum_exponent >= -22
+
+
+def _cuts(count: int, values: int, step: int) -> list[tuple[int, int]]:
+    """Ranges of about equal length over `count` things of `values` values in all, beginning at multiples of `step`."""
+    size = -(-count // threads.shares(values))
+    size = max(-(-size // step) * step, 1)
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _directed(spec: CastSpec) -> bool | None:
+    """None for rounding to nearest even (and stochastic), which then costs no compilation of the other modes."""
+    return None if spec.rounding in (NEAREST_EVEN, STOCHASTIC) else True
+
+
+def _key(seed: int, key: Tensor | None) -> Any:
+    return np.uint64((int(key) if key is not None else seed) & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _exponent_of(factor: float) -> int | None:
+    """K where the factor is 2**k."""
+    fraction, exponent = math.frexp(factor)
+    return exponent - 1 if fraction == 0.5 else None
+
+
+def _fits_float32(spec: CastSpec, exponent: int) -> bool:
+    """Whether float32 bits can be rounded to the format, its values divided by 2**exponent."""
+    fmt = spec.format
+    lowest, highest = fmt.min_exponent - exponent, fmt.max_exponent - exponent
+    return -126 <= lowest and highest <= 127 and lowest <= 127 and fmt.mantissa_bits <= 23
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(spec: CastSpec, width: int, shift: int) -> Any:
+    """The numbers a kernel needs for a format whose values are times 2**shift."""
+    fmt = spec.format
+    bias = 127 if width == 32 else 1023
+    largest = _bits(math.ldexp(fmt.max, shift), width)
+    beyond = {
+        OVERFLOW_MAX: largest, OVERFLOW_INF: _bits(math.inf, width)
+    }.get(spec.overflow, _bits(math.nan, width))  # fmt: skip
+    plan = np.zeros(15, np.int64)
+    plan[kernels.MANTISSA] = fmt.mantissa_bits
+    plan[kernels.LOWEST] = fmt.min_exponent + shift + bias
+    plan[kernels.LARGEST] = largest
+    plan[kernels.BEYOND_POSITIVE] = largest if spec.rounding in (TOWARD_ZERO, DOWN) else beyond
+    plan[kernels.BEYOND_NEGATIVE] = largest if spec.rounding in (TOWARD_ZERO, UP) else beyond
+    plan[kernels.INFINITE] = beyond
+    plan[kernels.QUANTUM] = _bits(math.ldexp(fmt.smallest_subnormal, shift), width)
+    plan[kernels.NO_MANTISSA] = fmt.mantissa_bits == 0
+    plan[kernels.KEEPS_SIGN] = fmt.has_negative_zero
+    plan[kernels.AWAY] = {UP: 1, DOWN: 2, NEAREST_AWAY: 4}.get(spec.rounding, 0)
+    plan[kernels.MAX_CODE] = fmt.max_code
+    plan[kernels.INF_CODE] = fmt.max_code + 1
+    plan[kernels.NAN_CODE] = nan_code(fmt)
+    plan[kernels.SIGN_SHIFT] = fmt.bits - 1
+    plan[kernels.BEYOND_CODE] = {OVERFLOW_MAX: fmt.max_code, OVERFLOW_INF: fmt.max_code + 1}.get(
+        spec.overflow, nan_code(fmt)
+    )
+    return plan
+
+
+def _carrier_plan(dtype: torch.dtype, spec: CastSpec | None, width: int) -> Any:
+    """How to round to the carrier once more; empty where it holds every value of the format, None for codes."""
+    if not dtype.is_floating_point:
+        return None
+    if dtype == torch.float64:
+        return _NO_PLAN
+    carrier = get_element(dtype, "cast")
+    if width == 32 and (dtype == torch.float32 or (spec is not None and _holds(carrier, spec.format))):
+        return _NO_PLAN
+    return _plan(CastSpec.of(carrier, NEAREST_EVEN, saturate=False), width, 0)
+
+
+def _holds(carrier: Format, fmt: Format) -> bool:
+    return (
+        carrier.mantissa_bits >= fmt.mantissa_bits
+        and carrier.max >= fmt.max
+        and carrier.quantum_exponent <= fmt.quantum_exponent
+    )
+
+
+def _bits(value: float, width: int) -> int:
+    return int(np.float32(value).view(np.uint32) if width == 32 else np.float64(value).view(np.int64))

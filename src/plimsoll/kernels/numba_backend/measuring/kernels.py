@@ -1,0 +1,446 @@
+"""Measuring on the CPU: one pass over memory, in blocks of 4,096 values that stay in the first-level cache.
+
+Per block: (1) one vector loop takes the exponent byte of every value and the three extremes as integers; (2) bytes are
+counted for the occupied binades only, from the highest down, 32 at a time (`count_four`): a block of real data spans
+15 to 40 binades, and this beats a scalar histogram up to about 60; (3) moments are summed in float64 by a loop that may
+reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
+float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers. Float32 has
+its kernel in `_measure32_kernels`, which sweeps over long tensors instead.
+
+Kernels take addresses, so that a call with a thousand tensors is one call. They share this file because Numba's cache
+notices a change of a kernel's own file only; other kernels use some of these parts too (see there).
+"""
+
+import numpy as np
+from numba import carray
+
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.numba_backend.compiling import (
+    as_float32,
+    as_float64,
+    as_int64,
+    as_uint32,
+    count_four,
+    inlined,
+    kernel,
+    pointer,
+    shift_left,
+    summing_kernel,
+    widen_half,
+)
+
+_BLOCK = 4096
+_MOST_BINADES = 56  # in a block; beyond, a scalar histogram is faster than counting each
+
+_INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
+_TINY32 = 2.0**-149
+
+# Row fields as globals of this module, which kernels take as constants.
+_COUNT, _ZEROS, _NANS = row_layout.COUNT, row_layout.ZEROS, row_layout.NANS
+_POS_INFS, _NEG_INFS = row_layout.POS_INFS, row_layout.NEG_INFS
+_POSITIVE, _NEGATIVE, _NEAREST = row_layout.POSITIVE, row_layout.NEGATIVE, row_layout.NEAREST
+_SUM, _ABSSUM, _SUMSQ = row_layout.SUM, row_layout.ABSSUM, row_layout.SUMSQ
+_HISTOGRAM, _BINADES = row_layout.HISTOGRAM, row_layout.BINADES
+_ABSMIN_TOP, _WORDS = row_layout.ABSMIN_TOP, row_layout.NARROW
+
+
+# -- the parts of one block of float32 bits ---------------------------------------------------------------------------
+
+
+@inlined
+def scan(bits, exponents, n):
+    """Exponent bytes of `n` values; largest bits of either sign; the smallest magnitude's less one (zero wraps)."""
+    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
+    for i in range(n):
+        value = bits[i]
+        magnitude = value & np.uint32(0x7FFF_FFFF)
+        exponents[i] = np.uint8(magnitude >> np.uint32(23))
+        positive = max(positive, np.int32(value))
+        negative = max(negative, value)
+        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
+    return (
+        np.uint32(positive),
+        negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0),
+        nearest,
+    )
+
+
+@inlined
+def _widen_bfloat(bits):
+    return np.uint32(bits << np.uint32(16))
+
+
+@inlined
+def _extremes_16bit(narrow, n):
+    """As `scan`, over 16-bit patterns, twice as many to a vector, and without the exponents."""
+    positive, negative, nearest = np.int16(0), np.uint16(0), np.uint16(0xFFFF)
+    for i in range(n):
+        value = narrow[i]
+        positive = max(positive, np.int16(value))
+        negative = max(negative, value)
+        nearest = min(nearest, np.uint16(np.uint16(value & np.uint16(0x7FFF)) - np.uint16(1)))
+    largest = np.uint16(negative & np.uint16(0x7FFF)) if negative >> np.uint16(15) else np.uint16(0)
+    return np.uint32(np.uint16(positive)), np.uint32(largest), np.uint32(nearest)
+
+
+@inlined
+def _scan_bfloat(narrow, bits, exponents, n):
+    """Extremes and exponent bytes of bfloat16 patterns, and their float32 bits."""
+    positive, negative, nearest = _extremes_16bit(narrow, n)
+    for i in range(n):
+        exponents[i] = np.uint8(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(7))
+    for i in range(n):
+        bits[i] = _widen_bfloat(np.uint32(narrow[i]))
+    before = np.uint32(0xFFFF_FFFF)
+    if nearest != np.uint32(0xFFFF):
+        before = np.uint32(_widen_bfloat(nearest + np.uint32(1)) - np.uint32(1))
+    return _widen_bfloat(positive), _widen_bfloat(negative), before
+
+
+@inlined
+def _scan_half(narrow, bits, exponents, n):
+    """Extremes and exponent bytes of float16 patterns, and their float32 bits; fast where all are normal or zero."""
+    positive, negative, nearest = _extremes_16bit(narrow, n)
+    if max(positive, negative) >= np.uint32(0x7C00) or nearest + np.uint32(1) < np.uint32(0x0400):
+        return _extremes_half(narrow, bits, exponents, n)
+    for i in range(n):
+        exponents[i] = np.uint8(np.uint16(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(10)) + np.uint16(112))
+    for i in range(n):
+        # Sign extension and one shift put sign, exponent and mantissa in their places; the bias is added.
+        extended = shift_left(np.uint32(np.int32(np.int16(narrow[i]))), np.uint32(13))
+        placed = np.uint32(extended & np.uint32(0x8FFF_E000))
+        is_zero = np.uint32(extended & np.uint32(0x0FFF_E000)) == np.uint32(0)
+        bits[i] = placed if is_zero else np.uint32(placed + np.uint32(112 << 23))
+    before = np.uint32(0xFFFF_FFFF)
+    if nearest != np.uint32(0xFFFF):
+        before = np.uint32(widen_half(nearest + np.uint32(1)) - np.uint32(1))
+    return widen_half(positive), widen_half(negative), before
+
+
+@inlined
+def _extremes_half(narrow, bits, exponents, n):
+    """As `scan`, of any float16 patterns, whose float32 bits it writes."""
+    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
+    for i in range(n):
+        value = widen_half(np.uint32(narrow[i]))
+        bits[i] = value
+        magnitude = value & np.uint32(0x7FFF_FFFF)
+        exponents[i] = np.uint8(magnitude >> np.uint32(23))
+        positive = max(positive, np.int32(value))
+        negative = max(negative, value)
+        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
+    return (
+        np.uint32(positive),
+        negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0),
+        nearest,
+    )
+
+
+@summing_kernel
+def _moments(values):
+    total, absolute, squares = 0.0, 0.0, 0.0
+    for i in range(values.size):
+        value = np.float64(values[i])
+        total += value
+        absolute += abs(value)
+        squares += value * value
+    return total, absolute, squares
+
+
+@inlined
+def _clear_nonfinite(bits, clean, n, row):
+    """Counts NaN and Inf and copies the bits with zeros in their place; returns how many there were."""
+    nans, positive, negative = 0, 0, 0
+    for i in range(n):
+        value = bits[i]
+        magnitude = value & np.uint32(0x7FFF_FFFF)
+        nans += magnitude > np.uint32(_INF32)
+        positive += value == np.uint32(_INF32)
+        negative += value == np.uint32(_INF32 | 0x8000_0000)
+        clean[i] = value if magnitude < np.uint32(_INF32) else np.uint32(0)
+    row[_NANS] += nans
+    row[_POS_INFS] += positive
+    row[_NEG_INFS] += negative
+    return nans + positive + negative
+
+
+@inlined
+def _count_vector(exponents, n, top, lowest, counts, offset):
+    """Adds how many bytes equal each of `top` to `lowest` >= 1 to ``counts[0, byte + offset]``; returns the sum."""
+    chunks = (n + 31) // 32
+    found = 0
+    while top >= lowest:
+        packed = count_four(exponents, chunks, top)
+        for i in range(min(4, top - lowest + 1)):
+            equal = (packed >> (16 * i)) & 0xFFFF
+            counts[0, top - i + offset] += equal
+            found += equal
+        top -= 4
+    return found
+
+
+@inlined
+def _count_scalar(exponents, n, counts):
+    """As `_count_codes`, for exponents.
+
+    Returns how many are not zero, whose own count is left at zero.
+    """
+    _count_codes(exponents, n, counts)
+    zeros = counts[0, 0] + counts[1, 0] + counts[2, 0] + counts[3, 0]
+    counts[:, 0] = 0
+    return n - zeros
+
+
+@inlined
+def _count_codes(codes, n, counts):
+    """Adds one for each code to one of four histograms, so that equal neighbours do not wait for each other."""
+    quarter = n // 4
+    first, second, third, fourth = (
+        codes[:quarter], codes[quarter : 2 * quarter], codes[2 * quarter : 3 * quarter], codes[3 * quarter : n],
+    )  # fmt: skip
+    for i in range(quarter):
+        counts[0, first[i]] += 1
+        counts[1, second[i]] += 1
+        counts[2, third[i]] += 1
+        counts[3, fourth[i]] += 1
+    for i in range(quarter, n - 3 * quarter):
+        counts[0, fourth[i]] += 1
+
+
+@inlined
+def _count_zeros(bits, n, row, cleared, low):
+    """Of `low` values with a zero exponent, `cleared` NaN or Inf among them: counts zeros, and subnormals by binade."""
+    zeros = 0
+    for i in range(n):
+        zeros += (bits[i] & np.uint32(0x7FFF_FFFF)) == np.uint32(0)
+    row[_ZEROS] += zeros - cleared
+    if low > zeros:
+        for i in range(n):
+            magnitude = bits[i] & np.uint32(0x7FFF_FFFF)
+            if magnitude != 0 and magnitude < np.uint32(0x0080_0000):
+                row[_HISTOGRAM + np.int64(as_uint32(np.float32(magnitude)) >> np.uint32(23)) - 127] += 1
+
+
+@inlined
+def key_of(magnitude):
+    """The bits of the float64 with the value of float32 magnitude bits; in integers for subnormals, flushed or not."""
+    if magnitude < np.uint32(0x0080_0000):
+        return as_int64(np.float64(magnitude) * _TINY32)
+    return as_int64(np.float64(as_float32(magnitude)))
+
+
+@inlined
+def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
+    """Counts one block of `n` scanned float32 bit patterns into the row and into `counts` (by biased exponent).
+
+    Returns the lowest and the highest exponent that it counted.
+    """
+    positive, negative, nearest = extremes
+    cleared, top, lowest = 0, 0, 255
+    if max(positive, negative) >= np.uint32(_INF32):
+        cleared = _clear_nonfinite(bits, clean, n, row)
+        bits = clean
+        positive, negative, nearest = scan(bits, exponents, n)
+    for i in range(n, (n + 31) // 32 * 32):
+        exponents[i] = 255
+    found = 0
+    if nearest != np.uint32(0xFFFF_FFFF):
+        top = np.int64(max(positive, negative) >> np.uint32(23))
+        lowest = max(np.int64((nearest + np.uint32(1)) >> np.uint32(23)), 1)
+        if top - lowest < _MOST_BINADES:
+            found = _count_vector(exponents, n, top, lowest, counts, 0)
+        else:
+            found = _count_scalar(exponents, n, counts)
+    if found < n:
+        _count_zeros(bits, n, row, cleared, n - found)
+    total, absolute, squares = _moments(bits[:n].view(np.float32))
+    sums[_SUM] += total
+    sums[_ABSSUM] += absolute
+    sums[_SUMSQ] += squares
+    row[_POSITIVE] = max(row[_POSITIVE], key_of(positive))
+    row[_NEGATIVE] = max(row[_NEGATIVE], key_of(negative))
+    if nearest != np.uint32(0xFFFF_FFFF):
+        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - key_of(nearest + np.uint32(1)))
+    return lowest, top
+
+
+@inlined
+def fold(counts, row, low, high):
+    """Moves counts by biased float32 exponent, from `low` to `high`, to the row.
+
+    Exponents 0 and 255 were counted one by one.
+    """
+    for e in range(low, high + 1):
+        row[_HISTOGRAM + e + 22] += counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]  # index 0: binade -149
+        for i in range(4):
+            counts[i, e] = 0
+
+
+# -- kernels: each over a list of parts, given by address, length and the address of the row they are counted into ----
+# `table` is the address of the list, three words a part; if it is 0, the arguments describe the only part. That is what
+# makes measuring a small tensor cheap: integers cost a call next to nothing. `fresh` is how many words of that only
+# part's row are emptied first. `variant` says more about the dtype, where there is more to say.
+
+
+@inlined
+def part_of(table, part, address, length, row):
+    """Address, length and row address of a part."""
+    if table:
+        words = carray(pointer(table + 24 * part), (3,), np.int64)
+        return words[0], words[1], words[2]
+    return address, length, row
+
+
+@inlined
+def row_at(address, fresh):
+    """The row of a bank at an address, zeroed as far as `fresh` says."""
+    row = carray(pointer(address), (_WORDS,), np.int64)
+    if fresh:
+        carray(pointer(address), (fresh,), np.int64)[:] = 0
+    return row
+
+
+@kernel
+def measure_16bit(table, parts, address, length, row_address, fresh, variant):
+    """Float16 is variant 1, bfloat16 is 0."""
+    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
+    wide = np.empty(_BLOCK, np.uint32)
+    counts = np.zeros((4, 256), np.int64)
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
+        sums = row.view(np.float64)
+        row[_COUNT] += length
+        bits = carray(pointer(address), (length,), np.uint16)
+        low, high = 255, 0
+        for start in range(0, length, _BLOCK):
+            n = min(_BLOCK, length - start)
+            part_bits = bits[start : start + n]
+            if variant == 1:
+                found = _scan_half(part_bits, wide, exponents, n)
+            else:
+                found = _scan_bfloat(part_bits, wide, exponents, n)
+            lowest, top = add_block(wide, n, found, exponents, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold(counts, row, low, high)
+
+
+@kernel
+def measure_float64(table, parts, address, length, row_address, fresh, _):
+    """Counts the values of float64 parts into a row."""
+    clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
+    counts = np.zeros((4, 2048), np.int64)
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
+        sums = row.view(np.float64)
+        row[_COUNT] += length
+        bits = carray(pointer(address), (length,), np.uint64)
+        low, high = 2047, 0
+        for start in range(0, length, _BLOCK):
+            n = min(_BLOCK, length - start)
+            lowest, top = add_block64(bits[start : start + n], n, exponents, wide, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold64(counts, row, low, high)
+
+
+@inlined
+def fold64(counts, row, low, high):
+    """Adds counts per float64 exponent to a row, whose binades are those of float32."""
+    for e in range(low, high + 1):
+        found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
+        row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found
+        for i in range(4):
+            counts[i, e] = 0
+
+
+@inlined
+def add_block64(bits, n, exponents, wide, clean, row, sums, counts):
+    """As `add_block`, of float64 bits, which it scans itself."""
+    top, lowest = 0, 2047
+    positive, negative, nearest, zeros, bad = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0, 0
+    for i in range(n):
+        value = bits[i]
+        magnitude = value & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
+        finite = magnitude < np.uint64(_INF64)
+        kept = value if finite else np.uint64(0)
+        clean[i] = kept
+        bad += not finite
+        zeros += magnitude == np.uint64(0)
+        positive = max(positive, np.int64(kept))
+        negative = max(negative, kept)
+        nearest = min(nearest, np.uint64((kept & np.uint64(0x7FFF_FFFF_FFFF_FFFF)) - np.uint64(1)))
+    if bad:
+        for i in range(n):
+            magnitude = bits[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
+            if magnitude > np.uint64(_INF64):
+                row[_NANS] += 1
+            elif magnitude == np.uint64(_INF64):
+                row[_NEG_INFS if bits[i] >> np.uint64(63) else _POS_INFS] += 1
+    if zeros + bad < n:
+        top = max(positive, np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF))) >> 52
+        lowest = np.int64((nearest + np.uint64(1)) >> np.uint64(52))
+        if 0 < lowest and top - lowest < _MOST_BINADES:
+            for i in range(n):  # zeros end at byte 0 or wrap to below 254 - 56
+                exponents[i] = np.uint8(254 - top + np.int64((clean[i] >> np.uint64(52)) & np.uint64(0x7FF)))
+                exponents[i] = exponents[i] if clean[i] << np.uint64(1) else np.uint8(0)
+            for i in range(n, (n + 31) // 32 * 32):
+                exponents[i] = 0
+            _count_vector(exponents, n, np.int64(254), 254 - top + lowest, counts, top - 254)
+        else:
+            for i in range(n):
+                wide[i] = np.uint16((clean[i] >> np.uint64(52)) & np.uint64(0x7FF))
+            subnormal = n - zeros - bad - _count_scalar(wide, n, counts)
+            row[_HISTOGRAM] += subnormal  # far below the lowest binade
+    row[_ZEROS] += zeros
+    total, absolute, squares = _moments(clean[:n].view(np.float64))
+    sums[_SUM] += total
+    sums[_ABSSUM] += absolute
+    sums[_SUMSQ] += squares
+    row[_POSITIVE] = max(row[_POSITIVE], positive)
+    if negative >> np.uint64(63):
+        row[_NEGATIVE] = max(row[_NEGATIVE], np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF)))
+    if nearest != np.uint64(0xFFFF_FFFF_FFFF_FFFF):
+        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - np.int64(nearest + np.uint64(1)))
+    return lowest, top
+
+
+@kernel
+def measure_codes(table, parts, address, length, row_address, fresh, variant):
+    """The variant is the address of the float64 values of the 256 codes."""
+    values = carray(pointer(variant), (256,), np.uint64)
+    counts = np.zeros((4, 256), np.int64)
+    for part in range(parts):
+        address, length, row_address = part_of(table, part, address, length, row_address)
+        row = row_at(row_address, fresh)
+        sums = row.view(np.float64)
+        row[_COUNT] += length
+        codes = carray(pointer(address), (length,), np.uint8)
+        _count_codes(codes, length, counts)
+        for code in range(256):
+            found = counts[0, code] + counts[1, code] + counts[2, code] + counts[3, code]
+            if found:
+                _add_repeated(values[code], found, row, sums)
+        counts[:, :] = 0
+
+
+@inlined
+def _add_repeated(bits, found, row, sums):
+    """Counts one float64 value, given by its bits, `found` times."""
+    magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
+    negative = np.int64(bits >> np.uint64(63))
+    if magnitude > _INF64:
+        row[_NANS] += found
+    elif magnitude == _INF64:
+        row[_NEG_INFS if negative else _POS_INFS] += found
+    elif magnitude == 0:
+        row[_ZEROS] += found
+    else:
+        value = as_float64(np.uint64(bits))
+        sums[_SUM] += value * found
+        sums[_ABSSUM] += abs(value) * found
+        sums[_SUMSQ] += value * value * found
+        key = _NEGATIVE if negative else _POSITIVE
+        row[key] = max(row[key], magnitude)
+        row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - magnitude)
+        row[_HISTOGRAM + min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)] += found

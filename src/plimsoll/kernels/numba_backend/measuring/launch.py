@@ -1,0 +1,143 @@
+"""Measuring on the CPU, from tensors to kernels: one call for many tensors, cut into even shares for the threads.
+
+Kernels take addresses. Tensors whose memory is dense, in whatever order, are read in place; others are copied 64K
+values at a time, so that nothing of their size is allocated.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.formats import get_element
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.numba_backend import threads
+from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels
+from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
+from plimsoll.kernels.numba_backend.memory import Words, pieces
+from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.torch_backend.casting import from_codes
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_CODES = 4
+_NO_TABLE = np.zeros(256)
+_values: dict[torch.dtype, Any] = {}
+_SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each (_pool)
+_PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
+
+
+def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
+    """Counts each tensor into its row of the bank; without `accumulate` the rows are emptied first."""
+    places = row_addresses(bank, rows)
+    if not accumulate:
+        empty_rows(places, bank.shape[1])
+    dense: dict[torch.dtype, list[int]] = {}
+    for x, place in zip(tensors, places, strict=True):
+        length = x.numel()
+        if length and (x.is_contiguous() or is_dense(x)):
+            parts = dense.get(x.dtype)
+            if parts is None:
+                parts = dense[x.dtype] = []
+            parts += (x.data_ptr(), length, place)
+        elif length:
+            _measure_strided(x, place)
+    for dtype, parts in dense.items():
+        _measure_parts(dtype, parts)
+    if block:
+        for x, row in zip(tensors, rows, strict=True):
+            if x.numel():
+                _measure_blocks(x, bank.numpy()[row], block)
+
+
+def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
+    """As ``measure([x], bank, [row], False, 0)``, with next to no Python between tensor and kernel."""
+    length = x.numel()
+    count, words = bank.shape
+    simple = 0 < length < _SMALL and 0 <= row < count and bank.is_contiguous() and (x.is_contiguous() or is_dense(x))
+    if simple:
+        kernel, variant = entry(x.dtype)
+        kernel(0, 1, x.data_ptr(), length, bank.data_ptr() + 8 * words * row, words, variant)
+    else:
+        measure([x], bank, [row], False, 0)
+
+
+@functools.cache
+def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
+    """The kernel of a dtype, and the variant it is called with."""
+    if dtype == torch.float32:
+        return float32_kernels.measure_float32, 0
+    if dtype == torch.float64:
+        return kernels.measure_float64, 0
+    if dtype in _KINDS:
+        return kernels.measure_16bit, int(dtype == torch.float16)
+    return kernels.measure_codes, _values_of_codes(dtype).ctypes.data
+
+
+def _measure_parts(dtype: torch.dtype, words: list[int]) -> None:
+    """Measures parts of one dtype, given as a list of three words each."""
+    shares = threads.shares(sum(words[1::3]))
+    if shares == 1 or len(set(words[2::3])) < len(words) // 3:  # two tensors of one row take turns
+        _launch(dtype, words)
+        return
+    shared, owners = threads.cut(words[1::3], shares)
+    scratch = np.zeros((len(owners), row_layout.NARROW), np.int64)
+    first, step = scratch.ctypes.data, scratch.strides[0]
+
+    def work(share: list[threads.Piece]) -> None:
+        listed: list[int] = []
+        for index, start, length, slot in share:
+            place = words[3 * index + 2] if slot is None else first + step * slot
+            listed += (words[3 * index] + start * dtype.itemsize, length, place)
+        _launch(dtype, listed)
+
+    threads.run([functools.partial(work, share) for share in shared])
+    merge_into([words[3 * index + 2] for index in owners], scratch)
+
+
+def _launch(dtype: torch.dtype, words: list[int]) -> None:
+    kernel, variant = entry(dtype)
+    listed = Words(words)
+    kernel(listed.address, len(words) // 3, 0, 0, 0, 0, variant)
+
+
+def _measure_strided(x: Tensor, place: int) -> None:
+    """Measures a tensor with gaps or repeats in its memory, 64K values at a time; what repeats is read once."""
+    repeats = 1
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+            repeats *= size
+    once = np.zeros((1, row_layout.NARROW), np.int64)
+    for piece in pieces(x):
+        held = piece.contiguous()
+        _launch(x.dtype, [held.data_ptr(), held.numel(), once.ctypes.data])
+    counts, sums = once[0], once[0].view(np.float64)
+    counts[: row_layout.POSITIVE] *= repeats
+    sums[row_layout.SUM : row_layout.SUMSQ + 1] *= repeats
+    counts[row_layout.HISTOGRAM :] *= repeats
+    merge_into([place], once)
+
+
+def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
+    matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    kind = _KINDS.get(x.dtype, _CODES)
+    values = _values_of_codes(x.dtype) if kind == _CODES else _NO_TABLE
+    height, columns = matrix.shape
+    step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
+    for start in range(0, height, step):
+        held = matrix[start : start + step].contiguous()
+        block_kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
+
+
+def _values_of_codes(dtype: torch.dtype) -> Any:
+    """The float64 values of an 8-bit dtype's 256 codes, always in the same array: kernels keep its address.
+
+    `functools.cache` would not do: threads that call it first at the same time each get an array of their own.
+    """
+    known = _values.get(dtype)
+    if known is None:
+        known = _values.setdefault(dtype, from_codes(torch.arange(256), get_element(dtype, "measure")).numpy())
+    return known

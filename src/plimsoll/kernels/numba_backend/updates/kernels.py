@@ -1,0 +1,253 @@
+"""Counting a weight update on the CPU: one pass over old values, new values and pushes.
+
+Long float32 tensors with float32 pushes go by sweeps (`_sweep_updates`), chosen as `_measure32_kernels` chooses. The
+rest goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans it.
+(2) A byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted 32
+at a time. (3) The difference is measured as any tensor is, by the parts of `_measure_kernels`. All but the three inputs
+stays in the first-level cache.
+
+With `torch.set_flush_denormal(True)` a difference below the smallest normal number is zero, here as in torch.
+
+Numba's cache does not notice a change of what is imported here: after one, remove the compiled code of this file.
+"""
+
+import numpy as np
+from numba import carray
+
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.numba_backend.compiling import (
+    as_uint32,
+    count_four,
+    inlined,
+    kernel,
+    pasted,
+    pointer,
+    summing_kernel,
+    widen_half,
+)
+from plimsoll.kernels.numba_backend.measuring.float32_kernels import (
+    EXTREMES,
+    HIGH,
+    LEAST_SWEPT,
+    LIKELY,
+    LOW,
+    TOP,
+    end_part,
+    move_window,
+    new_room,
+    note_swept,
+)
+from plimsoll.kernels.numba_backend.measuring.kernels import add_block, add_block64, fold64
+from plimsoll.kernels.numba_backend.measuring.sweep import GROUP, MOST_GROUPS
+from plimsoll.kernels.numba_backend.updates.sweep import sweep_updates
+
+_BLOCK = 1024  # three inputs and a difference of 4,096 values would not fit the first-level cache
+_COUNT, _WORDS = row_layout.COUNT, row_layout.NARROW
+_PUSHED, _UNMOVED, _OLD_SUMSQ, _MOVES = row_layout.PUSHED, row_layout.UNMOVED, row_layout.OLD_SUMSQ, row_layout.MOVES
+_INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
+_LAST_SUBNORMAL32 = 0x007F_FFFF
+
+WORDS = 7  # of a part: addresses of old, new and push; how to read the push; length; row address in bank and in moves
+_FLOAT16, _BFLOAT16 = 2, 1
+
+
+@inlined
+def _find_pushes(flags, address, reading, n):
+    """Writes 1 for each push that is not zero, else 0.
+
+    `reading` is the bytes of a push, 9 for a byte whose sign bit alone is NaN; 0 where pushes are not known.
+    """
+    if reading == 4:
+        words = carray(pointer(address), (n,), np.uint32)
+        for i in range(n):
+            flags[i] = np.uint8(1) if words[i] & np.uint32(0x7FFF_FFFF) else np.uint8(0)
+    elif reading == 2:
+        halves = carray(pointer(address), (n,), np.uint16)
+        for i in range(n):
+            flags[i] = np.uint8(1) if halves[i] & np.uint16(0x7FFF) else np.uint8(0)
+    elif reading == 8:
+        longs = carray(pointer(address), (n,), np.uint64)
+        for i in range(n):
+            flags[i] = np.uint8(1) if longs[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF) else np.uint8(0)
+    else:
+        mask = np.uint8(0x7F if reading == 1 else 0xFF)
+        codes = carray(pointer(address), (n,), np.uint8)
+        for i in range(n):
+            flags[i] = np.uint8(1) if codes[i] & mask else np.uint8(0)
+
+
+@inlined
+def _widen(bits, address, kind, n):
+    halves = carray(pointer(address), (n,), np.uint16)
+    if kind == _FLOAT16:
+        for i in range(n):
+            bits[i] = widen_half(np.uint32(halves[i]))
+    else:
+        for i in range(n):
+            bits[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
+
+
+@inlined
+def _subtract(old, new, difference, exponents, n):
+    """Writes ``new - old``, and scans it as `scan` does."""
+    before, after = old.view(np.float32), new.view(np.float32)
+    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
+    for i in range(n):
+        value = as_uint32(after[i] - before[i])
+        difference[i] = value
+        magnitude = value & np.uint32(0x7FFF_FFFF)
+        exponents[i] = np.uint8(magnitude >> np.uint32(23))
+        positive = max(positive, np.int32(value))
+        negative = max(negative, value)
+        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
+    return (
+        np.uint32(positive),
+        negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0),
+        nearest,
+    )
+
+
+@inlined
+def _mark_unmoved(flags, exponents, old, new, found, n):
+    """Doubles the flags of values that are the same before and after.
+
+    Where the block's differences are all normal or zero, a zero exponent says so. A NaN is the same as any NaN.
+    """
+    positive, negative, nearest = found
+    if max(positive, negative) < np.uint32(_INF32) and nearest >= np.uint32(_LAST_SUBNORMAL32):
+        for i in range(n):
+            flags[i] = np.uint8(flags[i] << np.uint8(1)) if exponents[i] == np.uint8(0) else flags[i]
+        return
+    for i in range(n):
+        either = np.uint32(old[i] | new[i]) & np.uint32(0x7FFF_FFFF)
+        least = min(np.uint32(old[i] & np.uint32(0x7FFF_FFFF)), np.uint32(new[i] & np.uint32(0x7FFF_FFFF)))
+        same = (old[i] == new[i]) or (either == np.uint32(0)) or (least > np.uint32(_INF32))
+        flags[i] = np.uint8(flags[i] << np.uint8(1)) if same else flags[i]
+
+
+@inlined
+def _subtract64(old, new, difference, n):
+    before, after, values = old.view(np.float64), new.view(np.float64), difference.view(np.float64)
+    for i in range(n):
+        values[i] = after[i] - before[i]
+
+
+@inlined
+def _mark_unmoved64(flags, old, new, n):
+    for i in range(n):
+        either = (old[i] | new[i]) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
+        least = min(old[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF), new[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
+        same = (old[i] == new[i]) | (either == np.uint64(0)) | (least > np.uint64(_INF64))
+        flags[i] = np.uint8(flags[i] << np.uint8(1)) if same else flags[i]
+
+
+@inlined
+def _count_flags(flags, n, moves):
+    """Adds to the row of moves: flags that are 1 or 2 (pushed), and those that are 2 (pushed and unmoved)."""
+    chunks = (n + 31) // 32
+    flags[n : 32 * chunks] = 0
+    packed = count_four(flags, chunks, 2)
+    unmoved = packed & 0xFFFF
+    moves[_PUSHED] += unmoved + ((packed >> 16) & 0xFFFF)
+    moves[_UNMOVED] += unmoved
+
+
+@summing_kernel
+def _squares(values):
+    total = 0.0
+    for i in range(values.size):
+        value = np.float64(values[i])
+        total += value * value
+    return total
+
+
+@kernel
+def update_float32(table, parts, kind):
+    """Counts the updates of parts of float32 (kind 0), bfloat16 (1) or float16 (2) values."""
+    room = new_room()
+    flags, difference = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
+    wide_old, wide_new = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint32)
+    words = carray(pointer(table), (parts, WORDS), np.int64)
+    size = 2 if kind else 4
+    for part in range(parts):
+        old, new, push, reading = words[part, 0], words[part, 1], words[part, 2], words[part, 3]
+        push_size, length = 1 if reading == 9 else reading, words[part, 4]
+        row = carray(pointer(words[part, 5]), (_WORDS,), np.int64)
+        moves = carray(pointer(words[part, 6]), (_MOVES,), np.int64)
+        row[_COUNT] += length
+        start = 0
+        while start < length:
+            groups = min((length - start) // GROUP, MOST_GROUPS)
+            if groups and room[0][LIKELY]:
+                shift = 4 * start
+                start += _sweep_groups(old + shift, new + shift, push + shift, groups, row, words[part, 6], room)
+                continue
+            n = min(_BLOCK, length - start)
+            if kind:
+                _widen(wide_old, old + start * size, kind, n)
+                _widen(wide_new, new + start * size, kind, n)
+                before, after = wide_old[:n], wide_new[:n]
+            else:
+                before = carray(pointer(old + start * size), (n,), np.uint32)
+                after = carray(pointer(new + start * size), (n,), np.uint32)
+            address = push + start * push_size
+            likely = _add_one_block(before, after, address, reading, n, flags, difference, row, moves, room)
+            room[0][LIKELY] = likely and kind == 0 and reading == 4 and length >= LEAST_SWEPT
+            start += n
+        end_part(row, room)
+
+
+@pasted
+def _sweep_groups(old, new, push, groups, row, moves, room):
+    """Sweeps over groups up to one whose differences are not in the window; returns how many values these are."""
+    state, planes = room[0], room[1].ctypes.data
+    done = sweep_updates(
+        old, new, push, groups, state[TOP], planes, planes + 4 * EXTREMES, room[2].ctypes.data, moves
+    )  # fmt: skip
+    note_swept(done, groups, row, room)
+    return GROUP * done
+
+
+@pasted
+def _add_one_block(before, after, push, reading, n, flags, difference, row, moves, room):
+    """Counts values that are not swept; returns whether those that follow should be."""
+    state, exponents = room[0], room[4]
+    found = _subtract(before, after, difference, exponents, n)
+    moves.view(np.float64)[_OLD_SUMSQ] += _squares(before.view(np.float32))
+    if reading:
+        _find_pushes(flags, push, reading, n)
+        _mark_unmoved(flags, exponents, before, after, found, n)
+        _count_flags(flags, n, moves)
+    low, high = add_block(difference, n, found, exponents, room[5], row, row.view(np.float64), room[3])
+    state[LOW], state[HIGH] = min(state[LOW], low), max(state[HIGH], high)
+    return move_window(found, low, high, row, room)
+
+
+@kernel
+def update_float64(table, parts, _):
+    """Measures new minus old of float64 parts, and how far each value moved."""
+    clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
+    flags, difference = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint64)
+    counts = np.zeros((4, 2048), np.int64)
+    words = carray(pointer(table), (parts, WORDS), np.int64)
+    for part in range(parts):
+        old, new, push, reading = words[part, 0], words[part, 1], words[part, 2], words[part, 3]
+        push_size, length = 1 if reading == 9 else reading, words[part, 4]
+        row = carray(pointer(words[part, 5]), (_WORDS,), np.int64)
+        moves = carray(pointer(words[part, 6]), (_MOVES,), np.int64)
+        sums, norm = row.view(np.float64), moves.view(np.float64)
+        row[_COUNT] += length
+        low, high = 2047, 0
+        for start in range(0, length, _BLOCK):
+            n = min(_BLOCK, length - start)
+            before = carray(pointer(old + start * 8), (n,), np.uint64)
+            after = carray(pointer(new + start * 8), (n,), np.uint64)
+            _subtract64(before, after, difference, n)
+            norm[_OLD_SUMSQ] += _squares(before.view(np.float64))
+            if reading:
+                _find_pushes(flags, push + start * push_size, reading, n)
+                _mark_unmoved64(flags, before, after, n)
+                _count_flags(flags, n, moves)
+            lowest, top = add_block64(difference, n, exponents, wide, clean, row, sums, counts)
+            low, high = min(low, lowest), max(high, top)
+        fold64(counts, row, low, high)

@@ -1,0 +1,213 @@
+"""The operator family ``plimsoll::*``: schemas, fakes, and the one implementation that hands each call to a backend.
+
+The operators are opaque to compilers: a graph holds the call, eager and compiled results are the same bits, and
+Inductor gets no chance to remove a rounding. Formats travel as integers (`_spec`), scales and keys as numbers or as
+0-d tensors that only the kernel reads, so nothing here synchronises with a device.
+
+`measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of
+the tensors' size. `unscale_` mutates the gradients too. The `*_out` forms mutate `out`. None of them carries a
+gradient, whatever the tensors require: autograd is `plimsoll.rounding`'s business.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import backend, row_layout
+from plimsoll.kernels.operators import fp8_cast, vmap
+from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
+from plimsoll.kernels.operators.gradient_checks import check_unscale
+from plimsoll.kernels.operators.registration import without_autograd
+from plimsoll.kernels.operators.tensor_checks import FLOATING
+
+_library = torch.library.Library("plimsoll", "DEF")
+_MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"
+_UPDATE = "Tensor[] old, Tensor[] new, Tensor[] pushes, Tensor(a!) bank, int[] rows, Tensor(b!) moves"
+# What every cast takes beside the tensor: the spec, a scale (number or tensor), a seed (number or key tensor).
+_CAST = "int[] spec, float scale, Tensor? scale_tensor, int seed, Tensor? key"
+_BLOCK = "int[] spec, Tensor? tensor_scale, float scale, Tensor? scale_tensor, int seed, Tensor? key"
+_UNSCALE = "Tensor(a!)[] gradients, Tensor inverse_scale, Tensor(b!) found_inf, Tensor(c!)? bank, int[] rows"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def _measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
+    backend.choose(bank).measure(tensors, bank, rows, accumulate, block)
+
+
+def update(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    pushes: Sequence[Tensor],
+    bank: Tensor,
+    rows: Sequence[int],
+    moves: Tensor,
+) -> None:
+    """The implementation of ``update_``, for eager calls that go past torch's dispatcher."""
+    for before, after, push in zip(old, new, pushes, strict=True):
+        if before.shape != after.shape or before.dtype != after.dtype or (push.numel() and push.shape != after.shape):
+            raise ArgumentError(
+                "update_: expected old and new values of one dtype and shape, and a push of that shape or an empty "
+                f"one; got {before.dtype} {tuple(before.shape)}, {after.dtype} {tuple(after.shape)} and "
+                f"{tuple(push.shape)}. Give the tensors of one parameter."
+            )
+    backend.choose(bank).update(old, new, pushes, bank, rows, moves)
+
+
+def unscale(
+    gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
+) -> None:
+    """The implementation of ``unscale_``, for eager calls that go past torch's dispatcher."""
+    check_unscale(gradients, inverse_scale, found_inf, bank, rows)
+    backend.choose(found_inf).unscale(gradients, inverse_scale, found_inf, bank, rows)
+    torch.autograd.graph.increment_version(gradients)  # what autograd saved of them it must not use now
+
+
+def _count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
+    backend.choose(counts).count_nonfinite(tensors, counts, index)
+
+
+def _cast_out(
+    x: Tensor, spec: list[int], scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None, out: Tensor
+) -> None:
+    if x.numel():
+        backend.choose(x).cast(x, out, CastSpec(*spec), scale, scale_tensor, seed, key)
+
+
+def _cast(
+    x: Tensor,
+    spec: list[int],
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _cast_out(x, spec, scale, scale_tensor, seed, key, out)
+    return out
+
+
+def _block_cast_out(
+    x: Tensor,
+    spec: list[int],
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+    out: Tensor,
+) -> None:
+    block = BlockSpec.from_ints(spec)
+    if x.numel():
+        backend.choose(x).block_cast(x, out, block, tensor_scale, scale, scale_tensor, seed, key)
+
+
+def _block_cast(
+    x: Tensor,
+    spec: list[int],
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _block_cast_out(x, spec, tensor_scale, scale, scale_tensor, seed, key, out)
+    return out
+
+
+def _pack(
+    x: Tensor, spec: list[int], scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
+) -> Tensor:
+    cast_spec = CastSpec(*spec)
+    codes = _empty_codes(x, cast_spec)
+    if x.numel():
+        backend.choose(x).pack(x, codes, cast_spec, scale, scale_tensor, seed, key)
+    return codes
+
+
+def _block_pack(
+    x: Tensor,
+    spec: list[int],
+    tensor_scale: Tensor | None,
+    scale: float,
+    scale_tensor: Tensor | None,
+    seed: int,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    block = BlockSpec.from_ints(spec)
+    codes, scales = _empty_codes(x, block.element), _empty_scales(x, block)
+    if x.numel():
+        backend.choose(x).block_pack(x, codes, scales, block, tensor_scale, scale, scale_tensor, seed, key)
+    return codes, scales
+
+
+def _absmax(x: Tensor) -> Tensor:
+    """The largest finite magnitude, 0 if there is none, as a float64 on x's device; allocates no more than a row."""
+    if x.device.type == "cpu" and x.dtype in FLOATING and x.numel():
+        lowest, highest = torch.aminmax(x)
+        largest = torch.maximum(-lowest, highest).to(torch.float64)
+        if largest.isfinite():  # else there are NaN or Inf among the values, which a measurement leaves out
+            return largest
+    bank = torch.zeros((1, row_layout.NARROW), dtype=torch.int64, device=x.device)
+    _measure([x], bank, [0], True, 0)
+    return bank[0, row_layout.POSITIVE : row_layout.NEGATIVE + 1].amax().view(torch.float64)
+
+
+def _empty_codes(x: Tensor, spec: CastSpec) -> Tensor:
+    """Room for the codes of a matrix: two a byte for 4-bit formats, one a byte up to 8 bits, one in two bytes above."""
+    bits = spec.format.bits
+    columns = (x.shape[1] + 1) // 2 if bits == 4 else x.shape[1]
+    return torch.empty((x.shape[0], columns), dtype=torch.uint8 if bits <= 8 else torch.uint16, device=x.device)
+
+
+def _empty_scales(x: Tensor, block: BlockSpec) -> Tensor:
+    return torch.empty((x.shape[0], -(-x.shape[1] // block.block)), dtype=torch.uint8, device=x.device)
+
+
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
+def _fake_absmax(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device=x.device)
+
+
+def _fake_like(x: Tensor, *arguments: object) -> Tensor:
+    dtype = arguments[-1]
+    assert isinstance(dtype, torch.dtype)  # the schema says so
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _fake_pack(x: Tensor, spec: list[int], *_: object) -> Tensor:
+    return _empty_codes(x, CastSpec(*spec))
+
+
+def _fake_block_pack(x: Tensor, spec: list[int], *_: object) -> tuple[Tensor, Tensor]:
+    block = BlockSpec.from_ints(spec)
+    return _empty_codes(x, block.element), _empty_scales(x, block)
+
+
+_OPERATORS = (
+    ("measure_", f"({_MEASURE}) -> ()", _measure, _fake_nothing),
+    ("count_nonfinite_", "(Tensor[] tensors, Tensor(a!) counts, int index) -> ()", _count_nonfinite, _fake_nothing),
+    ("unscale_", f"({_UNSCALE}) -> ()", unscale, _fake_nothing),
+    ("update_", f"({_UPDATE}) -> ()", update, _fake_nothing),
+    ("absmax", "(Tensor x) -> Tensor", _absmax, _fake_absmax),
+    ("cast", f"(Tensor x, {_CAST}, ScalarType dtype) -> Tensor", _cast, _fake_like),
+    ("cast_out", f"(Tensor x, {_CAST}, Tensor(a!) out) -> ()", _cast_out, _fake_nothing),
+    ("block_cast", f"(Tensor x, {_BLOCK}, ScalarType dtype) -> Tensor", _block_cast, _fake_like),
+    ("block_cast_out", f"(Tensor x, {_BLOCK}, Tensor(a!) out) -> ()", _block_cast_out, _fake_nothing),
+    ("pack", f"(Tensor x, {_CAST}) -> Tensor", _pack, _fake_pack),
+    ("block_pack", f"(Tensor x, {_BLOCK}) -> (Tensor, Tensor)", _block_pack, _fake_block_pack),
+)  # fmt: skip
+
+for _name, _schema, _implementation, _fake in _OPERATORS:
+    _library.define(_name + _schema, tags=_TAGS)
+    without_autograd(_library, _name, _implementation)
+    torch.library.register_fake(f"plimsoll::{_name}", _fake, lib=_library)
+fp8_cast.register(_library, _TAGS)
+vmap.register(_library)

@@ -1,0 +1,156 @@
+"""What becomes of a tile of values: counted into a row, but for what adds up in registers until the program ends.
+
+Of each tile three integer reductions (one instruction a warp) first find the largest positive, the largest negative and
+the smallest nonzero magnitude; their exponents say which road to take:
+
+- All nonzero values lie within 31 binades (nearly always): `tl.histogram` over 32 bins, the last one for zeros. The
+  counts stay in registers from tile to tile while the window fits.
+- Within 63 binades (squares of gradients, say): the same with 64 bins.
+- Else, or where the tile holds NaN, Inf or a subnormal: 512 bins over all the row's binades, every class told apart.
+
+Few bins matter where `tl.histogram` counts by warp votes (Triton 3.6): there 32 bins cost 21 instructions a value and
+512 bins 85, half of these in the slow popcount unit. Later versions count by atomics in shared memory.
+
+Sums run in float64 in each thread and are added across threads once a program. A program ends with a few relaxed
+atomics on its row. The row's layout makes zero the identity of all of them (`kernels._layout`), so accumulating needs
+nothing besides this one launch.
+"""
+
+import triton
+import triton.language as tl
+
+from plimsoll.kernels import row_layout
+from plimsoll.kernels.triton_backend import input_bits
+from plimsoll.kernels.triton_backend.measuring.counting import (
+    add_counts,
+    bins,
+    count_all,
+    count_non_finite,
+    magnitude_of,
+)
+
+THREADS = 128
+WARPS = THREADS // 32
+
+_INF64 = tl.constexpr(row_layout.ABSMIN_TOP)
+_SUM, _HISTOGRAM = tl.constexpr(row_layout.SUM), tl.constexpr(row_layout.HISTOGRAM)
+_POSITIVE, _NEGATIVE = tl.constexpr(row_layout.POSITIVE), tl.constexpr(row_layout.NEGATIVE)
+_NEAREST = tl.constexpr(row_layout.NEAREST)
+_THREADS = tl.constexpr(THREADS)
+
+
+@triton.jit
+def begin(WIDE: tl.constexpr):
+    """What a program holds before its first tile; `tally` takes and returns it, `finish` writes it."""
+    INT: tl.constexpr = tl.int64 if WIDE else tl.int32
+    UINT: tl.constexpr = tl.uint64 if WIDE else tl.uint32
+    window = tl.zeros((32,), tl.int32)
+    base = tl.full((), 1, tl.int32)
+    counted = tl.zeros((), tl.int64)
+    total = tl.zeros((_THREADS,), tl.float64)
+    absolute = tl.zeros((_THREADS,), tl.float64)
+    squares = tl.zeros((_THREADS,), tl.float64)
+    positive = tl.zeros((), INT)
+    negative = tl.zeros((), INT)
+    nearest = tl.full((), -1, INT).to(UINT, bitcast=True)
+    return window, base, counted, positive, negative, nearest, total, absolute, squares
+
+
+@triton.jit
+def tally(
+    counters, bits, window, base, counted, positive, negative, nearest, total, absolute, squares,
+    WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Counts a tile's decoded bits; the last two constants say how threads loaded it."""
+    FRACTION_BITS: tl.constexpr = 52 if WIDE else 23
+    TOP_FIELD: tl.constexpr = 2047 if WIDE else 255
+    # Binade index of exponent field 0; both carriers have their bias and the row begins at 2**-149.
+    ORIGIN: tl.constexpr = (149 - 1023) if WIDE else (149 - 127)
+    INT: tl.constexpr = tl.int64 if WIDE else tl.int32
+
+    up, down, near = _extremes(bits, WIDE)
+    lowest = ((near + 1) >> 1).to(INT, bitcast=True)
+    highest = tl.maximum(up, down)
+    top = (highest >> FRACTION_BITS).to(tl.int32)
+    bottom = tl.where(highest == 0, top + 1, (lowest >> FRACTION_BITS).to(tl.int32))
+    field = ((bits >> FRACTION_BITS) & TOP_FIELD).to(tl.int32)
+    plain = (top < TOP_FIELD) & (bottom > 0)
+    if plain & (top - bottom < 31):
+        if (highest != 0) & ((bottom < base) | (top > base + 30)):
+            counted += add_counts(counters + _HISTOGRAM, window, base + ORIGIN, 32)
+            window = tl.zeros((32,), tl.int32)
+            base = tl.maximum(bottom - (30 - (top - bottom)) // 2, 1)
+        window += tl.histogram(bins(field, base, 31), 32)
+    elif plain & (top - bottom < 63):
+        counts = tl.histogram(bins(field, bottom, 63), 64)
+        counted += add_counts(counters + _HISTOGRAM, counts, bottom + ORIGIN, 64)
+    else:
+        counted += count_all(counters, bits, WIDE)
+        if top == TOP_FIELD:
+            counted += count_non_finite(counters, bits, WIDE)
+            bits = tl.where(field < TOP_FIELD, bits, 0)
+            up, down, near = _extremes(bits, WIDE)
+    positive = tl.maximum(positive, up)
+    negative = tl.maximum(negative, down)
+    nearest = tl.minimum(nearest, near)
+    values = input_bits.to_double(bits, WIDE)
+    total += by_thread(values, ITEM, TILE)
+    absolute += by_thread(tl.abs(values), ITEM, TILE)
+    squares += by_thread(values * values, ITEM, TILE)
+    return window, base, counted, positive, negative, nearest, total, absolute, squares
+
+
+@triton.jit
+def finish(
+    counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, WIDE: tl.constexpr
+):
+    """Writes what a program holds after its last tile; `valid` is how many values there were."""
+    ORIGIN: tl.constexpr = (149 - 1023) if WIDE else (149 - 127)
+    INT: tl.constexpr = tl.int64 if WIDE else tl.int32
+    counted += add_counts(counters + _HISTOGRAM, window, base + ORIGIN, 32)
+    pair = tl.arange(0, 2)
+    tl.atomic_add(counters + pair, tl.where(pair == 0, valid, valid - counted), sem="relaxed")
+    _add_moments(counters, total, absolute, squares)
+    smallest = ((nearest + 1) >> 1).to(INT, bitcast=True)
+    _raise_key(counters + _POSITIVE, _key(positive, WIDE))
+    _raise_key(counters + _NEGATIVE, _key(negative, WIDE))
+    _raise_key(counters + _NEAREST, tl.where(smallest == 0, 0, _INF64 - _key(smallest, WIDE)))
+
+
+@triton.jit
+def _extremes(bits, WIDE: tl.constexpr):
+    """Largest positive magnitude, largest negative one, and twice the smallest nonzero one less 1.
+
+    Where there is none, the first two are 0 and the last is the largest integer. The bits of floats order as the
+    values do: as signed integers for positive ones, as unsigned ones for negative ones.
+    """
+    unsigned = bits.to(tl.uint64 if WIDE else tl.uint32, bitcast=True)
+    up = tl.maximum(tl.max(bits), 0)
+    down = tl.max(unsigned).to(bits.dtype, bitcast=True)
+    down = tl.where(down < 0, magnitude_of(down, WIDE), 0)
+    return up, down, tl.min((unsigned << 1) - 1)
+
+
+@triton.jit
+def by_thread(values, ITEM: tl.constexpr, TILE: tl.constexpr):
+    """The sum of what each thread loaded, 16 bytes side by side, as often as need be: no thread talks to another."""
+    SIDE: tl.constexpr = 16 // ITEM
+    return tl.sum(tl.sum(values.reshape(TILE // (_THREADS * SIDE), _THREADS, SIDE), axis=2), axis=0)
+
+
+@triton.jit
+def _add_moments(counters, total, absolute, squares):
+    sums = (counters + _SUM).to(tl.pointer_type(tl.float64), bitcast=True)
+    tl.atomic_add(sums, tl.sum(total), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(absolute), sem="relaxed")
+    tl.atomic_add(sums + 2, tl.sum(squares), sem="relaxed")
+
+
+@triton.jit
+def _key(magnitude, WIDE: tl.constexpr):
+    return input_bits.to_double(magnitude, WIDE).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _raise_key(slot, key):
+    tl.atomic_max(slot, key, mask=key > 0, sem="relaxed")
