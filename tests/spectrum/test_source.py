@@ -10,7 +10,7 @@ import torch
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import E4M3, Format
 from plimsoll.spectrum import Grid, Source
-from plimsoll.spectrum._source import narrowest
+from plimsoll.spectrum.source_format import narrowest
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2", "e4m3fnuz", "e5m0", "e8m0")
 SOURCES = [None, *(Source(f, scale) for f in FORMATS for scale in (1.0, 1024.0, 1e-300, 3.0))]

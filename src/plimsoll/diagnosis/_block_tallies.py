@@ -1,6 +1,6 @@
 """How many values of each row a block format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
 
-The arithmetic of `plimsoll.spectrum._block_fit` and `_tensor_scale_fit`, for all rows of a collection at once; tests
+The arithmetic of `plimsoll.spectrum.fit.block_fit` and `_tensor_scale_fit`, for all rows of a collection at once; tests
 compare the two. What becomes of a value follows from its depth but for a few blocks, so nearly all of it is the rows'
 depths, as a sparse matrix, times a few vectors that depend on the format alone.
 
@@ -21,9 +21,9 @@ from plimsoll.diagnosis._noise import Noise
 from plimsoll.diagnosis._tallies import Populations, Tallies, ordinals
 from plimsoll.formats import FP32, BlockFormat, Format
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum import _tensor_scale_fit
-from plimsoll.spectrum._merge import BEYOND, LOWEST
-from plimsoll.spectrum._population import (
+from plimsoll.spectrum.fit import tensor_scale_fit
+from plimsoll.spectrum.fit.block_overflow import overflowing
+from plimsoll.spectrum.fit.population import (
     BINADE,
     Population,
     lost_point,
@@ -31,8 +31,8 @@ from plimsoll.spectrum._population import (
     overflow_point,
     snr_db,
 )
-from plimsoll.spectrum._source import Grid
-from plimsoll.spectrum.block_overflow import overflowing
+from plimsoll.spectrum.merging import BEYOND, LOWEST
+from plimsoll.spectrum.source_format import Grid
 
 _NO_GRID = -1
 _HIGHEST = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
@@ -140,7 +140,7 @@ class BlockTallies:
         return lost, _within(subnormal.low, subnormal.high, estimate), overflow, noise
 
     def _overflowing(self, element: Format) -> Floats:
-        """The estimate of `plimsoll.spectrum.block_overflow`."""
+        """The estimate of `plimsoll.spectrum.fit.block_overflow`."""
         blocks = self.blocks
         return overflowing(
             element,
@@ -186,7 +186,7 @@ class BlockTallies:
     # -- scales with a mantissa, under one of the tensor's
 
     def _with_tensor_scale(self, fmt: BlockFormat, shift: int) -> tuple[Tallies, Tallies, Tallies, Floats]:
-        blocks, total, table = self.blocks, self.blocks.values, _tensor_scale_fit.table(fmt)
+        blocks, total, table = self.blocks, self.blocks.values, tensor_scale_fit.table(fmt)
         lost, subnormal, overflow = (
             _within(*(blocks.by_depth @ np.asarray(each, dtype=np.float64) for each in depths))
             for depths in (table.lost, table.subnormal, table.overflow)
@@ -200,7 +200,7 @@ class BlockTallies:
         ratio = _ratio(noise, energy)
         if fmt.tensor_scale:
             return lost, subnormal, overflow, ratio
-        values, point = self._populations, self._stored(_tensor_scale_fit.top_of_scales(fmt), shift)
+        values, point = self._populations, self._stored(tensor_scale_fit.top_of_scales(fmt), shift)
         held = values.below(ordinals(point), inclusive=not fmt.element.overflow_at_threshold)
         count = self.blocks.cells.nonzero
         highest = Tallies(low=count - held.high, high=count - held.low, estimate=count - held.estimate)

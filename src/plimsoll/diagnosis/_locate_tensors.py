@@ -12,7 +12,7 @@ from plimsoll.diagnosis._fault import Operand
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.spectrum import Spectrum, measure
-from plimsoll.spectrum._tensors import plain
+from plimsoll.spectrum.plain_tensors import plain
 
 _PLAIN = (Tensor, nn.Parameter)
 

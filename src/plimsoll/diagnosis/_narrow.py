@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._cells import Cells, Floats
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.formats import Format, get_element
-from plimsoll.spectrum._population import BINADE
+from plimsoll.spectrum.fit.population import BINADE
 
 _FLOOR_OF_FP32 = -126  # formats whose smallest value is above this power of two can be the ones to lose a value
 _PRIOR = 4.0  # values of an even spread that are added to the two counts

@@ -1,4 +1,4 @@
-"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum._population`, on columns.
+"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum.fit.population`, on columns.
 
 What a binade's values err by depends on the binade, the format and the shift, and not on the row. So the noise of all
 rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades; only the binade in which
@@ -17,7 +17,7 @@ from plimsoll.diagnosis._cells import Floats, Ints
 from plimsoll.diagnosis._tallies import Populations
 from plimsoll.formats import Format
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum._population import BINADE, overflow_point
+from plimsoll.spectrum.fit.population import BINADE, overflow_point
 
 _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE
 

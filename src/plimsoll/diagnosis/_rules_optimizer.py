@@ -16,7 +16,7 @@ from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.wiring_rules import with_epsilon_of_zero, with_rate_of_zero
 from plimsoll.formats import get_element
 from plimsoll.runs import Event
-from plimsoll.spectrum._population import ordinal
+from plimsoll.spectrum.fit.population import ordinal
 
 _SAMPLES = "a single sample proves nothing"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment

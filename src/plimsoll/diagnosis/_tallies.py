@@ -1,6 +1,6 @@
 """How many values of each row a format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
 
-The same arithmetic as `plimsoll.spectrum._population` and `_fit`, for all rows of a collection at once; tests compare
+The same arithmetic as `plimsoll.spectrum.fit.population` and `_fit`, for all rows of a collection at once; tests compare
 the two. Magnitudes are ordinals there and here: the binade's exponent times 2^53, plus the position in it.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis._cells import Cells, Floats, Ints
 from plimsoll.formats import Format, get_element
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum._population import BINADE, lost_point, normal_point, overflow_point
+from plimsoll.spectrum.fit.population import BINADE, lost_point, normal_point, overflow_point
 
 _END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more
 _FARTHEST = _END * BINADE

@@ -20,7 +20,7 @@ from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs import Event, RunWriter, Scalars
 from plimsoll.runs._say import say
-from plimsoll.spectrum._tensors import plain
+from plimsoll.spectrum.plain_tensors import plain
 from plimsoll.watch import _seams
 from plimsoll.watch._ranks import Ranks
 from plimsoll.watch._sample import Pool, Rows, Sample

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum import _block_fit, _codec, _fit, _merge
-from plimsoll.spectrum._blocks import BlockRecord, read_only
-from plimsoll.spectrum._source import Grid, Source
+from plimsoll.spectrum import merging, serialization
+from plimsoll.spectrum.block_record import BlockRecord, read_only
+from plimsoll.spectrum.fit import block_fit, element_fit
+from plimsoll.spectrum.source_format import Grid, Source
 
 _NO_BINADES = read_only(np.zeros(row_layout.BINADES, dtype=np.int64))
 
@@ -82,7 +83,7 @@ class Spectrum:
             )
         words = np.ascontiguousarray(row)
         spectrum = _decode(words, source, block or 0)
-        _codec.check(spectrum, "Spectrum.from_row")
+        serialization.check(spectrum, "Spectrum.from_row")
         if grid is None and source is not None:
             grid = source.grid
         grid = _plausible(grid, spectrum)
@@ -140,7 +141,7 @@ class Spectrum:
         # No deviation exceeds half the range (Popoviciu); this also takes the rounding off equal values.
         return min(math.sqrt(variance), self.max / 2 - self.min / 2)
 
-    def fit(self, fmt: object, shift: int = 0) -> _fit.Fit:
+    def fit(self, fmt: object, shift: int = 0) -> element_fit.Fit:
         """What a format would make of the values times ``2**shift``, rounding to nearest even.
 
         Raises `NotRecordedError` for a block format without a record of that block length, `FormatError` for a format
@@ -149,10 +150,10 @@ class Spectrum:
         >>> Spectrum.empty().fit("fp16").lost
         Interval(low=0.0, high=0.0, estimate=0.0)
         """
-        resolved = _fit.resolve(fmt, shift, "Spectrum.fit")
+        resolved = element_fit.resolve(fmt, shift, "Spectrum.fit")
         if isinstance(resolved, Format):
-            return _fit.fit_elements(self, resolved, shift)
-        return _block_fit.fit_blocks(self, resolved, shift)
+            return element_fit.fit_elements(self, resolved, shift)
+        return block_fit.fit_blocks(self, resolved, shift)
 
     def window(self, fmt: object, tolerance: float = 0.01) -> tuple[int, int] | None:
         """The lowest and the highest shift at which nothing overflows and less than `tolerance` is lost, for certain.
@@ -161,14 +162,14 @@ class Spectrum:
         have flushed them all) every shift does, and the
         answer is ``(-SHIFT_LIMIT, SHIFT_LIMIT)``. Uses the upper ends: `overflow.high` is 0, `lost.high` < `tolerance`.
         """
-        return _fit.window(self, fmt, tolerance)
+        return element_fit.window(self, fmt, tolerance)
 
     def best_shift(self, fmt: object, margin_binades: int = 1) -> int | None:
         """The highest shift that leaves `margin_binades` above absmax before overflow; 0 without nonzero finite values.
 
         None where 1 % or more is lost even there, by estimate: then no shift serves with this margin.
         """
-        return _fit.best_shift(self, fmt, margin_binades)
+        return element_fit.best_shift(self, fmt, margin_binades)
 
     def scaled(self, shift: int) -> "Spectrum":
         """The spectrum of the values times ``2**shift``, without measuring them again.
@@ -176,7 +177,7 @@ class Spectrum:
         Exact, but for sums that leave float64's range; what leaves the range of binades is counted in the end it left
         by. Raises `ArgumentError` where values beyond that range would have to come back into it.
         """
-        return _merge.scaled(self, shift)
+        return merging.scaled(self, shift)
 
     def to_dict(self) -> dict[str, object]:
         """The spectrum as JSON-able data that `from_dict` turns into an equal one, floats bit for bit.
@@ -184,17 +185,17 @@ class Spectrum:
         Non-finite floats are the strings "nan", "inf" and "-inf"; counts by binade are pairs of exponent and count,
         without the empty ones; counts by depth, pairs of depth and count.
         """
-        return _codec.to_dict(self)
+        return serialization.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: object) -> "Spectrum":
         """The spectrum that `to_dict` wrote; `ArgumentError` for anything that cannot be one."""
-        return _codec.from_dict(data, _EMPTY)
+        return serialization.from_dict(data, _EMPTY)
 
     def __add__(self, other: object) -> "Spectrum":
         if not isinstance(other, Spectrum):
             return NotImplemented
-        return _merge.merged(self, other)
+        return merging.merged(self, other)
 
     def __radd__(self, other: object) -> "Spectrum":
         """Lets ``sum`` start from its 0."""

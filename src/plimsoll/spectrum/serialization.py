@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum._blocks import BlockRecord, read_only
-from plimsoll.spectrum._source import Grid, Source
+from plimsoll.spectrum.block_record import BlockRecord, read_only
+from plimsoll.spectrum.source_format import Grid, Source
 
 if TYPE_CHECKING:
-    from plimsoll.spectrum._spectrum import Spectrum
+    from plimsoll.spectrum.spectrum import Spectrum
 
 VERSION = 1
 _READING = "Spectrum.from_dict"

@@ -14,21 +14,21 @@ import numpy as np
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum import _fit, _tensor_scale_fit
-from plimsoll.spectrum._blocks import BlockRecord
-from plimsoll.spectrum._merge import BEYOND, LOWEST
-from plimsoll.spectrum._population import BINADE, Population, Tally, ordinal, snr_db
-from plimsoll.spectrum._source import Grid
-from plimsoll.spectrum.block_overflow import overflowing
+from plimsoll.spectrum.block_record import BlockRecord
+from plimsoll.spectrum.fit import element_fit, tensor_scale_fit
+from plimsoll.spectrum.fit.block_overflow import overflowing
+from plimsoll.spectrum.fit.population import BINADE, Population, Tally, ordinal, snr_db
+from plimsoll.spectrum.merging import BEYOND, LOWEST
+from plimsoll.spectrum.source_format import Grid
 
 if TYPE_CHECKING:
-    from plimsoll.spectrum._spectrum import Spectrum
+    from plimsoll.spectrum.spectrum import Spectrum
 
 
-def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> _fit.Fit:
+def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> element_fit.Fit:
     """The fit of a block format (`Spectrum.fit`), with the scale rule "floor" and rounding to nearest even."""
     if not s.nonzero:
-        return _fit.nothing_to_lose(s, fmt.name, shift)
+        return element_fit.nothing_to_lose(s, fmt.name, shift)
     record = _record(s, fmt)
     misplaced = _misplaced(s, record)
     if fmt.scale.signed:
@@ -38,12 +38,12 @@ def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> _fit.Fit:
     lost, subnormal, overflow, noise_db = found
     poisoned = record.poisoned
     overflow = Tally(low=overflow.low + poisoned, high=overflow.high + poisoned, estimate=overflow.estimate + poisoned)
-    return _fit.Fit(
+    return element_fit.Fit(
         format=fmt.name,
         shift=shift,
-        lost=_fit.lost_interval(s, lost),
-        subnormal=_fit.interval(subnormal, s.nonzero),
-        overflow=_fit.interval(overflow, s.nonzero),
+        lost=element_fit.lost_interval(s, lost),
+        subnormal=element_fit.interval(subnormal, s.nonzero),
+        overflow=element_fit.interval(overflow, s.nonzero),
         snr_db=noise_db,
     )
 
@@ -68,12 +68,12 @@ def _misplaced(s: "Spectrum", record: BlockRecord) -> int:
 def _with_mantissa(
     s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
 ) -> tuple[Tally, Tally, Tally, float]:
-    lost, subnormal, overflow, noise_db = _tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
+    lost, subnormal, overflow, noise_db = tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
     if fmt.tensor_scale:
         return lost, subnormal, overflow, noise_db
     # Values that overflow at the largest scale are in blocks that have it.
-    values, total = _fit.population(s), int(record.depths.sum())
-    point = ordinal(_tensor_scale_fit.top_of_scales(fmt)) - shift * BINADE
+    values, total = element_fit.population(s), int(record.depths.sum())
+    point = ordinal(tensor_scale_fit.top_of_scales(fmt)) - shift * BINADE
     held = values.below(point, inclusive=not fmt.element.overflow_at_threshold)
     at_highest = held.out_of(values.total)
     if at_highest.high:
@@ -87,7 +87,7 @@ def _power_of_two(
 ) -> tuple[Tally, Tally, Tally, float]:
     element, scale = fmt.element, fmt.scale
     landed = _landed(s, record, fmt)
-    lost, subnormal, overflow = _fit.tallies(landed, element, 0)
+    lost, subnormal, overflow = element_fit.tallies(landed, element, 0)
     overflow = Tally.within(overflow.low, overflow.high, _overflowing(s, record, element, landed))
     noise_db = snr_db(landed, element, 0)
     total = landed.total
@@ -100,13 +100,13 @@ def _power_of_two(
     too_large[-1] |= s.absmax >= BEYOND
     small = min(int(record.maxima[too_small].sum()) * record.block, total)
     large = min(int(record.maxima[too_large].sum()) * record.block, total)
-    values = _fit.population(s)
+    values = element_fit.population(s)
     if small:
-        at_lowest, _, _ = _fit.tallies(values, element, shift - scale.min_exponent)
+        at_lowest, _, _ = element_fit.tallies(values, element, shift - scale.min_exponent)
         lost = _at_least(lost, at_lowest, record.poisoned, total)
         noise_db = min(noise_db, snr_db(values, element, shift - scale.min_exponent))
     if large:
-        _, _, at_highest = _fit.tallies(values, element, shift - scale.max_exponent)
+        _, _, at_highest = element_fit.tallies(values, element, shift - scale.max_exponent)
         overflow = _at_least(overflow, at_highest, record.poisoned, total)
         noise_db = min(noise_db, snr_db(values, element, shift - scale.max_exponent))
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.formats import Format
-from plimsoll.spectrum._source import Grid
+from plimsoll.spectrum.source_format import Grid
 
 BINADE = 1 << 53
 _SMALLEST_TRUSTED_SUMSQ = 1e-290  # below, squares of the values have underflown

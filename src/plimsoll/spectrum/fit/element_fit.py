@@ -13,7 +13,7 @@ from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.kernels import row_layout
 from plimsoll.notebook_repr import NotebookRepr
-from plimsoll.spectrum._population import (
+from plimsoll.spectrum.fit.population import (
     BINADE,
     Population,
     Tally,
@@ -27,7 +27,7 @@ from plimsoll.spectrum.intervals import Interval
 from plimsoll.text import percent
 
 if TYPE_CHECKING:
-    from plimsoll.spectrum._spectrum import Spectrum
+    from plimsoll.spectrum.spectrum import Spectrum
 
 SHIFT_LIMIT = 276  # what `window` answers where every shift serves: from one end of the binades to the other
 _LARGEST_SHIFT = 2200  # beyond float64's whole range, subnormals included

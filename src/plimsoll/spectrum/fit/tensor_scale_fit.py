@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from plimsoll.formats import FP32, BlockFormat, Format
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum._blocks import BlockRecord
-from plimsoll.spectrum._merge import BEYOND, LOWEST, times_power
-from plimsoll.spectrum._population import Tally
+from plimsoll.spectrum.block_record import BlockRecord
+from plimsoll.spectrum.fit.population import Tally
+from plimsoll.spectrum.merging import BEYOND, LOWEST, times_power
 
 if TYPE_CHECKING:
-    from plimsoll.spectrum._spectrum import Spectrum
+    from plimsoll.spectrum.spectrum import Spectrum
 
 _SLACK = 2.0**-20  # FP32 rounding of t, and of our own arithmetic
 _PLACES = 24  # per averaged variable

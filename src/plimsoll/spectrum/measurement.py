@@ -12,9 +12,9 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.operators.tensor_checks import refuse
-from plimsoll.spectrum._source import Source, narrowest
-from plimsoll.spectrum._spectrum import Spectrum
-from plimsoll.spectrum._tensors import plain
+from plimsoll.spectrum.plain_tensors import plain
+from plimsoll.spectrum.source_format import Source, narrowest
+from plimsoll.spectrum.spectrum import Spectrum
 
 Key = TypeVar("Key")
 

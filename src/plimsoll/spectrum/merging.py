@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
-from plimsoll.spectrum._blocks import BlockRecord, moved, read_only
-from plimsoll.spectrum._source import Grid, Source, narrowest
+from plimsoll.spectrum.block_record import BlockRecord, moved, read_only
+from plimsoll.spectrum.source_format import Grid, Source, narrowest
 
 if TYPE_CHECKING:
-    from plimsoll.spectrum._spectrum import Spectrum
+    from plimsoll.spectrum.spectrum import Spectrum
 
 LOWEST = math.ldexp(1.0, row_layout.LOWEST_BINADE)
 BEYOND = math.ldexp(1.0, row_layout.LOWEST_BINADE + row_layout.BINADES)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.formats import Format
-from plimsoll.spectrum._population import BINADE, overflow_point
+from plimsoll.spectrum.fit.population import BINADE, overflow_point
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
