@@ -10,7 +10,7 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
 from plimsoll.rounding import cast, fake_quantize
-from plimsoll.rounding._arguments import plan
+from plimsoll.rounding.arguments import plan
 
 _PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
 AnyFormat = Format | BlockFormat

@@ -7,7 +7,7 @@ from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._masters_pair import Pair
-from plimsoll.rounding._sharded import is_sharded
+from plimsoll.rounding.dtensors import is_sharded
 
 
 def refuse_changed(operation: str, pairs: Sequence[Pair]) -> None:

@@ -7,9 +7,9 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat
 from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING, check_tensor
-from plimsoll.rounding import _arguments
-from plimsoll.rounding._arguments import Generator
-from plimsoll.rounding._sharded import is_sharded, map_local
+from plimsoll.rounding import arguments
+from plimsoll.rounding.arguments import Generator
+from plimsoll.rounding.dtensors import is_sharded, map_local
 
 _LARGEST_TENSOR_SCALE = torch.finfo(torch.float32).max
 _SMALLEST_TENSOR_SCALE = 2.0**-149
@@ -63,13 +63,13 @@ def cast(
     tensor([ 1.0000,  0.5000, -6.0000])
     """
     check_tensor(x, "cast")
-    plan = _arguments.plan("cast", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    plan = arguments.plan("cast", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
     return cast_checked(x, plan, scale, generator, dtype, out)
 
 
 def cast_checked(
     x: Tensor,
-    plan: _arguments.Plan,
+    plan: arguments.Plan,
     scale: float | Tensor | None,
     generator: Generator,
     dtype: torch.dtype | None = None,
@@ -84,14 +84,14 @@ def cast_checked(
 
 def _cast(
     x: Tensor,
-    plan: _arguments.Plan,
+    plan: arguments.Plan,
     scale: float | Tensor | None,
     generator: Generator,
     dtype: torch.dtype | None,
     out: Tensor | None,
 ) -> Tensor:
     carrier = _carrier(x, dtype, out)
-    numbers = _arguments.numbers("cast", x, plan, scale, generator)
+    numbers = arguments.numbers("cast", x, plan, scale, generator)
     rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
     if isinstance(plan.format, BlockFormat):
         return _cast_blocks(x, plan, plan.format, rest, carrier, out)
@@ -103,7 +103,7 @@ def _cast(
 
 def _cast_blocks(
     x: Tensor,
-    plan: _arguments.Plan,
+    plan: arguments.Plan,
     fmt: BlockFormat,
     rest: tuple[float, Tensor | None, int, Tensor | None],
     carrier: torch.dtype,

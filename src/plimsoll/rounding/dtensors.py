@@ -10,7 +10,7 @@ from plimsoll.errors import UnsupportedTensorError
 from plimsoll.formats import BlockFormat
 
 if TYPE_CHECKING:
-    from plimsoll.rounding._arguments import Plan
+    from plimsoll.rounding.arguments import Plan
 
 
 def is_sharded(x: Tensor) -> bool:

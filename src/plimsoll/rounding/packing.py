@@ -11,10 +11,10 @@ from plimsoll.formats import BlockFormat, Format
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.operators.tensor_checks import check_tensor
 from plimsoll.kernels.torch_backend.casting import from_codes, to_carrier
-from plimsoll.rounding import _arguments
-from plimsoll.rounding._arguments import Generator
-from plimsoll.rounding._cast import from_rows, rows_of, tensor_scale
-from plimsoll.rounding._sharded import is_sharded
+from plimsoll.rounding import arguments
+from plimsoll.rounding.arguments import Generator
+from plimsoll.rounding.casting import from_rows, rows_of, tensor_scale
+from plimsoll.rounding.dtensors import is_sharded
 
 _WIDEST_BITS = 16
 
@@ -86,9 +86,9 @@ def pack(
     check_tensor(x, "pack")
     if is_sharded(x):
         raise UnsupportedTensorError("pack: expected a plain tensor; got a DTensor. Pack x.to_local() on each rank.")
-    plan = _arguments.plan("pack", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
+    plan = arguments.plan("pack", fmt, rounding=rounding, saturate=saturate, scale_rule=scale_rule, axis=axis)
     x = x.detach()
-    numbers = _arguments.numbers("pack", x, plan, scale, generator)
+    numbers = arguments.numbers("pack", x, plan, scale, generator)
     matrix = rows_of(x, axis, "pack")
     rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
     if isinstance(plan.format, BlockFormat):

@@ -8,8 +8,8 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
 from plimsoll.kernels.operators.tensor_checks import check_tensor
-from plimsoll.rounding._arguments import Generator, Plan, plan
-from plimsoll.rounding._cast import cast_checked
+from plimsoll.rounding.arguments import Generator, Plan, plan
+from plimsoll.rounding.casting import cast_checked
 
 _BACKWARD_KEY = 0x5851F42D4C957F2D  # any odd constant: the two directions must not share their noise
 _REFUSED = ("dtype", "out")
