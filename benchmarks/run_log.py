@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from scipy.special import erf
 
 from plimsoll.kernels import row_layout
-from plimsoll.runs import Batch, Run, RunWriter, Scalars, _parquet
-from plimsoll.runs._catalog import Catalog
-from plimsoll.runs._entries import from_batch
-from plimsoll.runs._tables import Series, chunk, spectra_table
+from plimsoll.runs import Batch, Run, RunWriter, Scalars
+from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
+from plimsoll.runs.columns.step_rows import from_batch
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage import parquet
 
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients")
 # What is occupied: standard deviations lie between 2^-20 and 2^4, tensors hold at most 2^24 values.
@@ -176,12 +177,12 @@ def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
     catalog = Catalog(folder)
     part = max(catalog.of("spectra"), key=lambda p: (folder / p.name).stat().st_size)
     table = pq.read_table(folder / part.name)
-    options = _parquet._options("spectra")  # noqa: SLF001
+    options = parquet._options("spectra")  # noqa: SLF001
 
     def written(checksums: bool) -> Path:
         path = folder / f".benchmark-{checksums}.parquet"
         with pq.ParquetWriter(path, table.schema, **{**options, "write_page_checksum": checksums}) as writer:
-            writer.write_table(table, row_group_size=_parquet.ROW_GROUP)
+            writer.write_table(table, row_group_size=parquet.ROW_GROUP)
         return path
 
     plain, summed = written(False), written(True)
@@ -193,7 +194,7 @@ def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
         ),
         "read and look at all columns": (
             lambda: pq.ParquetFile(plain).read(),
-            lambda: _parquet.read(_parquet.opened(catalog.place, part), part, table.column_names),
+            lambda: parquet.read(parquet.opened(catalog.place, part), part, table.column_names),
         ),
     }
     found: list[dict[str, object]] = []

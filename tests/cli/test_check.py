@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.diagnosis import RULES
-from plimsoll.runs import RunWriter, script
+from plimsoll.runs import RunWriter
+from plimsoll.runs.storage import script
 from tests.diagnosis import planned
 from tests.diagnosis.faults import falling
 from tests.diagnosis.stories import SOUND, constant, told

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.runs import RunWriter, Scalars, script
+from plimsoll.runs import RunWriter, Scalars
+from plimsoll.runs.storage import script
 from tests.diagnosis.stories import SOUND, constant, of_layer
 
 

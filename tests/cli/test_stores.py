@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.cli._place import said
-from plimsoll.runs._uri import without_secrets
+from plimsoll.runs.storage.uri import without_secrets
 from tests.diagnosis.faults import falling
 from tests.diagnosis.stories import constant, told
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
-from plimsoll.runs._casts import scalar_of
+from plimsoll.runs.reading.module_casts import scalar_of
 
 LAYERS = tuple(f"blocks.{i}.{part}" for i in range(6) for part in ("attn", "mlp"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}

@@ -11,7 +11,8 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.diagnosis import View, diff
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import RunWriter, Scalars, script
+from plimsoll.runs import RunWriter, Scalars
+from plimsoll.runs.storage import script
 from tests.diagnosis.trainings import MODELS, train
 
 Around = Callable[[nn.Module, int], object]

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from plimsoll.runs import Event, RunWriter, Scalars, _log
+from plimsoll.runs import Event, RunWriter, Scalars
+from plimsoll.runs.writing import rank_folder
 from tests.runs import making
 
 STEPS = 12
@@ -25,7 +26,7 @@ COLLECTIONS = ("weights", "gradients", "activations")
 def make(root: Path) -> dict[str, Path]:
     """The sound runs, by name: one that was closed, one whose writer was killed, and one of two ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_log, "_LISTING_SHARE", 1e9)  # each flush is listed, however quickly they follow
+        patch.setattr(rank_folder, "_LISTING_SHARE", 1e9)  # each flush is listed, however quickly they follow
         _write(root / "closed", closed=True)
         _write(root / "killed", closed=False)
         for rank in (0, 1):

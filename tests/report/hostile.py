@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.runs import Batch, Event, RunWriter, Scalars, _manifest
+from plimsoll.runs import Batch, Event, RunWriter, Scalars
+from plimsoll.runs.storage import manifest as _manifest
 
 NAMES = (
     "</script><script>alert(1)</script>",

@@ -188,7 +188,7 @@ def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plimsoll.runs._files.rename", full)
+    monkeypatch.setattr("plimsoll.runs.storage.atomic_files.rename", full)
     with pytest.raises(RunError, match="report: expected a file that can be written; got .*No space left"):
         html(tmp_path / "run", target)
     assert target.read_text("utf-8") == "the one before" and len(list(tmp_path.iterdir())) == 2

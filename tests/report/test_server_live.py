@@ -17,7 +17,8 @@ from plimsoll.diagnosis._cells import Cells
 from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
 from plimsoll.report._live import Live
 from plimsoll.report._live_view import _COMPUTED, LiveView
-from plimsoll.runs import Event, Run, RunWriter, _select
+from plimsoll.runs import Event, Run, RunWriter
+from plimsoll.runs.reading import row_selection
 from tests.diagnosis.stories import constant, told
 from tests.patience import HANG_SECONDS
 from tests.report.served import write_steps
@@ -83,8 +84,8 @@ def test_only_new_parts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     writer = RunWriter(tmp_path, flush_seconds=600, compact_above=NEVER)
     write_steps(writer, LOW, 0, 20)
     view, read = opened(tmp_path), []
-    whole = _select._load
-    monkeypatch.setattr(_select, "_load", lambda path, part, *a: (read.append(part), whole(path, part, *a))[1])
+    whole = row_selection._load
+    monkeypatch.setattr(row_selection, "_load", lambda path, part, *a: (read.append(part), whole(path, part, *a))[1])
     view.follow()
     assert read == []
     write_steps(writer, LOW, 21, 25)
@@ -101,7 +102,7 @@ def test_compacting_alone_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     writer.close()
     with RunWriter(tmp_path, flush_seconds=600, compact_above=4) as again:
         again._worker._keeper._log.compact()
-    monkeypatch.setattr(_select, "_load", lambda path, part, *a: read.append(part))
+    monkeypatch.setattr(row_selection, "_load", lambda path, part, *a: read.append(part))
     view.follow()
     assert [part for part in read if part.kind == "spectra"] == []
     monkeypatch.undo()

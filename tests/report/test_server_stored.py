@@ -16,8 +16,9 @@ from plimsoll.report._live_view import LiveView
 from plimsoll.report._runs_list import RunsList
 from plimsoll.report._server import app
 from plimsoll.report._server_answers import Answers
-from plimsoll.runs import Run, RunWriter, Scalars, _listing
-from plimsoll.runs._place import Stored
+from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.runs.storage import listing as _listing
+from plimsoll.runs.storage.location import Stored
 
 URI = "memory://bucket/runs"
 

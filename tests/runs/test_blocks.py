@@ -13,10 +13,10 @@ from plimsoll import measure
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank, row_layout
 from plimsoll.runs import Batch, Run, RunWriter, StepRecord
-from plimsoll.runs._block_columns import NAMES, blocks_of
-from plimsoll.runs._entries import from_batch
-from plimsoll.runs._rows import rows_of
-from plimsoll.runs._tables import Series, chunk, spectra_table
+from plimsoll.runs.columns.bank_rows import rows_of
+from plimsoll.runs.columns.block_columns import NAMES, blocks_of
+from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
+from plimsoll.runs.columns.step_rows import from_batch
 from tests.runs import making
 from tests.spectra import same_tables
 

@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import Event, Run, RunWriter, Scalars, _files, _log, _parquet, _thin
+from plimsoll.runs import Event, Run, RunWriter, Scalars
+from plimsoll.runs.storage import atomic_files, parquet
+from plimsoll.runs.writing import rank_folder, thinning
 from tests.runs import making
 
 NEVER = 10**6  # a compact_above that is never reached
@@ -47,8 +49,8 @@ def content(path: Path) -> dict[str, object]:
     }
 
 
-def log(path: Path, above: int = 64, thin: _thin.Rules = ()) -> _log.Log:
-    return _log.Log(
+def log(path: Path, above: int = 64, thin: thinning.Rules = ()) -> rank_folder.Log:
+    return rank_folder.Log(
         path, rank=0, world_size=1, settings={}, resume_from=None, compact_above=above, thin=thin
     )  # fmt: skip
 
@@ -94,7 +96,7 @@ def test_background_compaction_keeps_the_number_of_parts_down(tmp_path: Path) ->
 def crashing(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> Callable[[], int]:
     """Makes the at-th call of a function of `_files` the last thing that happens; says how many there were."""
     calls = 0
-    real = getattr(_files, name)
+    real = getattr(atomic_files, name)
 
     def call(*arguments: object) -> object:
         nonlocal calls
@@ -103,7 +105,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> Callable[[]
             raise CrashError
         return real(*arguments)
 
-    monkeypatch.setattr(_files, name, call)
+    monkeypatch.setattr(atomic_files, name, call)
     return lambda: calls
 
 
@@ -169,7 +171,7 @@ def test_a_part_out_of_reach_is_not_taken_for_damaged(tmp_path: Path, monkeypatc
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_parquet, "opened", unreachable)
+        patch.setattr(parquet, "opened", unreachable)
         with pytest.raises(OSError, match="Input/output error"):
             opened.compact(closing=True)
     opened.close()
@@ -177,10 +179,10 @@ def test_a_part_out_of_reach_is_not_taken_for_damaged(tmp_path: Path, monkeypatc
 
 
 def test_many_series_and_steps_go_through_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from plimsoll.runs import _compact
+    from plimsoll.runs.writing import compaction
 
-    monkeypatch.setattr(_parquet, "ROW_GROUP", 16)
-    monkeypatch.setattr(_compact, "_CHUNK", 50)
+    monkeypatch.setattr(parquet, "ROW_GROUP", 16)
+    monkeypatch.setattr(compaction, "_CHUNK", 50)
     row = making.rows_of(making.tensors(1))
     from plimsoll.runs import Batch
 
@@ -221,8 +223,8 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
     many_parts(tmp_path, range(8))
     opened = log(tmp_path, above=NEVER, thin=((10, 2), (20, 4)))
     merges: list[str] = []
-    real = _log._compact.merge
-    monkeypatch.setattr(_log._compact, "merge", lambda *a: (merges.append(a[2].name), real(*a))[1])
+    real = rank_folder._compact.merge
+    monkeypatch.setattr(rank_folder._compact, "merge", lambda *a: (merges.append(a[2].name), real(*a))[1])
     opened.compact()
     assert not merges
     for step, rewritten, steps in ((18, 8, [0, 2, 4, 6]), (40, 8, [0, 4])):
@@ -236,10 +238,10 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
     opened.close()
 
 
-def append(opened: _log.Log, step: int) -> None:
+def append(opened: rank_folder.Log, step: int) -> None:
     from plimsoll.runs import Batch
-    from plimsoll.runs._entries import from_batch
-    from plimsoll.runs._tables import Series, chunk, spectra_table
+    from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
+    from plimsoll.runs.columns.step_rows import from_batch
 
     one = np.array([0])
     given = Batch(step=step, rows=making.rows_of(making.tensors(1)), index=one, series=one)

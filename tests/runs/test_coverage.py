@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import plimsoll as pl
-from plimsoll.runs import Run, RunWriter, Scalars, _manifest
+from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.runs.storage import manifest
 from tests.watch.support import batches, train
 
 NOBODY = 2**22 + 1  # above the highest number that a process can have
@@ -28,11 +29,11 @@ def record(path: Path, rank: int, steps: int, *, closed: bool = True, host: str 
 
 
 def change(path: Path, rank: int, *, closed: object, **session: object) -> None:
-    file = path / _manifest.file_name(rank)
+    file = path / manifest.file_name(rank)
     content: dict[str, Any] = json.loads(file.read_bytes())
     content["closed"] = closed
     content["sessions"][-1] |= session
-    _manifest.write(file, content)
+    manifest.write(file, content)
 
 
 def read(path: Path) -> Run:

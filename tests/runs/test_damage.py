@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 
 from plimsoll.cli._app import app
 from plimsoll.errors import RunError
-from plimsoll.runs import Event, Run, RunWriter, Scalars, _content, _log, _manifest, _parquet, _sound
-from plimsoll.runs._place import Folder
+from plimsoll.runs import Event, Run, RunWriter, Scalars
+from plimsoll.runs.reading import contents
+from plimsoll.runs.storage import limits, manifest as _manifest, parquet
+from plimsoll.runs.storage.location import Folder
+from plimsoll.runs.writing import rank_folder
 from tests.runs import making
 
 STEPS = 40
@@ -26,7 +29,7 @@ STEPS = 40
 
 @pytest.fixture(autouse=True)
 def each_flush_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_log, "_LISTING_SHARE", 1e9)
+    monkeypatch.setattr(rank_folder, "_LISTING_SHARE", 1e9)
 
 
 @pytest.fixture
@@ -278,8 +281,8 @@ def test_json_without_bounds_costs_the_manifest(path: Path, text: str) -> None:
 
 
 def test_a_manifest_that_is_too_large_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sound, "MANIFEST_BYTES", 100)
-    monkeypatch.setattr("plimsoll.runs._place.MANIFEST_BYTES", 100)
+    monkeypatch.setattr(limits, "MANIFEST_BYTES", 100)
+    monkeypatch.setattr("plimsoll.runs.storage.location.MANIFEST_BYTES", 100)
     run = Run(path, warn=False)
     assert "of at most 100 that are read" in run.missing[0] and set(run.tensors) == {"weights", "gradients"}
 
@@ -295,7 +298,7 @@ def test_a_manifest_that_somebody_changed_is_read_and_named(path: Path) -> None:
 
 
 def test_names_beyond_the_bound_are_left_out_and_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_content, "MOST_NAMES", 1)
+    monkeypatch.setattr(contents, "MOST_NAMES", 1)
     run = Run(path, warn=False)
     assert {c: len(names) for c, names in run.tensors.items()} == {"weights": 1, "gradients": 1}
     assert len(run.table()) == 2 * STEPS
@@ -307,7 +310,7 @@ def test_names_beyond_the_bound_are_left_out_and_said(path: Path, monkeypatch: p
 def test_of_very_many_scalars_those_of_the_watch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunWriter(tmp_path / "run") as writer:
         writer.write(Scalars(step=3, values={"a": 1.0, "b": 2.0, "loss": 3.0, "scale": 4.0}))
-    monkeypatch.setattr(_content, "MOST_NAMES", 3)
+    monkeypatch.setattr(contents, "MOST_NAMES", 3)
     run = Run(tmp_path / "run", warn=False)
     assert run.scalar_names == ("a", "loss", "scale") and run.scalar_steps == [3]
     assert run.missing == ["4 scalars: the first 3 are read, 1 are left out"]
@@ -368,6 +371,6 @@ def test_a_session_that_cannot_go_on_in_a_folder_is_recorded_beside_it(
 def test_the_checksum_of_a_footer_is_of_the_footer_without_it(path: Path) -> None:
     file = parts(path)[0]
     part = next(p for p in Run(path)._catalog.of("spectra") if p.name.endswith(file.name))
-    assert _parquet.opened(Folder(path), part).metadata.num_rows == part.rows == STEPS
-    with pytest.raises(_sound.DamageError, match="40 rows, where the manifest has 41"):
-        _parquet.opened(Folder(path), replace(part, rows=41))
+    assert parquet.opened(Folder(path), part).metadata.num_rows == part.rows == STEPS
+    with pytest.raises(limits.DamageError, match="40 rows, where the manifest has 41"):
+        parquet.opened(Folder(path), replace(part, rows=41))

@@ -19,7 +19,8 @@ import torch
 
 import plimsoll
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars, _files
+from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars
+from plimsoll.runs.storage import atomic_files
 from tests import processes
 from tests.patience import HANG_SECONDS, wait_until
 from tests.processes import ROOT
@@ -41,7 +42,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr(_files, "open_for_writing", made.open)
+    monkeypatch.setattr(atomic_files, "open_for_writing", made.open)
     return made
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.runs import Event, Run, RunWriter, Scalars, StepRecord, _feed
+from plimsoll.runs import Event, Run, RunWriter, Scalars, StepRecord
+from plimsoll.runs.writing import sink_feed
 from tests.patience import HANG_SECONDS, wait_until
 from tests.runs import making
 
@@ -118,8 +119,8 @@ class Hangs(Keeping):
 
 
 def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_feed, "_SAY_SECONDS", 0.01)
-    monkeypatch.setattr(_feed, "_CLOSE_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(sink_feed, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(sink_feed, "_CLOSE_SECONDS", HANG_SECONDS)
     go_on = threading.Event()
     sinks = [Hangs(go_on), Hangs(go_on), Keeping()]
     writer = RunWriter(tmp_path, sinks=sinks)
@@ -132,7 +133,7 @@ def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, m
         go_on.set()
 
     said: list[str] = []
-    monkeypatch.setattr(_feed, "say", closing)
+    monkeypatch.setattr(sink_feed, "say", closing)
     writer.close(HANG_SECONDS)
     (message,) = said
     assert "waiting for tracker, tracker to close" in message
@@ -142,8 +143,8 @@ def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, m
 def test_a_sink_that_never_closes_holds_the_run_up_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_feed, "_SAY_SECONDS", 0.01)
-    monkeypatch.setattr(_feed, "_CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr(sink_feed, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(sink_feed, "_CLOSE_SECONDS", 0.02)
     go_on = threading.Event()
     writer = RunWriter(tmp_path, sinks=[Hangs(go_on)])
     making.write_steps(writer, [1])

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from plimsoll.formats import Plan
-from plimsoll.runs import _files
+from plimsoll.runs.storage import atomic_files
 
 
 def test_a_file_takes_the_old_ones_place_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"old")
-    with _files.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
         assert [p.suffix for p in tmp_path.iterdir() if p != path] == [".tmp"]  # no glob of *.parquet sees it
@@ -25,7 +25,7 @@ def test_a_failure_on_the_way_leaves_the_old_one_and_nothing_else(tmp_path: Path
     path.write_bytes(b"old")
 
     def write() -> None:
-        with _files.replacing(path) as file:
+        with atomic_files.replacing(path) as file:
             file.write(b"half")
             raise error
 
@@ -37,7 +37,7 @@ def test_a_failure_on_the_way_leaves_the_old_one_and_nothing_else(tmp_path: Path
 def test_a_file_is_opened_to_be_written_only_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(FileExistsError):
-        _files.open_for_writing(tmp_path / "link")
+        atomic_files.open_for_writing(tmp_path / "link")
     assert not (tmp_path / "target").exists()
 
 
@@ -60,8 +60,8 @@ def test_no_link_can_lie_in_wait_under_the_hidden_name(
         if kind == "plan":
             Plan(target="fp16", default="fp16", formats={}).save(tmp_path / "plan.toml")
         else:
-            with _files.replacing(tmp_path / "a") as file:
+            with atomic_files.replacing(tmp_path / "a") as file:
                 file.write(b"new")
     first, second = opened
     assert first.name != second.name and not {first, second} & set(tmp_path.iterdir())
-    assert all(name.name.startswith(_files.HIDDEN) for name in opened)
+    assert all(name.name.startswith(atomic_files.HIDDEN) for name in opened)

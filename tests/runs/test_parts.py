@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from plimsoll.runs import _parts
-from plimsoll.runs._parts import FAN_IN, Part
-from plimsoll.runs._place import Folder
+from plimsoll.runs.storage import parts as _parts
+from plimsoll.runs.storage.location import Folder
+from plimsoll.runs.storage.parts import FAN_IN, Part
 
 
 def part(first: int, last: int, generation: int = 0, **fields: object) -> Part:

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from plimsoll.runs import Batch, Run, RunWriter, _spectra
+from plimsoll.runs import Batch, Run, RunWriter
+from plimsoll.runs.reading import spectra
 from tests.runs import making
 
 NAMES, STEPS = 30, 6
@@ -38,8 +39,8 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(table))
         return table
 
-    select = _spectra.select
-    monkeypatch.setattr(_spectra, "select", counted)
+    select = spectra.select
+    monkeypatch.setattr(spectra, "select", counted)
     return found
 
 
@@ -54,13 +55,13 @@ def test_replicas_are_told_from_parts_in_whatever_pieces_they_are_read(
     counts = {name: spectrum.count for _, _, name, spectrum in Run(path).spectra(steps=slice(2, 3))}
     assert counts == {f"w{i}": 8 if i % 3 == 2 else 16 for i in range(NAMES)}
     whole, one = by_name(Run(path).table()), by_name(Run(path).table(steps=slice(2, 3)))
-    monkeypatch.setattr(_spectra, "_READ", 16)
+    monkeypatch.setattr(spectra, "_READ", 16)
     assert by_name(Run(path).table()).equals(whole)
     assert by_name(Run(path).table(steps=slice(2, 3))).equals(one)
 
 
 def test_one_step_of_many_series_is_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_spectra, "_READ", 2 * NAMES)  # as many rows as one step has, and a sixth of all
+    monkeypatch.setattr(spectra, "_READ", 2 * NAMES)  # as many rows as one step has, and a sixth of all
     found, run = readings(monkeypatch), Run(path)
     run.table(steps=slice(2, 3))
     plain = 2 * STEPS * NAMES * 2 // 3

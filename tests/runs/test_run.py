@@ -12,7 +12,7 @@ import torch
 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from plimsoll.runs._parts import Part
+from plimsoll.runs.storage.parts import Part
 from tests.runs import making
 from tests.runs.test_compact import die, many_parts, parts
 
@@ -184,7 +184,7 @@ def test_the_runs_below_a_folder_are_found(tmp_path: Path) -> None:
 
 
 def test_a_large_run_is_read_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from plimsoll.runs import _spectra
+    from plimsoll.runs.reading import spectra
 
     run = Run(path)
     whole = list(run.spectra())
@@ -192,12 +192,12 @@ def test_a_large_run_is_read_in_pieces(path: Path, monkeypatch: pytest.MonkeyPat
         (s, c, n) for c in run.tensors for n in sorted(NAMES) for s in run.steps
     ]
     for rows in (1, 5, 13):
-        monkeypatch.setattr(_spectra, "_ROWS", rows)
+        monkeypatch.setattr(spectra, "_ROWS", rows)
         assert sorted(x[:3] for x in run.spectra()) == sorted(x[:3] for x in whole)
 
 
 def test_the_table_has_the_parts_columns(path: Path) -> None:
-    from plimsoll.runs._tables import SCHEMAS
+    from plimsoll.runs.columns.spectrum_table import SCHEMAS
 
     table = Run(path).table()
     assert isinstance(table, pa.Table) and table.schema.equals(SCHEMAS["spectra"]) and len(table) == 72

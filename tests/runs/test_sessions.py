@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import Event, Run, RunWriter, Scalars, _lock
+from plimsoll.runs import Event, Run, RunWriter, Scalars
+from plimsoll.runs.storage import lock
 from tests.runs import making
 from tests.runs.test_compact import die
 
@@ -146,7 +147,7 @@ def test_a_run_of_a_newer_schema_is_neither_read_nor_continued(tmp_path: Path) -
     for opener in (Run, RunWriter):
         with pytest.raises(RunError, match=r"Run: expected a run of schema 1 or older; got schema=2 in .*run\.json"):
             opener(path)
-    _lock.Lock(path, 0).release()  # the refused writer holds nothing
+    lock.Lock(path, 0).release()  # the refused writer holds nothing
 
 
 def test_a_damaged_manifest_costs_its_settings_and_not_the_run(tmp_path: Path) -> None:
@@ -210,56 +211,56 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(_lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
 
 
 def test_without_flock_an_exclusive_file_serves(tmp_path: Path, no_flock: None) -> None:
-    first = _lock.Lock(tmp_path, 0)
+    first = lock.Lock(tmp_path, 0)
     with pytest.raises(
         ArgumentError, match=r"which this process is writing already\. Close the earlier watch or writer"
     ):
-        _lock.Lock(tmp_path, 0)
+        lock.Lock(tmp_path, 0)
     first.renew()
     first.release()
-    _lock.Lock(tmp_path, 0).release()
+    lock.Lock(tmp_path, 0).release()
     assert not list(tmp_path.glob("*.held"))
 
 
 def test_without_flock_a_dead_process_is_no_obstacle(tmp_path: Path, no_flock: None) -> None:
-    first = _lock.Lock(tmp_path, 0)
+    first = lock.Lock(tmp_path, 0)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     held = tmp_path / ".lock-r00000.held"
     held.write_text(held.read_text("utf-8").replace(str(os.getpid()), str(dead.pid)))
-    _lock.Lock(tmp_path, 0).release()
+    lock.Lock(tmp_path, 0).release()
     first.abandon()
 
 
 def test_without_flock_a_heartbeat_that_stopped_is_no_obstacle(tmp_path: Path, no_flock: None) -> None:
-    first = _lock.Lock(tmp_path, 0)
+    first = lock.Lock(tmp_path, 0)
     held = tmp_path / ".lock-r00000.held"
     held.write_text(
         held.read_text("utf-8").replace('"host": "', '"host": "other-')
     )  # whose processes cannot be asked after
     with pytest.raises(ArgumentError, match=r"on other-"):
-        _lock.Lock(tmp_path, 0)
+        lock.Lock(tmp_path, 0)
     os.utime(held, (0, 0))
     first.renew()  # it lives
     with pytest.raises(ArgumentError, match=r"on other-"):
-        _lock.Lock(tmp_path, 0)
+        lock.Lock(tmp_path, 0)
     os.utime(held, (0, 0))
-    _lock.Lock(tmp_path, 0).release()
+    lock.Lock(tmp_path, 0).release()
     first.abandon()
 
 
 def test_a_lock_whose_file_was_removed_is_taken_anew_or_lost(tmp_path: Path) -> None:
-    first = _lock.Lock(tmp_path, 0)
+    first = lock.Lock(tmp_path, 0)
     first.path.unlink()
     first.renew()
     with pytest.raises(ArgumentError, match="expected no other writer"):
-        _lock.Lock(tmp_path, 0)
+        lock.Lock(tmp_path, 0)
     first.path.unlink()
-    second = _lock.Lock(tmp_path, 0)
+    second = lock.Lock(tmp_path, 0)
     with pytest.raises(ArgumentError, match="expected no other writer"):
         first.renew()
     second.release()

@@ -12,8 +12,9 @@ from pyarrow import fs
 
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.integrations._session import Session
-from plimsoll.runs import Run, RunWriter, Scalars, _uri
-from plimsoll.runs._place import Folder, Stored, place_of
+from plimsoll.runs import Run, RunWriter, Scalars
+from plimsoll.runs.storage import uri as _uri
+from plimsoll.runs.storage.location import Folder, Stored, place_of
 from plimsoll.watch import watch
 
 

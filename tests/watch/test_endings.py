@@ -21,7 +21,9 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import clamp_residuals
-from plimsoll.runs import Run, _files, deferral
+from plimsoll.runs import Run
+from plimsoll.runs.storage import atomic_files
+from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch import Watch, _seams
 from tests import processes
 from tests.left_behind import still_wrapped
@@ -67,7 +69,7 @@ def interrupted(call: Callable[[], object], at: float) -> int:
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal lines
         name = frame.f_code.co_filename
-        if not name.startswith(SOURCE) or name == deferral.__file__:
+        if not name.startswith(SOURCE) or name == signal_deferral.__file__:
             return None
         if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             lines += 1
@@ -306,7 +308,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on, self.reached = threading.Event(), threading.Event()
-        monkeypatch.setattr(_files, "open_for_writing", self.open)
+        monkeypatch.setattr(atomic_files, "open_for_writing", self.open)
 
     def open(self, path: Path) -> object:
         self.reached.set()
@@ -318,8 +320,8 @@ def test_a_second_signal_ends_a_close_at_once_and_the_next_close_goes_on(
     tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(deferral._state, "impatient", False)
-    monkeypatch.setattr(deferral, "SECONDS", HANG_SECONDS)  # only the second signal ends the waiting
+    monkeypatch.setattr(signal_deferral._state, "impatient", False)
+    monkeypatch.setattr(signal_deferral, "SECONDS", HANG_SECONDS)  # only the second signal ends the waiting
     model, watch = watched(tmp_path / "run")
     watch.flush()
     disk = Disk(monkeypatch)
@@ -327,10 +329,10 @@ def test_a_second_signal_ends_a_close_at_once_and_the_next_close_goes_on(
     def press() -> None:
         main = threading.main_thread().ident
         assert main is not None and disk.reached.wait(HANG_SECONDS)
-        wait_until(lambda: deferral._state.active is not None)
+        wait_until(lambda: signal_deferral._state.active is not None)
         wait_until(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
         signal.pthread_kill(main, signal.SIGINT)
-        wait_until(deferral.is_hurried)
+        wait_until(signal_deferral.is_hurried)
         signal.pthread_kill(main, signal.SIGINT)
 
     presses = threading.Thread(target=press)
@@ -350,7 +352,7 @@ def test_a_disk_that_hangs_holds_a_signal_up_for_a_bounded_time(
     tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(deferral, "SECONDS", 0.05)
+    monkeypatch.setattr(signal_deferral, "SECONDS", 0.05)
     model, watch = watched(tmp_path / "run")
     disk = Disk(monkeypatch)
     raised_while_settling(signal.SIGINT, watch, monkeypatch)
@@ -511,7 +513,7 @@ def test_a_disk_that_takes_no_more_stops_no_training(
     watch = pl.watch(model, optimizer, run=tmp_path / "run", every=1)
     train(model, optimizer, batches(STEPS, 4, 8))
     assert watch.flush()
-    monkeypatch.setattr(_files, "open_for_writing", refuse)
+    monkeypatch.setattr(atomic_files, "open_for_writing", refuse)
     assert len(train(model, optimizer, batches(3, 4, 8))) == 3
     assert not watch.flush()
     watch.close()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.runs import Event, Run, RunWriter
-from plimsoll.runs._casts import casts_of
+from plimsoll.runs.reading.module_casts import casts_of
 from plimsoll.watch import Casting
 from tests.watch.support import batches, only_run, train
 

@@ -115,7 +115,7 @@ def _refuse_beside_check(
 def _check(plan_file: str, run: str, tolerance: float | None, until: int | None, output: str) -> None:
     from plimsoll.diagnosis import check_plan
     from plimsoll.formats import Plan
-    from plimsoll.runs._place import is_elsewhere
+    from plimsoll.runs.storage.location import is_elsewhere
 
     path = Path(plan_file)
     if is_elsewhere(plan_file):

@@ -80,7 +80,7 @@ def _text(run: str, form: str, until: int | None) -> str:
 
 
 def _write(output: Path, text: str) -> None:
-    from plimsoll.runs._files import replacing
+    from plimsoll.runs.storage.atomic_files import replacing
 
     if output.is_dir():
         raise ArgumentError(f"report: expected the path of a file; got {output}, a folder. Name a file in it.")

@@ -14,8 +14,8 @@ from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 from plimsoll.diagnosis._cells import Cells, Floats, Ints, from_table
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
-from plimsoll.runs._block_columns import blocks_of, whole_numbers
-from plimsoll.runs._ragged import flat
+from plimsoll.runs.columns.block_columns import blocks_of, whole_numbers
+from plimsoll.runs.columns.trimmed_lists import flat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from plimsoll.diagnosis._tallies import Populations
 from plimsoll.diagnosis._view import View
 from plimsoll.formats import Format, get_element
 from plimsoll.runs import Cast
-from plimsoll.runs._casts import COLLECTIONS as _OF_ROLE
+from plimsoll.runs.reading.module_casts import COLLECTIONS as _OF_ROLE
 
 COLLECTIONS = tuple(_OF_ROLE.values())
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
-from plimsoll.runs._arrow import Table, pa, pc, values_of
-from plimsoll.runs._records import EXTRAS
-from plimsoll.runs._rows import numbers
-from plimsoll.runs._tables import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
+from plimsoll.runs.columns.bank_rows import numbers
+from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.records import EXTRAS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

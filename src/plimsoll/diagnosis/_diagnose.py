@@ -30,7 +30,7 @@ from plimsoll.diagnosis.wiring_rules import (
 )
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
-from plimsoll.runs._names import matching
+from plimsoll.runs.reading.name_matching import matching
 
 RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),

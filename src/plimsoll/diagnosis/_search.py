@@ -31,7 +31,7 @@ from plimsoll.diagnosis._pairs import Pair, few
 from plimsoll.diagnosis._view import View
 from plimsoll.diagnosis.scale_search import searching
 from plimsoll.formats import get_element
-from plimsoll.runs.script import has_several
+from plimsoll.runs.storage.script import has_several
 from plimsoll.text import number, percent, power
 
 BEFORE_LOSS = ("weights", "activations")

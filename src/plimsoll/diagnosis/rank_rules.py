@@ -9,8 +9,8 @@ from plimsoll.diagnosis._cells import Floats
 from plimsoll.diagnosis._finding import Finding, Spot
 from plimsoll.diagnosis._rule import Rule, stretches, threshold
 from plimsoll.diagnosis._view import View
-from plimsoll.runs import by_rank
-from plimsoll.runs.by_rank import ByRank
+from plimsoll.runs.reading import by_rank
+from plimsoll.runs.reading.by_rank import ByRank
 
 _BLOCK = 5  # steps whose mean loss is judged as one
 

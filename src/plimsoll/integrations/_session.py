@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plimsoll.diagnosis import Finding, Guard
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.report import summary
-from plimsoll.runs._place import folder_to_write
+from plimsoll.runs.storage.location import folder_to_write
 from plimsoll.text import printable
 from plimsoll.watch import Watch, watch
 

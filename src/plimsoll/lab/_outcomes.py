@@ -11,7 +11,7 @@ from plimsoll.errors import RunError
 from plimsoll.lab._claim import Claim
 from plimsoll.lab._folder import RESULT
 from plimsoll.lab._result import Result
-from plimsoll.runs._files import replacing
+from plimsoll.runs.storage.atomic_files import replacing
 
 RECORD = "recorded.json"  # in the package: how the experiments ended when they were last recorded
 

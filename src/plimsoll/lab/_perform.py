@@ -17,7 +17,7 @@ from plimsoll.lab._folder import RESULT, RUNS, clear
 from plimsoll.lab._registry import experiment_named
 from plimsoll.lab._result import Measured, Result
 from plimsoll.report import html
-from plimsoll.runs._files import replacing
+from plimsoll.runs.storage.atomic_files import replacing
 
 
 def perform(

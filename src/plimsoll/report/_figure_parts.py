@@ -18,7 +18,7 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.report._theme import GREY, MODEBAR_REMOVE, TEMPLATES
 from plimsoll.runs import Run
-from plimsoll.runs._names import unknown
+from plimsoll.runs.reading.name_matching import unknown
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

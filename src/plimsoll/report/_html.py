@@ -23,7 +23,7 @@ from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._html_assets import assets, marked, powers
 from plimsoll.report._html_whatif import SHIFTS, Offline, collection_of, offline
 from plimsoll.report._summary import summary
-from plimsoll.runs._files import replacing
+from plimsoll.runs.storage.atomic_files import replacing
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -16,8 +16,8 @@ from plimsoll.diagnosis._narrow import Narrow
 from plimsoll.diagnosis._whatif import predictor_bytes
 from plimsoll.diagnosis._whatif_blocks import size_bytes as block_bytes
 from plimsoll.runs import Run
-from plimsoll.runs._catalog import Catalog
-from plimsoll.runs._parts import Part
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage.parts import Part
 
 ALL = -(1 << 62)  # from this step on everything may have changed
 _COMPUTED = [name for name, member in vars(View).items() if isinstance(member, cached_property)]

@@ -16,7 +16,7 @@ from plimsoll.report import _summary_words as words
 from plimsoll.report._figure_loss import loss_and_scale
 from plimsoll.report._summary import Summary, summary
 from plimsoll.report._theme import GREEN, SEVERITY
-from plimsoll.runs import Run, _notebook
+from plimsoll.runs import Run, notebook_hook
 from plimsoll.text import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -75,4 +75,4 @@ def _text(text: str) -> str:
     return html.escape(words.cut(text, 300))
 
 
-_notebook.register(shown)
+notebook_hook.register(shown)

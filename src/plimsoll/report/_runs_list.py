@@ -19,9 +19,9 @@ from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report._runs_listed import Listed as Listed, Stamp as Stamp, told, within as within
 from plimsoll.report._runs_stored import StoredRuns
 from plimsoll.runs import Run
-from plimsoll.runs._catalog import Catalog
-from plimsoll.runs._place import Stored, place_of
-from plimsoll.runs._tables import KINDS
+from plimsoll.runs.columns.spectrum_table import KINDS
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage.location import Stored, place_of
 
 
 class Source(Protocol):

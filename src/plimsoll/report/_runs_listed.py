@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 
 from plimsoll.errors import RunError
-from plimsoll.runs import _manifest
-from plimsoll.runs._catalog import Catalog
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage import manifest as _manifest
 
 _LIVE_SECONDS = 300.0  # an open run that nothing was written to for so long is not called live
 _LONGEST = 500  # characters of a problem

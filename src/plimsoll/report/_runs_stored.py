@@ -14,10 +14,11 @@ from typing import Any
 
 from plimsoll.errors import ArgumentError
 from plimsoll.report._runs_listed import Listed, Stamp, told
-from plimsoll.runs import Run, _manifest
-from plimsoll.runs._catalog import Catalog
-from plimsoll.runs._place import Stored
-from plimsoll.runs._tables import KINDS
+from plimsoll.runs import Run
+from plimsoll.runs.columns.spectrum_table import KINDS
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage import manifest
+from plimsoll.runs.storage.location import Stored
 
 _REQUESTS = 16  # manifests that are read at once
 _RUN_SECONDS = 5.0  # how old the listing of one run may be
@@ -123,7 +124,7 @@ class _AsListed(Stored):
 
 def _by_run(tree: Files) -> dict[str, Files]:
     """The files of each run, by its path: a folder with a manifest, and what is below it outside of other runs."""
-    folders = {folder for folder, _, name in map(_split, tree) if _manifest.rank_of(name) is not None}
+    folders = {folder for folder, _, name in map(_split, tree) if manifest.rank_of(name) is not None}
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for path, facts in tree.items():
         above = [path[:i] for i, sign in enumerate(path) if sign == "/"]

@@ -4,8 +4,9 @@ A run is a folder of Parquet parts and a manifest (docs/reference/run-format.md)
 what goes into it.
 """
 
-from plimsoll.runs._casts import Cast as Cast
-from plimsoll.runs._records import (
+from plimsoll.runs.reading.module_casts import Cast as Cast
+from plimsoll.runs.reading.run import Run as Run
+from plimsoll.runs.records import (
     EXTRAS as EXTRAS,
     Batch as Batch,
     Event as Event,
@@ -14,11 +15,10 @@ from plimsoll.runs._records import (
     Sink as Sink,
     StepRecord as StepRecord,
 )
-from plimsoll.runs._run import Run as Run
-from plimsoll.runs._sinks import (
+from plimsoll.runs.sinks import (
     MLflow as MLflow,
     TensorBoard as TensorBoard,
     WandB as WandB,
     as_sink as as_sink,
 )
-from plimsoll.runs._writer import RunWriter as RunWriter
+from plimsoll.runs.writing.writer import RunWriter as RunWriter

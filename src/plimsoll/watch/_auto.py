@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plimsoll.runs import script
+from plimsoll.runs.storage import script
 from plimsoll.watch import _seams, continuing
 from plimsoll.watch._core import Core
 from plimsoll.watch._names import class_of, unwrapped

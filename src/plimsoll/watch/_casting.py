@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plimsoll.formats import ROLES, Role, get_element
 from plimsoll.runs import Record, Scalars
-from plimsoll.runs._casts import EVENT, scalar_of
+from plimsoll.runs.reading.module_casts import EVENT, scalar_of
 from plimsoll.watch._core import Core, contained
 from plimsoll.watch._later import Later
 from plimsoll.watch._names import clean

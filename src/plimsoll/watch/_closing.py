@@ -8,7 +8,7 @@ import threading
 import weakref
 from typing import Any
 
-from plimsoll.runs import deferral
+from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch import _seams
 from plimsoll.watch._core import Core
 from plimsoll.watch._steps import Steps
@@ -27,7 +27,7 @@ class Closing:
         """Ends the watch, or waits for the thread that does."""
         if self._core.left:
             return
-        with deferral.deferred(), self._lock:
+        with signal_deferral.deferred(), self._lock:
             if self._busy or self._done:  # busy: something that is called at the end closes the watch
                 return
             try:

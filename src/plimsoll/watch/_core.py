@@ -19,7 +19,7 @@ from plimsoll import kernels
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs import Event, RunWriter, Scalars
-from plimsoll.runs._say import say
+from plimsoll.runs.user_messages import say
 from plimsoll.spectrum.plain_tensors import plain
 from plimsoll.watch import _seams
 from plimsoll.watch._ranks import Ranks

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from plimsoll.runs._arrow import Table, pa
+from plimsoll.runs.columns.arrow import Table, pa
 
 _SECONDS = 10.0  # what one question to the store may take
 _opened: dict[str, int] = {}

@@ -14,15 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from plimsoll.runs import RunWriter, _writer
-from plimsoll.runs._arrow import Table, pa, strings
-from plimsoll.runs._feed import Feed
-from plimsoll.runs._keeper import Keeper
-from plimsoll.runs._log import Log
-from plimsoll.runs._losses import Losses
-from plimsoll.runs._registry import Registry
-from plimsoll.runs._tables import Kind, Series
-from plimsoll.runs._worker import Worker
+from plimsoll.runs import RunWriter
+from plimsoll.runs.columns.arrow import Table, pa, strings
+from plimsoll.runs.columns.spectrum_table import Kind, Series
+from plimsoll.runs.writing import writer
+from plimsoll.runs.writing.dropped_records import Losses
+from plimsoll.runs.writing.part_flusher import Keeper
+from plimsoll.runs.writing.rank_folder import Log
+from plimsoll.runs.writing.series_registry import Registry
+from plimsoll.runs.writing.sink_feed import Feed
+from plimsoll.runs.writing.worker import Worker
 from plimsoll.watch._link import Link, encoded
 
 PATIENCE_SECONDS = 30.0  # without a sign of life from rank 0
@@ -61,7 +62,7 @@ class Sender(RunWriter):
         keeper = Keeper(log, self._losses)
         bounds: dict[str, Any] = {"flush_seconds": _FLUSH_SECONDS, "queue_bytes": queue_bytes}
         self._worker = Worker(keeper, feed, self._losses, self._registry, **bounds)
-        cast("Any", _writer)._workers.add(self._worker)  # noqa: SLF001  (a fork makes all of them inert)
+        cast("Any", writer)._workers.add(self._worker)  # noqa: SLF001  (a fork makes all of them inert)
         self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
 
 

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars, deferral
-from plimsoll.runs._arrow import Table, array, values_of
-from plimsoll.runs._records import EXTRAS
-from plimsoll.runs._rows import blocks_of, numbers, rows_of
+from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars
+from plimsoll.runs.columns.arrow import Table, array, values_of
+from plimsoll.runs.columns.bank_rows import blocks_of, numbers, rows_of
+from plimsoll.runs.records import EXTRAS
+from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch._link import Link, decoded
 from plimsoll.watch._outbox import Sender
 
@@ -204,12 +205,12 @@ class Collector(RunWriter):
         """Gives the other ranks a few seconds to end, writes what there is, and gives the run back."""
         if self._closed:
             return
-        with deferral.deferred():
+        with signal_deferral.deferred():
             if self._collecting:
                 self._deadline = time.monotonic() + _END_SECONDS
             self._collecting = False
             self._stop.set()
-            deferral.wait(self._has_stopped, 2 * _END_SECONDS, deferring=_DEFERRING_SECONDS)
+            signal_deferral.wait(self._has_stopped, 2 * _END_SECONDS, deferring=_DEFERRING_SECONDS)
             super().flush(timeout)  # of what the others have sent
             for rank in sorted(self._waits):
                 step = self._through[rank]
@@ -256,6 +257,6 @@ def _batches(table: Table, writer: RunWriter) -> Iterator[Batch]:
 
 
 def _free(entries: Mapping[str, object]) -> dict[str, object]:
-    from plimsoll.runs._manifest import RESERVED
+    from plimsoll.runs.storage.manifest import RESERVED
 
     return {name: value for name, value in entries.items() if name not in RESERVED}

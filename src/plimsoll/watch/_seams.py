@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from plimsoll.runs import deferral
+from plimsoll.runs.writing import signal_deferral
 
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
@@ -364,7 +364,7 @@ def _patch_signal(number: signal.Signals) -> None:
                 signal.signal(received, signal.SIG_DFL)
                 os.kill(os.getpid(), received)
 
-    _undo.append(lambda: deferral.restore(number, handle, previous))
+    _undo.append(lambda: signal_deferral.restore(number, handle, previous))
     signal.signal(number, handle)
 
 

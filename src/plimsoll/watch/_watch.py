@@ -13,7 +13,8 @@ from torch import nn
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.runs import RunWriter, Scalars, _checks, as_sink
+from plimsoll.runs import RunWriter, Scalars, as_sink
+from plimsoll.runs.writing import argument_checks
 from plimsoll.watch import _seams, _shadow, continuing
 from plimsoll.watch._beside import Beside
 from plimsoll.watch._casting import Casts
@@ -93,8 +94,8 @@ def watch(
         queue_bytes=queue_bytes, block=block,
     )  # fmt: skip
     if start_step is not None:
-        start_step = _checks.step("watch", "start_step", start_step)
-    made_sinks = [as_sink(sink) for sink in _checks.listed("watch", "sinks", sinks)]
+        start_step = argument_checks.step("watch", "start_step", start_step)
+    made_sinks = [as_sink(sink) for sink in argument_checks.listed("watch", "sinks", sinks)]
     _check_model(model)
     optimizers = _optimizers(optimizer)
     place = Ranks()

@@ -21,8 +21,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs import _manifest, _parts, deferral, script
-from plimsoll.runs._place import Folder, folder_to_write
+from plimsoll.runs.storage import manifest as _manifest, parts as _parts, script
+from plimsoll.runs.storage.location import Folder, folder_to_write
+from plimsoll.runs.writing import signal_deferral
 from plimsoll.text import printable
 from plimsoll.watch._closing import finish
 from plimsoll.watch._names import clean, unwrapped
@@ -108,7 +109,7 @@ def _register_end() -> None:
 
 def _close_all() -> None:
     """Closes what is open before a signal takes effect: by themselves, finalizers stop at a KeyboardInterrupt."""
-    with deferral.deferred():
+    with signal_deferral.deferred():
         for end in list(_open.values()):
             finish(end)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from plimsoll.runs._records import Event, StepRecord
+from plimsoll.runs.records import Event, StepRecord
 from plimsoll.spectrum import Spectrum, measure
 
 NAME = ("gradients", "blocks.0.mlp.0.weight")

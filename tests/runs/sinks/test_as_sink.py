@@ -8,8 +8,8 @@ import pytest
 
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
-from plimsoll.runs._records import StepRecord
-from plimsoll.runs._sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
+from plimsoll.runs.records import StepRecord
+from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
 from tests import processes
 from tests.runs.sinks.made import Recorder, record
 
@@ -118,7 +118,7 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
 @needs_trackers
 def test_nothing_is_imported_before_a_sink_is_opened() -> None:
     code = (
-        "import sys; from plimsoll.runs._sinks import TensorBoard, WandB, MLflow; TensorBoard(); WandB(); MLflow();"
+        "import sys; from plimsoll.runs.sinks import TensorBoard, WandB, MLflow; TensorBoard(); WandB(); MLflow();"
         "print(*{'tensorboard', 'tensorflow', 'wandb', 'mlflow'} & set(sys.modules))"
     )
     done = processes.python("-c", code)

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from plimsoll.runs._sinks import _crc32c
-from plimsoll.runs._sinks._crc32c import crc32c
+from plimsoll.runs.sinks.tensorboard import crc32c as _crc32c
+from plimsoll.runs.sinks.tensorboard.crc32c import crc32c
 
 tensorboard = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow", reason="the oracle")
 

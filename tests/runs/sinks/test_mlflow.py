@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from plimsoll.runs._records import Event, StepRecord
-from plimsoll.runs._sinks import MLflow
-from plimsoll.runs._sinks._mlflow import metric_name
+from plimsoll.runs.records import Event, StepRecord
+from plimsoll.runs.sinks import MLflow
+from plimsoll.runs.sinks.mlflow import metric_name
 from tests.runs.sinks.made import TAG, record, spectrum
 
 

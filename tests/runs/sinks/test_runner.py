@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs._sinks import SinkRunner, _runner
+from plimsoll.runs.sinks import SinkRunner, runner as _runner
 from tests.patience import HANG_SECONDS
 from tests.runs.sinks.made import Failing, Recorder, record
 
@@ -248,8 +248,8 @@ def test_a_queue_without_room_is_refused() -> None:
 _PRELUDE = """
 import os, sys, threading
 from pathlib import Path
-from plimsoll.runs._records import StepRecord
-from plimsoll.runs._sinks import SinkRunner, as_sink
+from plimsoll.runs.records import StepRecord
+from plimsoll.runs.sinks import SinkRunner, as_sink
 inside = threading.Event()
 """
 

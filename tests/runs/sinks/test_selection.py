@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.runs._records import StepRecord
-from plimsoll.runs._sinks._selection import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
+from plimsoll.runs.records import StepRecord
+from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
 from plimsoll.spectrum import Spectrum, measure
 from tests.runs.sinks.made import TAG, record, spectrum
 

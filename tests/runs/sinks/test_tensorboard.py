@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.runs._records import Event, StepRecord
-from plimsoll.runs._sinks import TensorBoard
-from plimsoll.runs._sinks._selection import DEFAULT_STATISTICS, STATISTICS
+from plimsoll.runs.records import Event, StepRecord
+from plimsoll.runs.sinks import TensorBoard
+from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS
 from plimsoll.spectrum import measure
 from tests.runs.sinks.made import NAME, TAG, record
 
@@ -170,8 +170,8 @@ class Watcher:
             sys.exit("asked for tensorflow")
 sys.meta_path.insert(0, Watcher())
 from pathlib import Path
-from plimsoll.runs._records import Event, StepRecord
-from plimsoll.runs._sinks import TensorBoard
+from plimsoll.runs.records import Event, StepRecord
+from plimsoll.runs.sinks import TensorBoard
 sink = TensorBoard()
 sink.open(Path(sys.argv[1]), {})
 sink.put(StepRecord(step=1, scalars={"loss": 1.0}, events=(Event(step=1, kind="k", message="m"),)))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.runs._records import Event
-from plimsoll.runs._sinks import WandB
+from plimsoll.runs.records import Event
+from plimsoll.runs.sinks import WandB
 from tests.runs.sinks.made import TAG, record
 
 wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")

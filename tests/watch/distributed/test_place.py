@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import plimsoll as pl
-from plimsoll.runs._arrow import pa
+from plimsoll.runs.columns.arrow import pa
 from plimsoll.watch._link import Link, decoded, encoded
 from plimsoll.watch._ranks import Ranks
 from tests.watch.distributed.models import Net

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 
 from plimsoll.diagnosis._finding import plain
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.runs._files import replacing
+from plimsoll.runs.storage.atomic_files import replacing
 
 LEDGER = "sweep.jsonl"
 NUMBERS = ("bits", "train_bits", "first_bits")

@@ -1,0 +1,88 @@
+"""Statistics of many spectra at once, from the columns, with the formulas of `Spectrum`."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs.columns import row_order
+from plimsoll.runs.columns.arrow import Table, values_of
+from plimsoll.runs.columns.bank_rows import numbers
+from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.records import EXTRAS
+
+Columns = dict[str, NDArray[np.float64]]
+
+COLUMNS = (*COUNTS, *EXTREMES, *SUMS, "scale", *EXTRAS)
+# The power of the scale that a column carries.
+_POWERS = dict.fromkeys((*EXTREMES, "sum", "abssum"), 1) | {"sumsq": 2}
+_LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax")
+
+
+def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
+    """The steps, and each column with one number a step; scales are undone unless `raw`."""
+    order = np.argsort(values_of(table["step"]), kind="stable")
+    steps = values_of(table["step"])[order]
+    starts = row_order.starts([steps])
+    columns = {name: numbers(table, name)[order] for name in COLUMNS}
+    with np.errstate(all="ignore"):
+        if not raw:
+            for name, power in _POWERS.items():
+                columns[name] = columns[name] / columns["scale"] ** power
+        if len(starts) < len(steps):
+            columns = {name: _joined(name, column, starts) for name, column in columns.items()}
+    return steps[starts], columns
+
+
+def _joined(name: str, column: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
+    """One number for each stretch of rows of one step."""
+    if name in _LOWEST:
+        return np.fmin.reduceat(column, starts)
+    if name in _HIGHEST:
+        return np.fmax.reduceat(column, starts)
+    if name == "scale":
+        return column[starts]
+    if name not in EXTRAS:
+        return np.add.reduceat(column, starts)
+    there = ~np.isnan(column)
+    held = np.where(there, column, 0.0)
+    total = np.sqrt(np.add.reduceat(held * held, starts)) if name == "weight_norm" else np.add.reduceat(held, starts)
+    return np.where(np.logical_or.reduceat(there, starts), total, np.nan)
+
+
+def _nonfinite(c: Columns) -> NDArray[np.float64]:
+    return c["nans"] + c["pos_infs"] + c["neg_infs"]
+
+
+def _finite(c: Columns) -> NDArray[np.float64]:
+    return c["count"] - _nonfinite(c)
+
+
+def _std(c: Columns) -> NDArray[np.float64]:
+    finite = _finite(c)
+    mean = c["sum"] / finite
+    # As in Spectrum.std: no deviation exceeds half the range, which also takes the rounding off equal values.
+    return np.minimum(np.sqrt(np.maximum(c["sumsq"] / finite - mean * mean, 0.0)), c["max"] / 2 - c["min"] / 2)
+
+
+STATISTICS: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
+    **{name: (lambda c, name=name: c[name]) for name in (*COUNTS, *EXTREMES, *SUMS, "scale")},
+    "nonfinite": _nonfinite,
+    "finite": _finite,
+    "nonzero": lambda c: _finite(c) - c["zeros"],
+    "zero_fraction": lambda c: c["zeros"] / c["count"],
+    "mean": lambda c: c["sum"] / _finite(c),
+    "absmean": lambda c: c["abssum"] / _finite(c),
+    "rms": lambda c: np.sqrt(c["sumsq"] / _finite(c)),
+    "norm": lambda c: np.sqrt(c["sumsq"]),
+    "std": _std,
+}
+# Those that only some series have; steps without one are left out.
+BESIDE: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
+    "ratio": lambda c: np.sqrt(c["sumsq"]) / c["weight_norm"],
+    "weight_norm": lambda c: c["weight_norm"],
+    "pushed": lambda c: c["pushed"],
+    "unmoved": lambda c: c["unmoved"] / c["pushed"],
+    "underflowed": lambda c: c["underflowed"] / c["count"],
+    "structural": lambda c: c["structural"] / c["count"],
+}

@@ -1,0 +1,174 @@
+"""One step's measured rows, merged: at most one row for each series and scale, without a Python object for any row.
+
+Rows stay in the bank's layout (`plimsoll.kernels.row_layout`): counts and sums add, the three extreme keys take the
+larger. Of wide rows the block records add as well, where all that are merged have one of the same block length; values
+without one spoil it, as in `Spectrum.__add__`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import ArgumentError
+from plimsoll.kernels import row_layout
+from plimsoll.runs.records import EXTRAS, Batch
+
+_EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
+_SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
+_NORM = EXTRAS.index("weight_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entries:
+    """Rows with what belongs to each: the series, the scale, and the extras (a column for each of `EXTRAS`).
+
+    `blocks`: of wide rows, the block length of each record, 0 for none; None for narrow rows.
+    """
+
+    series: NDArray[np.int64]
+    scales: NDArray[np.float64]
+    rows: NDArray[np.int64]
+    extras: NDArray[np.float64]
+    blocks: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+
+def from_batch(batch: Batch, registered: int) -> Entries:
+    """The entries of a batch, merged; `ArgumentError` where its arrays contradict each other."""
+    entries = len(batch.index)
+    scales = np.ones(entries) if batch.scales is None else np.asarray(batch.scales, dtype=np.float64)
+    extras = np.full((entries, len(EXTRAS)), np.nan)
+    for name, values in batch.extras.items():
+        if name not in EXTRAS or np.shape(values) != (entries,):
+            raise _refused(f"extras among {EXTRAS}, one number per entry", f"{name!r} of shape {np.shape(values)}")
+        extras[:, EXTRAS.index(name)] = values
+    _check(batch, scales, registered)
+    series = np.asarray(batch.series, dtype=np.int64)
+    order, starts = _groups(series, scales)
+    # Rows are gathered once, and in order: they are two megabytes for seven hundred tensors, at every sample.
+    blocks = None if batch.blocks is None else np.asarray(batch.blocks, dtype=np.int64)[order]
+    rows = batch.rows[np.asarray(batch.index)[order]]
+    return _grouped(series[order], scales[order], rows, blocks, extras[order], starts)
+
+
+def concatenated(parts: Sequence[Entries]) -> Entries:
+    """All entries, one after the other."""
+    wide = any(p.blocks is not None for p in parts)
+    return Entries(
+        series=np.concatenate([p.series for p in parts]),
+        scales=np.concatenate([p.scales for p in parts]),
+        rows=np.concatenate([_widened(p.rows) if wide else p.rows for p in parts]),
+        extras=np.concatenate([p.extras for p in parts]),
+        blocks=np.concatenate([_blocks(p) for p in parts]) if wide else None,
+    )
+
+
+def _widened(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.pad(rows, ((0, 0), (0, row_layout.WIDE - rows.shape[1])))
+
+
+def _blocks(part: Entries) -> NDArray[np.int64]:
+    return np.zeros(len(part), dtype=np.int64) if part.blocks is None else part.blocks
+
+
+def merged(entries: Entries) -> Entries:
+    """The same with entries of one series and scale merged, in the order of series and scale."""
+    order, starts = _groups(entries.series, entries.scales)
+    series, scales, rows = entries.series[order], entries.scales[order], entries.rows[order]
+    blocks = None if entries.blocks is None else entries.blocks[order]
+    return _grouped(series, scales, rows, blocks, entries.extras[order], starts)
+
+
+def _groups(series: NDArray[np.int64], scales: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The order of series and scale, and where in it a new pair of them begins."""
+    order = np.lexsort((scales, series))
+    series, scales = series[order], scales[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (series[1:] != series[:-1]) | (scales[1:] != scales[:-1])
+    return order, np.flatnonzero(first)
+
+
+def _grouped(
+    series: NDArray[np.int64],
+    scales: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    blocks: NDArray[np.int64] | None,
+    extras: NDArray[np.float64],
+    starts: NDArray[np.intp],
+) -> Entries:
+    """Entries in order, those of one group merged."""
+    if len(starts) < len(rows):
+        (rows, blocks), extras = merged_rows(rows, blocks, starts), merged_extras(extras, starts)
+    return Entries(series=series[starts], scales=scales[starts], rows=rows, extras=extras, blocks=blocks)
+
+
+def merged_rows(
+    rows: NDArray[np.int64], blocks: NDArray[np.int64] | None, starts: NDArray[np.intp]
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Rows merged group by group, and the block lengths; a group reaches from one of `starts` to the next."""
+    result = np.add.reduceat(rows, starts, axis=0)
+    result[:, _EXTREMES] = np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
+    sums = np.ascontiguousarray(rows[:, _SUMS]).view(np.float64)
+    with np.errstate(all="ignore"):  # sums of float64 tensors may be infinite, of either sign
+        result[:, _SUMS] = np.add.reduceat(sums, starts, axis=0).view(np.int64)
+    if blocks is None:
+        return result, None
+    agreed = _agreed(rows, blocks, starts)
+    result[agreed == 0, row_layout.NARROW :] = 0
+    return result, agreed
+
+
+def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Of each group the block length of all its rows that counted anything; 0 where they differ or one has none."""
+    counted = rows[:, row_layout.COUNT] > 0
+    highest = np.maximum.reduceat(np.where(counted, blocks, 0), starts)
+    lowest = np.minimum.reduceat(np.where(counted, blocks, np.iinfo(np.int64).max), starts)
+    return np.where(highest == lowest, highest, 0)
+
+
+def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Sums of what is there, NaN where nothing is; norms as the root of their squares' sum."""
+    there = ~np.isnan(extras)
+    contributions = np.add.reduceat(there, starts, axis=0, dtype=np.int64)
+    result = np.add.reduceat(np.where(there, extras, 0.0), starts, axis=0)
+    result[contributions == 0] = np.nan
+    norms = np.where(there[:, _NORM], extras[:, _NORM], 0.0)
+    several = contributions[:, _NORM] > 1
+    result[several, _NORM] = np.sqrt(np.add.reduceat(norms * norms, starts))[several]
+    return result
+
+
+def _check(batch: Batch, scales: NDArray[np.float64], registered: int) -> None:
+    entries = len(batch.index)
+    width = row_layout.NARROW if batch.blocks is None else row_layout.WIDE
+    if batch.rows.dtype != np.int64 or batch.rows.ndim != 2 or batch.rows.shape[1] != width:
+        raise _refused(f"rows int64[n, {width}]", f"{batch.rows.dtype}{list(batch.rows.shape)}")
+    if np.shape(batch.series) != (entries,) or scales.shape != (entries,):
+        raise _refused("index, series and scales of one length", f"{entries}, {len(batch.series)}, {len(scales)}")
+    if entries and not 0 <= int(np.min(batch.index)) <= int(np.max(batch.index)) < len(batch.rows):
+        raise _refused(f"indices below {len(batch.rows)} rows", f"up to {int(np.max(batch.index))}")
+    if entries and not 0 <= int(np.min(batch.series)) <= int(np.max(batch.series)) < registered:
+        raise _refused(f"series below {registered}", f"up to {int(np.max(batch.series))}")
+    if not bool(np.all(np.isfinite(scales) & (scales > 0))):
+        raise _refused("positive finite scales", f"{scales[~(np.isfinite(scales) & (scales > 0))][0]}")
+    if batch.blocks is not None:
+        _check_blocks(batch, np.asarray(batch.blocks))
+
+
+def _check_blocks(batch: Batch, blocks: NDArray[np.int64]) -> None:
+    if blocks.shape != (len(batch.index),) or blocks.dtype.kind != "i" or bool((blocks < 0).any()):
+        raise _refused("one block length per entry, 0 for none", f"{blocks.dtype}{list(blocks.shape)}")
+    rows = batch.rows[np.asarray(batch.index)]
+    unmeasured = (blocks > 0) & (rows[:, row_layout.COUNT] > 0) & (rows[:, row_layout.BLOCKS] == 0)
+    if bool(unmeasured.any()):
+        raise _refused("rows that were measured in blocks", f"one that was not, with {blocks[unmeasured][0]}")
+
+
+def _refused(expected: str, got: str) -> ArgumentError:
+    return ArgumentError(
+        f"Batch: expected {expected}; got {got}. Build it from one bank and RunWriter.series' numbers."
+    )

@@ -1,0 +1,288 @@
+"""What lies in a run's folder, listed anew on demand: manifests, parts that count, and what is wrong with the rest."""
+
+import errno
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import RunError
+from plimsoll.runs.columns.spectrum_table import KINDS, Kind
+from plimsoll.runs.reading.rank_coverage import Short, short_ranks
+from plimsoll.runs.storage import manifest, parts as _parts, script
+from plimsoll.runs.storage.limits import DamageError
+from plimsoll.runs.storage.location import Folder, Place
+from plimsoll.runs.storage.manifest import Session
+from plimsoll.runs.storage.parts import Part
+from plimsoll.text import printable
+
+_NAMED = 6  # runs below a folder that holds none itself, and missing ranks
+_LONGEST = 300  # characters of what pyarrow says about a damaged part
+_DAMAGED = re.compile(r"\.damaged(-\d+)?$")  # what a writer set aside
+_ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away between listing and reading
+
+
+class NoRunError(RunError):
+    """A folder that is not there, or holds no run; `below`: the runs in the folders below it, by their paths in it."""
+
+    def __init__(self, place: Place, why: str, below: Sequence[str]) -> None:
+        self.place, self.why, self.below, self.here = str(place), why, list(below), isinstance(place, Folder)
+        super().__init__(f"Run: expected the folder of a run; got {place}, which {why}. {self.advice}")
+
+    @property
+    def advice(self) -> str:
+        """Which folders to name instead."""
+        if not self.below:
+            elsewhere = "" if self.here else "; plimsoll serve lists the runs of a store"
+            return f"Name the folder that a run was recorded into{elsewhere}."
+        more = f" and {len(self.below) - _NAMED} more" if len(self.below) > _NAMED else ""
+        return f"Runs below it: {', '.join(self.below[:_NAMED])}{more}. Name one of them."
+
+
+class _GoneError(Exception):
+    """A part that was listed is not there."""
+
+
+class _DamagedError(Exception):
+    """A part that cannot be read, noted by now."""
+
+
+class Catalog:
+    """The manifests by rank, the parts that count, and the problems met.
+
+    Raises `RunError` for a folder that holds no run, or one of a newer schema.
+    """
+
+    def __init__(self, place: Path | Place, *, warn: bool = True) -> None:
+        self.place = place if isinstance(place, Place) else Folder(place)
+        self.path = self.place.path
+        self.manifests: dict[int, dict[str, Any]] = {}
+        self.parts: list[Part] = []
+        self._sessions: dict[int, list[Session]] = {}
+        self._damaged: dict[Part, str] = {}
+        self._foreign: list[str] = []
+        self._missing: list[str] = []
+        self._left_out: dict[str, str] = {}
+        self.short: list[Short] = []
+        self._warned: set[str] | None = set() if warn else None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lists the folder anew."""
+        missing = self._list()
+        for _ in range(_ATTEMPTS):
+            # A writer removes what it has replaced; its manifest says so since, where that is why parts are missing.
+            again = self._list() if missing else []
+            if again == missing:
+                break
+            missing = again
+        self._missing += [f"{part.name}: missing; read without it" for part in missing]
+        noted = {problem.partition(":")[0] for problem in self._missing}
+        for name in (manifest.file_name(rank) for rank in self.ranks if rank not in self.manifests):
+            if name not in noted:
+                self._missing.append(f"{name}: missing; the parts are read without it")
+        self._find_missing_ranks()
+        self.short = short_ranks(self)
+        self._warn()
+
+    def _list(self) -> list[Part]:
+        """Reads the manifests and lists the parts; returns those that the manifests have and that are not there."""
+        self._foreign, self._missing = [], []
+        self._load_manifests()
+        parts = self._listed_parts()
+        self._damaged = {part: why for part, why in self._damaged.items() if part in parts}
+        # A damaged part covers nothing: should what it was made of still be there, that is read.
+        self.parts, _ = _parts.split(part for part in parts if part not in self._damaged)
+        there = {(part.kind, part.rank): list[Part]() for part in parts}
+        for part in parts:
+            there[part.kind, part.rank].append(part)
+        missing: list[Part] = []
+        for _, content in sorted(self.manifests.items()):
+            missing += manifest.lost_of(content)
+            for part in manifest.parts_of(content):
+                if not any(part == found or found.covers(part) for found in there.get((part.kind, part.rank), [])):
+                    missing.append(part)
+        return [part for part in missing if self.visible_end(part) >= part.min_step]
+
+    def _listed_parts(self) -> list[Part]:
+        """The parts that are there, with their rows where a manifest has these."""
+        parts, foreign, unlisted = _parts.listed(self.place)
+        if not parts and not any(manifest.rank_of(name) is not None for name in self.place.names()):
+            raise _no_run(self.place)
+        for name in foreign:
+            self._note_foreign(name, "a part")
+        self._missing += [f"{kind}: cannot be listed ({why}); read without it" for kind, why in unlisted.items()]
+        rows = {part: part.rows for content in self.manifests.values() for part in manifest.parts_of(content)}
+        return [replace(part, rows=rows.get(part)) for part in parts]
+
+    def _note_foreign(self, name: str, what: str) -> None:
+        """A writer that sets a damaged file aside gives it this ending: what it held is missing."""
+        noted = self._missing if _DAMAGED.search(name) else self._foreign
+        noted.append(f"{name}: not {what} of this run; left alone")
+
+    def _load_manifests(self) -> None:
+        found: dict[int, dict[str, Any]] = {}
+        of_script = script.names_in(self.place)
+        for name in self.place.names():
+            rank = manifest.rank_of(name)
+            if rank is not None:
+                self._load_manifest(rank, name, found)
+            elif name not in (*KINDS, script.NAME, *of_script) and not name.startswith("."):
+                self._note_foreign(name, "a file")
+        self.manifests = found
+        self._sessions = {rank: manifest.sessions_of(content) for rank, content in found.items()}
+
+    def _load_manifest(self, rank: int, name: str, found: dict[int, dict[str, Any]]) -> None:
+        try:
+            text = self.place.read(name)
+            content = manifest.parsed(text, f"{self.place}: {name}")
+            manifest.check_rank(content, rank)
+        except RunError:
+            raise
+        except (OSError, DamageError) as error:
+            self._missing.append(f"{name}: cannot be read ({error}); the parts are read without it")
+            if rank in self.manifests:
+                found[rank] = self.manifests[rank]
+        else:
+            found[rank] = content
+            if not manifest.is_as_written(text):
+                self._missing.append(f"{name}: changed since it was written, its checksum differs; read as it is")
+
+    def _find_missing_ranks(self) -> None:
+        missing = sorted(set(range(self.world_size)) - set(self.ranks))
+        if missing:
+            named = ", ".join(str(rank) for rank in missing[:_NAMED])
+            more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
+            self._missing.append(
+                f"rank {named}{more}: nothing found, of {self.world_size:,} ranks; "
+                "steps are merged over those that are there"
+            )
+
+    def _warn(self) -> None:
+        if self._warned is None:
+            return
+        new = [problem for problem in self.problems if problem not in self._warned]
+        self._warned.update(new)
+        if new:
+            more = f" And {len(new) - 1} more; see Run.problems." if len(new) > 1 else ""
+            text = printable(f"Run: {self.place}: {new[0]}.{more}", lines=False)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    @property
+    def problems(self) -> list[str]:
+        """Each file that is damaged, missing or foreign, and what was done about it; ranks whose records end early."""
+        return [*self._foreign, *map(str, self.short), *self.missing]
+
+    @property
+    def missing(self) -> list[str]:
+        """Those of the problems that cost records."""
+        damaged = [f"{part.name}: damaged ({why}); read without it" for part, why in self._damaged.items()]
+        return [*self._missing, *damaged, *self._left_out.values()]
+
+    def leave_out(self, what: str, found: int, kept: int) -> None:
+        """Notes that of so many names, or whatever they are, only the first are read."""
+        first = f"the first {kept:,} are read, {found - kept:,} are left out" if kept else "left out"
+        self._left_out[what] = f"{found:,} {what}: {first}"
+        self._warn()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that anything was found of."""
+        return sorted({*self.manifests, *(part.rank for part in self.parts)})
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there should be, by rank 0's manifest or else the lowest rank's."""
+        sizes = [self.manifests[rank].get("world_size", 1) for rank in sorted(self.manifests)]
+        return sizes[0] if sizes else 1
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        """Rank 0's manifest, or the lowest rank's that there is."""
+        return self.manifests[min(self.manifests)] if self.manifests else {}
+
+    def of(self, kind: Kind) -> list[Part]:
+        """The parts of one kind, the oldest first within each rank."""
+        return [part for part in self.parts if part.kind == kind]
+
+    def visible_end(self, part: Part) -> int:
+        """The last step of a part that no later session replaced."""
+        sessions = self._sessions.get(part.rank, [])
+        ends = [s.from_step - 1 for s in sessions if s.from_step is not None and s.replaces(part)]
+        return min([part.max_step, *ends, *self._ends_of_a_left_rank(part.rank)])
+
+    def _ends_of_a_left_rank(self, rank: int) -> list[int]:
+        """A rank that a restart with fewer ranks left behind: what rank 0 replaced since is replaced here too."""
+        if rank < self.world_size:
+            return []
+        left = max((s.started for s in self._sessions.get(rank, [])), default=0.0)
+        later = [s for s in self._sessions.get(min(self.manifests, default=0), []) if s.started > left]
+        return [s.from_step - 1 for s in later if s.from_step is not None]
+
+    def read(self, parts: Callable[[], list[Part]], load: Callable[[Place, Part], Any]) -> list[tuple[Part, Any]]:
+        """What `load` makes of each part. Where one is damaged or has gone, all begins anew with another listing."""
+        attempts = _ATTEMPTS
+        while attempts > 0:
+            known = len(self._damaged)
+            try:
+                return [(part, self._loaded(part, load)) for part in parts()]
+            except _GoneError:
+                attempts -= 1
+            except _DamagedError:
+                attempts -= len(self._damaged) == known  # each part that is newly found damaged is no attempt
+            self.refresh()
+        raise RunError(
+            f"Run: expected parts that stay long enough to be read; got {_ATTEMPTS} listings of {self.place} whose "
+            "parts had gone. Copy the run to a faster file system, or read it when its writer is done."
+        )
+
+    def _loaded(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
+        try:
+            return self._tried(part, load)
+        except RunError:  # which is an OSError too, and says that the storage does not answer
+            raise
+        except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these
+            if _has_gone(error):
+                raise _GoneError from error
+            self._damaged[part] = f"{error}".splitlines()[0][:_LONGEST] if f"{error}" else type(error).__name__
+            raise _DamagedError from error
+
+    def _tried(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
+        """What `load` makes of a part: tried again where a failure may have been the storage's and not the part's."""
+        try:
+            return load(self.place, part)
+        except OSError as error:
+            if _has_gone(error) or not self.place.may_succeed(part.name):
+                raise
+            return load(self.place, part)
+
+
+def _has_gone(error: Exception) -> bool:
+    # pyarrow's FileNotFoundError may come without a number.
+    return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
+
+
+def _no_run(place: Place) -> NoRunError:
+    of_script = script.names_in(place)
+    if of_script:
+        below, which = list(of_script), "the runs of one script"
+    else:
+        found = runs_below(place.path) if isinstance(place, Folder) else []
+        below, which = [path.relative_to(place.path).as_posix() for path in found], "no run itself"
+    if below:
+        return NoRunError(place, f"holds {which}", below)
+    there = not isinstance(place, Folder) or place.path.is_dir()
+    return NoRunError(place, "holds no run" if there else "is no folder", below)
+
+
+def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
+    """The folders of all runs in a folder and below it, sorted."""
+    found: list[Path] = []
+    for place, below, files in os.walk(folder):
+        if any(manifest.rank_of(name) is not None for name in files):
+            found.append(Path(place))
+            below[:] = [name for name in below if name not in KINDS]  # a script's other models may lie in there
+    return sorted(found)

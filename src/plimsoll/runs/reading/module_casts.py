@@ -1,0 +1,145 @@
+"""What modules cast before they multiply: formats and scales, as a run has recorded them.
+
+A watch tells of modules that cast to 8 bits in an event of kind `casts`, when it first meets them and whenever that has
+changed: of each module and role the series whose values are cast, the format, and the scale that they are multiplied by
+before. A scale that follows the data is null there; its values are a scalar of its own, ``cast:module:role``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.formats import ROLES, Role
+from plimsoll.runs.records import Event
+
+EVENT = "casts"
+PREFIX = "cast:"  # of the scalars that are scales
+
+# The collection in which the values of a role are recorded.
+COLLECTIONS: Mapping[Role, str] = {
+    "weights": "weights",
+    "activations": "activations",
+    "gradients": "activation_gradients",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cast:
+    """One operand that a module casts: its values, times a scale, in a format.
+
+    - `module`, `role` ("weights", "activations", "gradients"), `format`.
+    - `collection`, `name`: the series of its values before the cast, without the scale.
+    - `since_step`, `until_step`: the first step, and the last (None: to the run's end).
+    - `steps`, `scales`: the scale from each of these steps on. `constant`: it does not follow the data.
+    """
+
+    module: str
+    role: Role
+    format: str
+    collection: str
+    name: str
+    since_step: int
+    until_step: int | None
+    constant: bool
+    steps: NDArray[np.int64]
+    scales: NDArray[np.float64]
+
+    def scale_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The scale at each step: the last one recorded by then; NaN where there is none, or no cast."""
+        if not len(self.steps):
+            return np.full(len(steps), np.nan)
+        place = np.searchsorted(self.steps, steps, side="right") - 1
+        within = (steps >= self.since_step) & (place >= 0)
+        if self.until_step is not None:
+            within &= steps <= self.until_step
+        found = self.scales[np.maximum(place, 0)]
+        return np.where(within & np.isfinite(found) & (found > 0), found, np.nan)
+
+
+def scalar_of(module: str, role: str) -> str:
+    """The name of the scalar that a scale is recorded as.
+
+    >>> scalar_of("blocks.0.mlp", "weights")
+    'cast:blocks.0.mlp:weights'
+    """
+    return f"{PREFIX}{module}:{role}"
+
+
+def casts_of(
+    events: Iterable[Event], scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+) -> list[Cast]:
+    """The casts that events tell of, by module and role and then by step; `scales` are the scalars by their names.
+
+    Ranks cast alike: the lowest rank's events count.
+    """
+    told = [event for event in events if event.kind == EVENT]
+    lowest = min((event.rank for event in told), default=0)
+    tables = [(event.step, _entries(event)) for event in told if event.rank == lowest]
+    keys = list(dict.fromkeys(key for _, table in tables for key in table))
+    return [found for key in keys for found in _spans(key, tables, scales)]
+
+
+_Key = tuple[str, Role]
+_Entry = tuple[str, str, float | None]  # format, series, scale
+
+
+def _entries(event: Event) -> dict[_Key, _Entry]:
+    """What one event says; what is no cast in it is left out: anyone may write events."""
+    found: dict[_Key, _Entry] = {}
+    for module, said in _mapping(event.details.get("modules")).items():
+        for role in ROLES:
+            one = _mapping(_mapping(said).get(role))
+            fmt, series, scale = one.get("format"), one.get("series"), one.get("scale")
+            if isinstance(fmt, str) and isinstance(series, str) and (scale is None or isinstance(scale, int | float)):
+                found[str(module), role] = fmt, series, None if scale is None else float(scale)
+    return found
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _spans(
+    key: _Key,
+    tables: Sequence[tuple[int, Mapping[_Key, _Entry]]],
+    scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
+) -> Iterable[Cast]:
+    """One cast for each stretch of steps in which a module's role is cast in one way."""
+    before: _Entry | None = None
+    begun = 0
+    for step, table in tables:
+        now = table.get(key)
+        if now != before:
+            if before is not None:
+                yield _made(key, before, begun, step - 1, scales)
+            before, begun = now, step
+    if before is not None:
+        yield _made(key, before, begun, None, scales)
+
+
+def _made(
+    key: _Key,
+    entry: _Entry,
+    since: int,
+    until: int | None,
+    scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
+) -> Cast:
+    (module, role), (fmt, series, scale) = key, entry
+    nothing = np.empty(0, dtype=np.int64), np.empty(0)
+    steps, values = scales.get(scalar_of(module, role), nothing) if scale is None else nothing
+    inside = (steps >= since) & (steps <= (until if until is not None else np.iinfo(np.int64).max))
+    return Cast(
+        module=module,
+        role=role,
+        format=fmt,
+        collection=COLLECTIONS[role],
+        name=series,
+        since_step=since,
+        until_step=until,
+        constant=scale is not None,
+        steps=steps[inside] if scale is None else np.array([since], dtype=np.int64),
+        scales=values[inside] if scale is None else np.array([scale]),
+    )

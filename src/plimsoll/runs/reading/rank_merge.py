@@ -1,0 +1,83 @@
+"""Merging what ranks recorded of one series: parts of a whole are added, replicas are counted once.
+
+A shared series is added up. A plain one (``shared=False``) is a replica on every rank if all ranks have the same
+spectrum of it at every step that they have in common; otherwise ranks hold different values, and these are added up.
+Of activations this is asked among the ranks that share a part of the batch: those of different parts are always added
+up. Which part a rank has is in its manifest (`data_index`).
+
+Of scalars that several ranks recorded, "nonfinite" is added up; "scale", and the scale of a cast ("cast:..."), is the
+lowest rank's; any other is their mean.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs.columns import row_order
+from plimsoll.runs.columns.arrow import Table, array, pc, values_of
+from plimsoll.runs.columns.bank_rows import digests, numbers
+from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.reading.module_casts import PREFIX
+
+# What must agree, beside the binades.
+COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
+
+
+# What each part of the batch has its own of.
+_PER_PART = frozenset({"activations", "activation_gradients"})
+
+
+def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) -> dict[int, int]:
+    """The part of the batch that each rank has, where it matters to the collection; the ranks left out have part 0."""
+    if collection not in _PER_PART:
+        return {}
+    told: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
+    return {rank: int(entry.get("data_index", 0)) for rank, entry in told.items()}
+
+
+def is_plain(table: Table) -> bool:
+    """Whether the rows of one series are of a plain tensor, on several ranks."""
+    return not pc.any(table["shared"]).as_py() and len(pc.unique(table["rank"])) > 1
+
+
+def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
+    """Whether the ranks of each part have the same spectra at the steps in common: one series' rows, over all steps."""
+    columns = [values_of(table["step"]), _part(table, parts)]
+    columns += [row_order.codes(table[name]) for name in ("format", "scale", "rank")]
+    order = np.lexsort(columns[::-1])
+    table, digest = table.take(array(order)), digests(table)[order]
+    same_step = ~row_order.changes([column[order] for column in columns[:2]])
+    differs = digest[1:] != digest[:-1]
+    for name in COMPARED:
+        column = row_order.codes(table[name]) if name == "format" else numbers(table, name)
+        differs |= ~((column[1:] == column[:-1]) | ((column[1:] != column[1:]) & (column[:-1] != column[:-1])))
+    return bool(same_step.any()) and not bool((same_step & differs).any())
+
+
+def counted_once(table: Table, parts: Mapping[int, int]) -> Table:
+    """Of replicas, at each step and for each part the rows of the lowest rank that has it."""
+    steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
+    distinct, place = np.unique(steps, axis=1, return_inverse=True)
+    lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)
+    np.minimum.at(lowest, place, ranks)
+    return table.filter(array(ranks == lowest[place]))
+
+
+def one_of_scalars(
+    name: str, steps: NDArray[np.int64], values: NDArray[np.float64], ranks: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The steps and a scalar's value at each, of what ranks recorded."""
+    order = np.lexsort((ranks, steps))
+    steps, values = steps[order], values[order]
+    starts = row_order.starts([steps])
+    if name == "scale" or name.startswith(PREFIX) or len(starts) == len(steps):
+        return steps[starts], values[starts]
+    with np.errstate(all="ignore"):
+        total = np.add.reduceat(values, starts)
+    return steps[starts], total if name == "nonfinite" else total / np.diff(starts, append=len(steps))
+
+
+def _part(table: Table, parts: Mapping[int, int]) -> NDArray[np.int64]:
+    return np.array([parts.get(rank, 0) for rank in table["rank"].to_pylist()], dtype=np.int64)

@@ -1,0 +1,111 @@
+"""Reading rows of the parts: only what is asked for, without what was replaced, each as often as it counts."""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs.columns import block_columns, row_order
+from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
+from plimsoll.runs.columns.spectrum_table import SCHEMAS, Kind
+from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.storage import parquet
+from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.parts import Part
+
+_GROUPS = 16  # row groups that are read at a time where only some of their rows are wanted: some 30 MB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Which steps are asked for: from `low` up to and not including `high`, every one or every so many."""
+
+    low: int | None = None
+    high: int | None = None
+    every: int = 1
+
+    @classmethod
+    def of(cls, steps: slice | None) -> "Steps":
+        """Those that a slice of step numbers means."""
+        if steps is None:
+            return cls()
+        return cls(low=steps.start, high=steps.stop, every=1 if steps.step is None else steps.step)
+
+    def may_be_in(self, part: Part) -> bool:
+        """Whether a part can hold any."""
+        return (self.low is None or part.max_step >= self.low) and (self.high is None or part.min_step < self.high)
+
+    def mask(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these steps are meant."""
+        result = np.ones(len(steps), dtype=bool)
+        if self.low is not None:
+            result &= steps >= self.low
+        if self.high is not None:
+            result &= steps < self.high
+        return result if self.every == 1 else result & ((steps - (self.low or 0)) % self.every == 0)
+
+
+def select(
+    catalog: Catalog,
+    kind: Kind,
+    *,
+    equal: Mapping[str, Collection[str]] | None = None,
+    steps: Steps | None = None,
+    columns: Sequence[str] | None = None,
+    blocks: bool = True,
+) -> Table:
+    """Rows whose words are among those of `equal`, with a column `rank`; sorted by key, step and rank.
+
+    Row groups that cannot hold any are not read. Where a part has records of blocks the table has their columns, unless
+    `columns` or `blocks` leave them out.
+    """
+    wanted = steps or Steps()
+    names = list(columns or SCHEMAS[kind].names)
+    more = block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
+
+    def load(place: Place, part: Part) -> Table:
+        return _load(place, part, (names, more), equal or {}, wanted, catalog.visible_end(part))
+
+    found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
+    schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
+    tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
+    table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
+    if wanted.every != 1:
+        table = table.filter(array(wanted.mask(values_of(table["step"]))))
+    return row_order.ordered(table, kind, ("rank",))
+
+
+def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
+    return steps.may_be_in(part) and catalog.visible_end(part) >= part.min_step
+
+
+def _load(
+    place: Place,
+    part: Part,
+    columns: tuple[list[str], Sequence[str]],
+    equal: Mapping[str, Collection[str]],
+    steps: Steps,
+    end: int,
+) -> Table:
+    """The rows that are asked for, up to step `end`: the first columns, and those of the others that the part has."""
+    file = parquet.opened(place, part)
+    there = file.schema_arrow.names
+    wanted = [*columns[0], *(name for name in columns[1] if name in there)]
+    high = end if steps.high is None else min(end, steps.high - 1)
+    bounds: dict[str, tuple[Any, Any]] = {name: (min(values), max(values)) for name, values in equal.items() if values}
+    if (steps.low is not None and steps.low > part.min_step) or high < part.max_step:
+        bounds["step"] = steps.low, high
+    if not bounds:
+        return parquet.read(file, part, wanted)
+    needed, groups = list(dict.fromkeys([*wanted, *bounds])), parquet.groups_with(file, bounds)
+    tables: list[Table] = []
+    for start in range(0, max(1, len(groups)), _GROUPS):
+        table = parquet.read(file, part, needed, groups[start : start + _GROUPS])
+        masks = [pc.is_in(table[name], value_set=strings(sorted(values))) for name, values in equal.items()]
+        if "step" in bounds:
+            masks.append(array(Steps(low=steps.low, high=high + 1).mask(values_of(table["step"]))))
+        tables.append(table.filter(functools.reduce(pc.and_, masks)).select(wanted))
+    return pa.concat_tables(tables)

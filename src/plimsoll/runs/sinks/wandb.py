@@ -1,0 +1,135 @@
+"""Sends a run to Weights & Biases, with the training step as its own axis, "plimsoll/step".
+
+W&B numbers the rows of a run by itself, ignores rows that come with a smaller number than the last, and counts up with
+every row. Ours must not push the user's out, so they go to a run of their own, or, in the user's run, into the row that
+the user's next ``wandb.log`` completes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import ArgumentError, PlimsollError
+from plimsoll.runs.records import StepRecord
+from plimsoll.runs.sinks.extras import load, require
+from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection
+from plimsoll.runs.user_messages import say
+
+_STEP = "plimsoll/step"
+
+
+class WandB:
+    """The sink for Weights & Biases.
+
+    - Without `run`, a run of its own is started beside any other, in the run's folder, with the run's settings as its
+      config, and finished in the end. `name` (the run folder's, if None), `mode` and `init_arguments` are those of
+      ``wandb.init``.
+    - `run`: an existing ``wandb.Run`` instead, which is not finished. Values wait for your next ``run.log``, so that
+      your own steps stay as they are; if several steps meet in one of your rows, the last one stays, and this is said
+      once. `commit` gives each its own row, which moves W&B's step on: only if you never log with ``step=``.
+    - `statistics`, `histograms`, `every`, `max_histograms` as for `TensorBoard`. Names begin with "plimsoll/";
+      histograms are of log2 of the magnitudes; an event is its count and its message under "plimsoll/events/kind".
+
+    Raises `MissingExtraError` without wandb, `ArgumentError` for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        project: str = "plimsoll",
+        *,
+        name: str | None = None,
+        run: Any = None,
+        mode: str | None = None,
+        commit: bool = False,
+        statistics: Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool = True,
+        every: int = 1,
+        max_histograms: int = MAX_HISTOGRAMS,
+        **init_arguments: object,
+    ) -> None:
+        if run is not None and (name is not None or mode is not None or init_arguments):
+            raise ArgumentError(
+                "WandB: expected either run= or arguments for a new run; got both. Leave out one of them."
+            )
+        self._selection = Selection("WandB", statistics, every, max_histograms if histograms else 0)
+        require("wandb", "WandB")
+        self._own = run is None
+        self._run: Any = run
+        self._commit = commit or self._own
+        self._init_arguments: dict[str, Any] = {"project": project, "name": name, "mode": mode, **init_arguments}
+        self._last_row: int | None = None
+        self._told = False
+
+    def open(self, run_path: Path, settings: Mapping[str, object]) -> None:
+        """Starts the run, unless there is one, and tells it the axis."""
+        if self._own:
+            self._run = self._start(run_path, settings)
+        self._run.define_metric(_STEP, hidden=True)
+        # Without step_sync: the step is in every row, and W&B need not add it.
+        self._run.define_metric("plimsoll/*", step_metric=_STEP, step_sync=False)
+
+    def put(self, record: StepRecord) -> None:
+        """Logs one step's row, and a row for each event of another step."""
+        for step, row in self._rows(record).items():
+            if row:
+                self._log({_STEP: step, **{f"plimsoll/{tag}": value for tag, value in row.items()}})
+
+    def flush(self) -> None:
+        """Has nothing to do: W&B sends rows on by itself."""
+
+    def close(self) -> None:
+        """Finishes the run if it is our own."""
+        if self._own and self._run is not None:
+            self._run.finish()
+
+    def _start(self, run_path: Path, settings: Mapping[str, object]) -> Any:
+        wandb = load("wandb")
+
+        arguments = {**self._init_arguments}
+        arguments["name"] = arguments["name"] or run_path.name
+        arguments.setdefault("dir", str(run_path))
+        arguments.setdefault("config", dict(settings))
+        if "settings" not in arguments:
+            # What the script prints belongs to the user's own run.
+            arguments["settings"] = wandb.Settings(console="off")
+            _check_login(wandb, arguments["mode"])
+        # create_new leaves another active run, and wandb.run, alone.
+        return wandb.init(reinit="create_new", **arguments)
+
+    def _rows(self, record: StepRecord) -> dict[int, dict[str, object]]:
+        wandb = load("wandb")
+
+        values = self._selection.of(record)
+        row: dict[str, object] = {**values.scalars}
+        for tag, histogram in values.histograms.items():
+            row[tag] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+        rows = {record.step: row}
+        for event in record.events:
+            cells = rows.setdefault(event.step, {})
+            count = cells.get(f"events/{event.kind}", 0)
+            cells[f"events/{event.kind}"] = count + 1 if isinstance(count, int) else 1
+            cells[f"events/{event.kind}/message"] = event.message
+        return rows
+
+    def _log(self, row: Mapping[str, object]) -> None:
+        if self._commit:
+            self._run.log(row, commit=True)
+            return
+        current = self._run.step
+        if current == self._last_row and not self._told:
+            self._told = True
+            say(
+                "WandB: several steps met in one row of your W&B run, and only the last is kept. Log more often than "
+                "plimsoll does, give commit=True, or leave out run= for a run of its own."
+            )
+        self._last_row = current
+        self._run.log(row, commit=False)
+
+
+def _check_login(wandb: Any, mode: str | None) -> None:
+    """Raises where W&B would ask for an API key: from this thread, that would take the terminal from the user."""
+    mode = mode or wandb.setup().settings.mode
+    if mode not in {"offline", "disabled", "dryrun"} and not wandb.login(prompt=False):
+        raise PlimsollError(
+            "WandB: expected a login to W&B; got none. Run `wandb login`, or give mode='offline' and sync later."
+        )

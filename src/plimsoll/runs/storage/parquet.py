@@ -1,0 +1,188 @@
+"""How a table becomes a part and comes back: encodings, row groups, checksums, and which failures mean damage.
+
+Each page of a part has a checksum, which is Parquet's own, and its footer has one too: `FOOTER`, an entry of the
+footer's metadata, is the CRC-32 of the footer with zeros in place of its digits. Readers that do not know it read it
+past. Parts of older writers have neither.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import RunError
+from plimsoll.runs.columns.arrow import ParquetFile, ParquetWriter, Table, pa, pq
+from plimsoll.runs.columns.spectrum_table import SCHEMA, Kind
+from plimsoll.runs.reading.column_checks import checked
+from plimsoll.runs.storage import atomic_files
+from plimsoll.runs.storage.limits import DamageError
+from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.parts import Part
+
+# Few enough rows that one series is read without much else, enough that columns compress and footers stay short.
+ROW_GROUP = 4096
+# A row of the spectra of benchmarks/run_log.py (64 series, 600 steps) takes 80 bytes so; 87 with delta-encoded binades,
+# 83 without splitting floats into bytes, 120 with snappy, 79 with zstd at level 9 for four times the work. Splitting
+# the binades too would save 10 more, but readers older than Parquet 2.11 cannot read integers split into bytes.
+WORDS = {"spectra": ("collection", "name", "format"), "scalars": ("name",), "events": ("kind",)}
+_DICTIONARIES = {**WORDS, "spectra": (*WORDS["spectra"], "scale")}
+_SPLIT = {
+    "spectra": ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq"),
+    "scalars": ("value",),
+    "events": (),
+}
+SCHEMA_KEY, FOOTER = b"plimsoll.schema", b"plimsoll.footer"
+_DIGITS = 8  # of a CRC-32
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 64 << 10  # read at the end of a part at once; most footers are shorter
+# A part that says it holds more would take memory without bound: equal rows compress to almost nothing.
+_MOST_ROWS = 16 * ROW_GROUP  # of a row group
+_MOST_BYTES = 256 << 20  # of a row group, decoded; block records of 4,096 rows have 28 MB
+_ROWS_PER_BYTE = 64  # of a part; the scalars of benchmarks/run_log.py have one row for every 4 bytes
+
+
+def write(path: Path, kind: Kind, tables: Iterable[Table]) -> int:
+    """Writes tables as one part, whole or not at all; each becomes row groups of its own. Returns the rows."""
+    rows = 0
+    with atomic_files.replacing(path) as file:
+        writer: ParquetWriter = None
+        for table in tables:
+            if writer is None:
+                writer = pq.ParquetWriter(file, table.schema, **_options(kind))
+                writer.add_key_value_metadata({SCHEMA_KEY: f"{SCHEMA}", FOOTER: "0" * _DIGITS})
+            writer.write_table(table, row_group_size=ROW_GROUP)
+            rows += len(table)
+        if writer is not None:
+            writer.close()
+            file.flush()
+            _sign(file)
+    return rows
+
+
+def _sign(file: Any) -> None:
+    """Puts the checksum into the footer of a part that has just been written."""
+    with open(file.name, "rb") as written:  # noqa: PTH123  (a part is written to a file that cannot be read)
+        footer, start = _footer(pa.PythonFile(written))
+    file.seek(start + _digits_at(footer))
+    file.write(_checksum(footer))
+
+
+def _options(kind: Kind) -> dict[str, Any]:
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [*_DICTIONARIES[kind]],
+        "use_byte_stream_split": [*_SPLIT[kind]],
+        # Words are dictionaries in the file but plain strings to readers, which then skip row groups by them.
+        "store_schema": False,
+        "write_page_checksum": True,
+    }
+
+
+# -- reading
+
+
+def opened(place: Place, part: Part, words: Sequence[str] = ()) -> ParquetFile:
+    """A part whose footer is sound; the columns `words` come as dictionaries.
+
+    Raises `DamageError` and pyarrow's errors for a damaged part, `RunError` for one of a newer schema.
+    """
+    source = place.opened(part.name)
+    footer, _ = _footer(source)
+    if footer.rfind(FOOTER) >= 0 and footer[_digits_at(footer) :][:_DIGITS] != _checksum(footer):
+        raise DamageError("its footer's checksum differs")
+    found = pa.BufferReader(_MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC)
+    metadata = pq.read_metadata(found)
+    _check_schema(place, part, metadata)
+    _check_sizes(part, metadata, source.size())
+    return pq.ParquetFile(
+        source, metadata=metadata, read_dictionary=[*words], pre_buffer=True, page_checksum_verification=True
+    )
+
+
+def _footer(source: Any) -> tuple[bytes, int]:
+    """The footer of a part, and where it begins."""
+    size = source.size()
+    tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
+    if len(tail) < 3 * len(_MAGIC) or tail[-4:] != _MAGIC:
+        raise DamageError("it does not end as a part does")
+    length = int.from_bytes(tail[-8:-4], "little")
+    if length > size - 12:
+        raise DamageError("its footer is longer than the file")
+    start = size - 8 - length
+    return tail[-8 - length : -8] if length + 8 <= len(tail) else source.read_at(length, start), start
+
+
+def _digits_at(footer: bytes) -> int:
+    """Where the checksum's digits are: the name is followed by the kind and the length of its value, a byte each."""
+    return footer.rfind(FOOTER) + len(FOOTER) + 2
+
+
+def _checksum(footer: bytes) -> bytes:
+    at = _digits_at(footer)
+    blank = footer[:at] + b"0" * _DIGITS + footer[at + _DIGITS :]
+    return b"%08x" % zlib.crc32(blank)
+
+
+def _check_schema(place: Place, part: Part, metadata: Any) -> None:
+    entries: dict[bytes, bytes] = metadata.metadata or {}
+    told = entries.get(SCHEMA_KEY, b"1")
+    if not told.isdigit() or len(told) > 9:
+        raise DamageError(f"its schema is {told[:20]!r}")
+    if int(told) > SCHEMA:
+        raise RunError(
+            f"Run: expected parts of schema {SCHEMA} or older; got schema={int(told)} in {place}: {part.name}. "
+            "Install the plimsoll that wrote it, or a newer one."
+        )
+
+
+def _check_sizes(part: Part, metadata: Any, size_bytes: int) -> None:
+    """Whether the part says that it holds as many rows as the manifest has, and no more than can be."""
+    if part.rows is not None and metadata.num_rows != part.rows:
+        raise DamageError(f"{metadata.num_rows} rows, where the manifest has {part.rows}")
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if sum(group.num_rows for group in groups) != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+        raise DamageError("the rows of its row groups do not add up")
+    if metadata.num_rows > _ROWS_PER_BYTE * size_bytes or any(
+        group.num_rows > _MOST_ROWS or group.total_byte_size > _MOST_BYTES for group in groups
+    ):
+        raise DamageError(f"{metadata.num_rows:,} rows are more than can be in {size_bytes:,} bytes")
+
+
+def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence[int] | None = None) -> Table:
+    """The columns of a part, of some row groups or all, checked: what a damaged part holds is an error here.
+
+    Types are those of the part's kind, but for words that the file was opened to give as dictionaries.
+    """
+    chosen = range(file.num_row_groups) if groups is None else groups
+    table = file.read_row_groups([*chosen], columns=[*columns]).select([*columns])
+    rows = sum(file.metadata.row_group(i).num_rows for i in chosen)
+    if len(table) != rows:
+        raise DamageError(f"{len(table)} rows, where its footer has {rows}")
+    return checked(table, part)
+
+
+def groups_with(file: ParquetFile, bounds: Mapping[str, tuple[Any, Any]]) -> list[int]:
+    """The row groups that may hold rows whose columns lie in these bounds, both included; None for no bound."""
+    metadata = file.metadata
+    places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    found: list[int] = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if all(_may_hold(group.column(places[name]).statistics, *ends) for name, ends in bounds.items()):
+            found.append(number)
+    return found
+
+
+def _may_hold(statistics: Any, low: Any, high: Any) -> bool:
+    if statistics is None or not statistics.has_min_max:
+        return True
+    return (low is None or statistics.max >= low) and (high is None or statistics.min <= high)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether a failure to read says that the file is damaged, and not that it could not be reached."""
+    known = (pa.ArrowException, DamageError, LookupError, TypeError, MemoryError)
+    if isinstance(error, RunError):
+        return False
+    return isinstance(error, known) or (isinstance(error, OSError) and error.errno is None)

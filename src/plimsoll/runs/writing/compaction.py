@@ -1,0 +1,156 @@
+"""Merging several parts of one kind into one, in memory bounded by a row group of each.
+
+Parts are sorted by their kind's key (`KEYS`) and the step. The keys are read first; then, chunk by chunk of keys, the
+rows that each input has of them are read, joined, freed of what was replaced, and sorted.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs.columns.arrow import ParquetFile, Schema, Table, array, pa, values_of
+from plimsoll.runs.columns.block_columns import conformed
+from plimsoll.runs.columns.row_order import ordered
+from plimsoll.runs.columns.spectrum_table import KEYS, SCHEMAS, WIDE, Kind
+from plimsoll.runs.storage import parquet
+from plimsoll.runs.storage.location import Folder
+from plimsoll.runs.storage.parts import Part
+
+Key = tuple[str, ...]
+# Of a part's rows, by their steps, those to keep.
+Keep = Callable[[Part, NDArray[np.int64]], NDArray[np.bool_]]
+
+
+_CHUNK = 8 * parquet.ROW_GROUP  # rows joined at a time, some 15 MB
+
+
+class DamagedPartError(Exception):
+    """An input that cannot be read, named so that it can be set aside."""
+
+    def __init__(self, part: Part, reason: str) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
+    """Writes the rows of `parts` that `keep` keeps as `target`, and returns how many these are.
+
+    Raises `DamagedPartError` for an unreadable input.
+    """
+    sources: list[_Source] = []
+    try:
+        for part in parts:
+            source: _Source = _read(part, lambda part=part: _Source.opened(folder, part))
+            sources.append(source)
+        return parquet.write(folder / target.name, target.kind, _row_groups(sources, target.kind, keep))
+    finally:
+        for source in sources:
+            source.file.close(force=True)
+
+
+def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
+    """The merged rows, in tables of whole row groups but for the last one."""
+    schema = WIDE if any("block" in source.file.schema_arrow.names for source in sources) else SCHEMAS[kind]
+    held = pa.Table.from_batches([], schema)
+    for low, high in _ranges(sources):
+        joined = _joined(sources, kind, keep, (low, high), schema)
+        held = joined if not len(held) else pa.concat_tables([held, joined])
+        whole = len(held) // parquet.ROW_GROUP * parquet.ROW_GROUP
+        if whole:
+            yield held.slice(0, whole)
+            held = held.slice(whole)
+    yield held
+
+
+def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
+    """First and last key of each chunk: as many keys as have no more than `_CHUNK` rows, at least one."""
+    rows: dict[Key, int] = {}
+    for source in sources:
+        for key, start, stop in zip(source.keys, source.starts, source.starts[1:], strict=False):
+            rows[key] = rows.get(key, 0) + stop - start
+    chunk: list[Key] = []
+    total = 0
+    for key in sorted(rows):
+        if chunk and total + rows[key] > _CHUNK:
+            yield chunk[0], chunk[-1]
+            chunk, total = [], 0
+        chunk.append(key)
+        total += rows[key]
+    if chunk:
+        yield chunk[0], chunk[-1]
+
+
+def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, ends: tuple[Key, Key], schema: Schema) -> Table:
+    pieces = [pa.Table.from_batches([], schema)]
+    for source in sources:
+        piece = _read(source.part, lambda source=source: source.rows(*ends, schema))
+        kept = keep(source.part, values_of(piece["step"]))
+        pieces.append(piece if kept.all() else piece.filter(array(kept)))
+    return ordered(pa.concat_tables(pieces), kind)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """One input: its keys in order, where their rows start, and the row groups decoded last."""
+
+    part: Part
+    file: ParquetFile
+    keys: list[Key]
+    starts: list[int]
+    bounds: list[int]
+    held: dict[int, Table] = field(default_factory=dict[int, Table])
+
+    @classmethod
+    def opened(cls, folder: Path, part: Part) -> "_Source":
+        file = parquet.opened(Folder(folder), part, parquet.WORDS[part.kind])
+        keys, starts = _runs(file, part)
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        return cls(part=part, file=file, keys=keys, starts=starts, bounds=np.cumsum([0, *sizes]).tolist())
+
+    def rows(self, low: Key, high: Key, schema: Schema) -> Table:
+        """The rows whose key is from `low` to `high`, these included, with a schema's columns."""
+        start = self.starts[bisect.bisect_left(self.keys, low)]
+        stop = self.starts[bisect.bisect_right(self.keys, high)]
+        if start == stop:
+            return pa.Table.from_batches([], schema)
+        groups = range(bisect.bisect_right(self.bounds, start) - 1, bisect.bisect_left(self.bounds, stop))
+        self.held = {i: self.held.get(i) or self._decoded(i, schema) for i in groups}
+        offset = self.bounds[groups[0]]
+        return pa.concat_tables(self.held.values()).slice(start - offset, stop - start)
+
+    def _decoded(self, group: int, schema: Schema) -> Table:
+        there = {*SCHEMAS[self.part.kind].names, *self.file.schema_arrow.names}  # only block records may be lacking
+        known = [name for name in schema.names if name in there]
+        return conformed(parquet.read(self.file, self.part, known, [group]), schema)
+
+
+def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
+    """The distinct keys in the order of the file, the row where each begins, and last the number of rows."""
+    rows, key = file.metadata.num_rows, KEYS[part.kind]
+    if not key or not rows:
+        return ([()], [0, rows]) if rows else ([], [0])
+    table = parquet.read(file, part, key).combine_chunks()
+    columns = [table[name].chunk(0) for name in key]
+    changed = np.any([np.diff(values_of(c.indices)) != 0 for c in columns], axis=0)
+    starts = [0, *(np.flatnonzero(changed) + 1).tolist()]
+    keys: list[Key] = list(zip(*(c.take(array(np.array(starts))).to_pylist() for c in columns), strict=True))
+    if any(a >= b for a, b in itertools.pairwise(keys)):
+        raise pa.ArrowInvalid("its rows are not in the order of its key")
+    return keys, [*starts, rows]
+
+
+def _read(part: Part, read: Callable[[], Any]) -> Any:
+    """What reading gives; damage becomes `DamagedPartError`, an unreachable file stays OSError."""
+    try:
+        return read()
+    except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these
+        if parquet.is_damage(error):
+            reason = f"{error}".splitlines()
+            raise DamagedPartError(part, reason[0] if reason else type(error).__name__) from error
+        raise

@@ -1,0 +1,336 @@
+"""One rank's part of a run's folder, held by its lock: its manifest, its parts, and their compaction.
+
+Nothing here contains failures: OSError goes to the caller (`_worker`), who keeps the data and tries again. What one
+thread writes and another compacts is shared under `_guard`, held for bookkeeping and never while a file is written.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import RunError
+from plimsoll.runs.columns.arrow import Table, pc
+from plimsoll.runs.columns.spectrum_table import KINDS, Kind, Series
+from plimsoll.runs.reading import closed_runs
+from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _parts
+from plimsoll.runs.storage.location import Folder
+from plimsoll.runs.storage.lock import Lock
+from plimsoll.runs.storage.parts import Part
+from plimsoll.runs.user_messages import say
+from plimsoll.runs.writing import compaction, thinning
+
+# What is merged into one part when the run is closed, some 3 seconds' work: a training that has ended is not kept long.
+_CLOSING_BYTES = 32 << 20
+# The list of parts is written after a flush where that takes this share of the time at most: of very many series the
+# manifest is long.
+_LISTING_SHARE = 0.05
+# No folder beside it could be written to either.
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+class Log:
+    """The parts and the manifest of one rank, open to be written; `resume_from` replaces what lay from that step on.
+
+    `found` says what was there before: kind, message and details of the events to record first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        world_size: int,
+        settings: Mapping[str, object],
+        resume_from: int | None,
+        compact_above: int,
+        thin: thinning.Rules,
+    ) -> None:
+        self.path, self.rank = path, rank
+        self.found: list[tuple[str, str, dict[str, object]]] = []
+        self._above, self._thin = compact_above, thin
+        self._guard = threading.Lock()
+        self._lost: list[Part] = []  # of this rank: listed or set aside, and not there any more
+        self._written, self._took = 0.0, 0.0  # when the manifest was written last, and how long that took
+        _prepare(path)
+        try:
+            self._lock = Lock(path, rank)
+            try:
+                self._open(world_size, settings, resume_from)
+            except BaseException:
+                self._lock.release()
+                raise
+        except RunError:
+            raise
+        except OSError as error:
+            if error.errno not in _REFUSED:  # damage: what lies there is not what a run has there
+                raise
+            raise _not_to_be_written(path, error) from error
+
+    def _open(self, world_size: int, settings: Mapping[str, object], resume_from: int | None) -> None:
+        fresh = manifest.fresh(rank=self.rank, world_size=world_size, settings=settings)
+        former = self._former_manifest()
+        self._lost = manifest.lost_of(former)
+        self._load_parts({part: part for part in manifest.parts_of(former)})
+        self._sessions = manifest.sessions_of(former)
+        self.series = manifest.series_of(former)
+        self.manifest: dict[str, Any] = {**former, **fresh}
+        if former:
+            self.manifest["created"] = former.get("created", fresh["created"])
+            self.manifest["dropped"] = former.get("dropped", {})
+        self.manifest.pop("ranks_merged", None)
+        self.manifest["thin"] = [list(rule) for rule in self._thin]
+        self.last_step = self._last_step()
+        self._next = max([0, *(p.last for p in self._parts), *(s.first_flush for s in self._sessions)]) + 1
+        self._sessions.append(manifest.new_session(self._sessions, self._next, resume_from))
+        if former:
+            self._tell_continued(resume_from)
+        elif self._parts and not self.found:
+            name = manifest.file_name(self.rank)
+            message = f"{name}: was missing; what lay there and its settings are not known"
+            self.found.append(("damaged", message, {"file": name}))
+        if resume_from is not None and self.last_step is not None:
+            self.last_step = min(self.last_step, resume_from - 1)
+        self.write_manifest()
+        self._remove_replaced()
+
+    def _tell_continued(self, resume_from: int | None) -> None:
+        details: dict[str, object] = {"session": len(self._sessions), "last_step": self.last_step}
+        replaced = "" if resume_from is None else f"; what lay at step {resume_from} and after is replaced"
+        message = f"continued by session {len(self._sessions)} after step {self.last_step}{replaced}"
+        self.found.append(("continued", message, details | {"resume_from": resume_from}))
+
+    def _former_manifest(self) -> dict[str, Any]:
+        """The manifest that is there; a damaged one is set aside, which costs its settings and never the run."""
+        path = self.path / manifest.file_name(self.rank)
+        try:
+            return manifest.read(path)
+        except FileNotFoundError:
+            return {}
+        except RunError:
+            raise
+        except (OSError, ValueError) as error:
+            self._set_aside(path, f"the manifest cannot be read ({error})")
+            return {}
+
+    def _load_parts(self, expected: Mapping[Part, Part]) -> None:
+        """Lists the parts, with their rows where the manifest has them; those it lacks stay listed as missing."""
+        for kind in KINDS:
+            self._make_folder(kind)
+            atomic_files.sweep(self.path / kind, f"r{self.rank:05d}-*")
+        atomic_files.sweep(self.path, manifest.file_name(self.rank))
+        found = _parts.listed(Folder(self.path), self.rank)[0]
+        self._parts, covered = _parts.split(expected.get(part, part) for part in found)
+        there = {*found}
+        for part in expected:
+            if part not in there and not any(p.kind == part.kind and p.covers(part) for p in found):
+                self._lost.append(part)
+        for part in covered:
+            atomic_files.remove(self.path / part.name)
+
+    def _make_folder(self, kind: Kind) -> None:
+        folder = self.path / kind
+        try:
+            folder.mkdir(exist_ok=True)
+            next(folder.iterdir(), None)
+        except OSError as error:
+            self._set_aside(folder, f"no folder of parts ({error})")
+            folder.mkdir()
+
+    def _last_step(self) -> int | None:
+        """The last step that counts, of those recorded before."""
+        steps = [self._visible_end(p) for p in self._parts if p.kind != "events"]
+        return max(steps, default=None)
+
+    def _visible_end(self, part: Part) -> int:
+        ends = [s.from_step - 1 for s in self._sessions if s.from_step is not None and s.replaces(part)]
+        return min([part.max_step, *ends])
+
+    def _remove_replaced(self) -> None:
+        """Deletes the parts that hold nothing but replaced rows."""
+        for part in [p for p in self._parts if self._visible_end(p) < p.min_step]:
+            atomic_files.remove(self.path / part.name)
+            self._parts.remove(part)
+
+    # -- writing
+
+    def replace_from(self, step: int) -> None:
+        """Makes what earlier sessions recorded at that step and after it invisible, before anything is written."""
+        with self._guard:
+            self._sessions[-1] = replace(self._sessions[-1], from_step=step)
+        self.write_manifest()
+
+    def write_manifest(self) -> None:
+        """Replaces the manifest by one that says what is so now."""
+        self.manifest["sessions"] = manifest.session_entries(self._sessions)
+        with self._guard:
+            self.manifest["parts"] = manifest.listing_of(self._parts)
+            self.manifest["lost"] = manifest.listing_of(self._lost)
+        self.manifest.pop("tensors", None)  # the longest entry goes last
+        self.manifest["tensors"] = manifest.listing(self.series)
+        begun = time.monotonic()
+        manifest.write(self.path / manifest.file_name(self.rank), self.manifest)
+        self._written = time.monotonic()
+        self._took = self._written - begun
+
+    def list_parts(self) -> None:
+        """Writes the manifest, for its list of parts, unless that would take long too soon after the last time."""
+        if (time.monotonic() - self._written) * _LISTING_SHARE >= self._took:
+            self.write_manifest()
+
+    def renew(self) -> bool:
+        """Makes sure of the folder and the lock; True where the folder had gone and was made anew."""
+        missing = not all((self.path / kind).is_dir() for kind in KINDS)
+        for kind in KINDS if missing else ():
+            (self.path / kind).mkdir(parents=True, exist_ok=True)
+        self._lock.renew()
+        if missing:
+            with self._guard:
+                self._parts, self._lost = _parts.split(_parts.listed(Folder(self.path), self.rank)[0])[0], []
+            self.write_manifest()
+        return missing
+
+    def next_flush(self) -> int:
+        """The number of this flush: every attempt has its own."""
+        self._next += 1
+        return self._next - 1
+
+    def append(self, kind: Kind, flush: int, table: Table) -> None:
+        """Writes one part."""
+        low, high = pc.min_max(table["step"]).as_py().values()
+        part = Part(
+            kind=kind, rank=self.rank, first=flush, last=flush, generation=0, min_step=low, max_step=high,
+            rows=len(table),
+        )  # fmt: skip
+        parquet.write(self.path / part.name, kind, [table])
+        with self._guard:
+            self._parts.append(part)
+
+    # -- compacting
+
+    def is_due(self) -> bool:
+        """Whether there is something to compact."""
+        return any(self._due(kind) for kind in KINDS)
+
+    def compact(self, *, closing: bool = False) -> None:
+        """Merges what is due; on closing, all that is small enough."""
+        for kind in KINDS:
+            while parts := self._due(kind):
+                self._merge(parts)
+            while closing and len(parts := self._small(kind)) > 1:
+                self._merge(parts)
+
+    def _due(self, kind: Kind) -> Sequence[Part]:
+        parts = self._of(kind)
+        return _parts.due(parts, self._above) or thinning.due(parts, self._thin)
+
+    def _of(self, kind: Kind) -> list[Part]:
+        with self._guard:
+            return sorted((p for p in self._parts if p.kind == kind), key=lambda p: p.first)
+
+    def _small(self, kind: Kind) -> list[Part]:
+        """The newest parts that together stay below the limit."""
+        chosen: list[Part] = []
+        room = _CLOSING_BYTES
+        for part in reversed(self._of(kind)):
+            room -= (self.path / part.name).stat().st_size
+            if room < 0:
+                break
+            chosen.insert(0, part)
+        return chosen
+
+    def _merge(self, parts: Sequence[Part]) -> None:
+        target = self._target(parts)
+        try:
+            target = replace(target, rows=compaction.merge(self.path, parts, target, self._keep))
+        except compaction.DamagedPartError as error:
+            with self._guard:
+                self._parts.remove(error.part)
+                self._lost.append(error.part)
+            self._set_aside(self.path / error.part.name, f"a damaged part ({error})")
+            return
+        with self._guard:
+            self._parts = [p for p in self._parts if p not in parts] + [target]
+        for part in parts:
+            atomic_files.remove(self.path / part.name)
+
+    def _target(self, parts: Sequence[Part]) -> Part:
+        return Part(
+            kind=parts[0].kind,
+            rank=self.rank,
+            first=parts[0].first,
+            last=parts[-1].last,
+            generation=thinning.generation(parts, self._thin, self._of(parts[0].kind)),
+            min_step=min(p.min_step for p in parts),
+            max_step=max(max(self._visible_end(p), p.min_step) for p in parts),
+        )
+
+    def _keep(self, part: Part, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows of an input stay: those that no later session replaced, thinned by age."""
+        kept = steps <= self._visible_end(part)
+        if part.kind == "spectra" and self._thin:
+            kept &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
+        return kept
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        target = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while os.path.lexists(target):
+            number += 1
+            target = path.with_name(f"{path.name}.damaged-{number}")
+        atomic_files.rename(path, target)
+        message = f"{path.name}: {why}; set aside as {target.name}"
+        say(f"plimsoll: {self.path} is damaged. {message}. This session goes on without it.")
+        self.found.append(("damaged", message, {"file": str(path.relative_to(self.path))}))
+
+    def finish(self, dropped: Mapping[str, int]) -> None:
+        """Notes in the manifest that the run was closed in order."""
+        self.manifest["dropped"] = dict(dropped)
+        if self.rank == 0 and self.manifest["world_size"] > 1:
+            choices = closed_runs.decided(self.path)
+            if choices is not None:
+                self.manifest["ranks_merged"] = choices
+        self.manifest["closed"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self.write_manifest()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._lock.release()
+
+    def abandon(self) -> None:
+        """Forgets the lock, in a forked child."""
+        self._lock.abandon()
+
+    def add_series(self, series: Sequence[Series]) -> None:
+        """Takes over what is registered by now."""
+        self.series = list(series)
+
+
+def _prepare(path: Path) -> None:
+    """Makes the folder, and refuses one that holds something else."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = [p.name for p in path.iterdir() if not p.name.startswith(".")]
+    except OSError as error:
+        raise _not_to_be_written(path, error) from error
+    ours = set(names) & set(KINDS) or any(manifest.rank_of(name) is not None for name in names)
+    if names and not ours:
+        raise RunError(
+            f"RunWriter: expected an empty folder or one that holds a run; got {path} with {sorted(names)[:3]} in it. "
+            "Give the run a folder of its own, for example one below this."
+        )
+
+
+def _not_to_be_written(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"RunWriter: expected a folder to write the run to; got {path}, where that fails: {error}. "
+        "Give another path, or make room and rights there."
+    )

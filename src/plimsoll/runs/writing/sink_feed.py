@@ -1,0 +1,130 @@
+"""What sinks are given: one `StepRecord` for each step that had something, as soon as its batch is complete."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.runs.columns.spectrum_table import Series
+from plimsoll.runs.columns.step_rows import Entries
+from plimsoll.runs.reading.unscaling import true_spectrum
+from plimsoll.runs.records import Event, Scalars, Sink, StepRecord
+from plimsoll.runs.user_messages import say
+from plimsoll.runs.writing import signal_deferral
+from plimsoll.spectrum import Spectrum
+
+if TYPE_CHECKING:
+    from plimsoll.runs.sinks.runner import SinkRunner
+
+_SAY_SECONDS = 2.0  # after which it is said which sinks are waited for
+_CLOSE_SECONDS = 10.0  # that all sinks together have to take what waits and to close
+_DEFERRING_SECONDS = 2.0  # and where a signal waits
+
+Spectra = Mapping[tuple[str, str], Spectrum]
+
+
+class Feed:
+    """Hands records to sinks. A sink that raises or hangs is its runner's affair."""
+
+    def __init__(self, sinks: Sequence[Sink], path: Path, settings: Mapping[str, object]) -> None:
+        self._runners: list[SinkRunner] = []
+        self._waiting: dict[int, tuple[dict[str, float], list[Event]]] = {}
+        self._told: set[int] = set()
+        if sinks:
+            from plimsoll.runs.sinks import runner as _runner
+
+            self._runners = [_runner.SinkRunner(sink) for sink in sinks]
+            for runner in self._runners:
+                runner.open(path, settings)
+
+    def scalars(self, record: Scalars) -> None:
+        """Keeps scalars until their step's batch comes, or a later step."""
+        if self._runners:
+            self._of(record.step)[0].update(record.values)
+
+    def event(self, record: Event) -> None:
+        """Keeps an event, likewise."""
+        if self._runners:
+            self._of(record.step)[1].append(record)
+
+    def batch(self, step: int, entries: Entries, series: Sequence[Series]) -> None:
+        """Hands on a complete step, and before it what has waited for earlier ones."""
+        if not self._runners:
+            return
+        self.release(before=step)
+        scalars, events = self._waiting.pop(step, ({}, []))
+        self._put(StepRecord(step=step, spectra=_lazily(entries, series), scalars=scalars, events=tuple(events)))
+
+    def release(self, before: float = math.inf) -> None:
+        """Hands on the scalars and events of steps before that one without a batch."""
+        for step in sorted(s for s in self._waiting if s < before):
+            scalars, events = self._waiting.pop(step)
+            self._put(StepRecord(step=step, scalars=scalars, events=tuple(events)))
+
+    def flush(self) -> None:
+        """Hands on all that waits and flushes the sinks."""
+        self.release()
+        for runner in self._runners:
+            runner.flush()
+
+    def end(self) -> None:
+        """Hands on all that waits, and has the sinks close once they have taken it; waits for nothing."""
+        self.release()
+        for runner in self._runners:
+            runner.end(flushing=True)
+
+    def close(self) -> None:
+        """Waits for the sinks to close, all at the same time, and goes on without those that do not."""
+        self.end()
+        late = list(self._runners)
+
+        def have_ended(seconds: float) -> bool:
+            late[:] = [runner for runner in late if not runner.has_ended(seconds / len(late))]
+            return not late
+
+        if signal_deferral.wait(have_ended, _SAY_SECONDS, deferring=_DEFERRING_SECONDS):
+            return
+        rest = _CLOSE_SECONDS - _SAY_SECONDS
+        say(f"plimsoll: waiting for {', '.join(runner.name for runner in late)} to close, {rest:g} s more at most.")
+        if not signal_deferral.wait(have_ended, rest, deferring=_DEFERRING_SECONDS):
+            for runner in late:
+                runner.give_up("close", _CLOSE_SECONDS)
+
+    def failures(self) -> list[str]:
+        """What has failed in sinks since this was last asked, each once."""
+        found = {i: r.failure for i, r in enumerate(self._runners) if r.failure is not None and i not in self._told}
+        self._told.update(found)
+        return list(found.values())
+
+    def dropped(self) -> int:
+        """How many records sinks did not get."""
+        return sum(runner.dropped for runner in self._runners)
+
+    def _of(self, step: int) -> tuple[dict[str, float], list[Event]]:
+        if step not in self._waiting:
+            self.release(before=step)
+        return self._waiting.setdefault(step, ({}, []))
+
+    def _put(self, record: StepRecord) -> None:
+        for runner in self._runners:
+            runner.put(record)
+
+
+def _lazily(entries: Entries, series: Sequence[Series]) -> Callable[[], Spectra]:
+    """Decodes a step's spectra when they are first asked for."""
+    named: list[Series] = [series[int(i)] for i in entries.series]
+    decoded: dict[tuple[str, str], Spectrum] = {}
+
+    def spectra() -> Spectra:
+        if not decoded:
+            found: dict[tuple[str, str], Spectrum] = {}
+            blocks = np.zeros(len(entries), dtype=np.int64) if entries.blocks is None else entries.blocks
+            for s, scale, row, block in zip(named, entries.scales, entries.rows, blocks.tolist(), strict=True):
+                spectrum, key = true_spectrum(row, s.format, float(scale), block), (s.collection, s.name)
+                found[key] = found[key] + spectrum if key in found else spectrum
+            decoded.update(found)
+        return decoded
+
+    return spectra

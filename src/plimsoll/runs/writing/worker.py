@@ -1,0 +1,274 @@
+"""The background thread of a writer: it takes records from a bounded queue, merges them, and writes them in time.
+
+Training only ever puts things into the queue; whatever fails here is counted, said once and recorded (`_losses`), and
+what could not be written waits in memory, within a bound, until writing works again.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plimsoll.errors import PlimsollError
+from plimsoll.runs.columns import step_rows
+from plimsoll.runs.columns.spectrum_table import chunk
+from plimsoll.runs.columns.step_rows import Entries
+from plimsoll.runs.records import Batch, Event, Record, Scalars, size_bytes
+from plimsoll.runs.writing import signal_deferral
+from plimsoll.runs.writing.buffer import Buffer
+from plimsoll.runs.writing.dropped_records import Losses
+from plimsoll.runs.writing.part_flusher import Keeper
+from plimsoll.runs.writing.series_registry import Registry
+from plimsoll.runs.writing.sink_feed import Feed
+
+_OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest is taken as it is
+_NUMBERS_BYTES = 64 << 20  # of numbers and events that wait: room of their own, so that no spectra push them out
+_IDLE_SECONDS = 15.0  # how often the lock is renewed while nothing is written
+
+
+@dataclass(frozen=True, slots=True)
+class _Produce:
+    produce: Callable[[], Iterable[Record]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    entries: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Asks for a flush (and the end); `done` is set after it, `result` says whether all is on disk."""
+
+    done: threading.Event
+    result: list[bool]
+    closing: bool = False
+
+
+_Item = Record | _Produce | _Change | _Mark
+
+
+class _Room:
+    """A bound on what waits in the queue, and how much does."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound, self.used = bound, 0
+
+    def takes(self, size: int) -> bool:
+        """Whether there is room; for one item always."""
+        return self.used == 0 or self.used + size <= self.bound
+
+
+class Worker:
+    """The thread and its queue: at most `queue_bytes` of spectra, and numbers and events beside them."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        feed: Feed,
+        losses: Losses,
+        registry: Registry,
+        *,
+        flush_seconds: float,
+        queue_bytes: int,
+    ) -> None:
+        self._keeper, self._feed, self._losses, self._registry = keeper, feed, losses, registry
+        self._buffer = Buffer(queue_bytes, losses)
+        self._flush_seconds = flush_seconds
+        self._queue: queue.SimpleQueue[tuple[_Item, int, _Room]] = queue.SimpleQueue()
+        self._guard = threading.RLock()
+        self._spectra, self._numbers = _Room(queue_bytes), _Room(_NUMBERS_BYTES)
+        self._steps: dict[int, Entries] = {}
+        self._deadline: float | None = None
+        self._running = True
+        self._closed = False
+        self._last = _Mark(threading.Event(), [], closing=True)
+        self._thread = threading.Thread(target=self._run, name="plimsoll-run-writer", daemon=True)
+        self._thread.start()
+
+    # -- called from training
+
+    def put(self, record: Record) -> None:
+        """Queues a record."""
+        self._offer(record, size_bytes(record), self._spectra if isinstance(record, Batch) else self._numbers)
+
+    def produce(self, produce: Callable[[], Iterable[Record]], size: int, *, numbers: bool) -> bool:
+        """Queues a call that makes records, or numbers and events alone; False where there is no room."""
+        return self._offer(_Produce(produce), size, self._numbers if numbers else self._spectra)
+
+    def change(self, entries: dict[str, Any]) -> None:
+        """Queues a change of the manifest."""
+        self._offer(_Change(entries), 1000, self._numbers)
+
+    def _offer(self, item: _Item, size: int, room: _Room) -> bool:
+        with self._guard:
+            accepted = room.takes(size) and not self._closed
+            if accepted:
+                room.used += size
+                self._queue.put((item, size, room))  # under the guard: nothing comes after the last mark
+        if accepted:
+            return True
+        if self._closed:
+            self._losses.count("closed", 1, f"plimsoll: the writer of {self._keeper.path} is closed; records are lost.")
+        else:
+            message = f"plimsoll: records for {self._keeper.path} come faster than they are written; some are dropped."
+            self._losses.count("queue full", 1, f"{message} Sample less often, or give more queue_bytes.")
+        return False
+
+    def flush(self, timeout: float | None) -> bool:
+        """Waits until everything queued before is on disk; False where it is not, or not in time."""
+        if self._closed or threading.current_thread() is self._thread:
+            return self._closed and not len(self._buffer)
+        mark = _Mark(threading.Event(), [])
+        self._queue.put((mark, 0, self._numbers))
+        return signal_deferral.wait(mark.done.wait, timeout) and mark.result == [True]
+
+    def close(self, timeout: float | None) -> None:
+        """Flushes and ends the thread; gives up waiting after the timeout. An interrupted call can be repeated."""
+        with self._guard:
+            self._closed = True
+        if self._last.done.is_set() or not self._thread.is_alive():  # in a forked child there is no thread
+            return
+        with signal_deferral.deferred():
+            self._queue.put((self._last, 0, self._numbers))  # a second one is never reached
+            if threading.current_thread() is self._thread or signal_deferral.wait(self._last.done.wait, timeout):
+                return
+            within = f"{signal_deferral.SECONDS:g} s of a signal" if signal_deferral.is_hurried() else f"{timeout} s"
+            message = (
+                f"plimsoll: {self._keeper.path} could not be closed within {within}; its last records may be lost."
+            )
+            self._losses.say("close", message)
+
+    def after_fork(self) -> None:
+        """Makes the child's copy inert: it has no thread, and the run is its parent's."""
+        self._closed = True
+        self._last.done.set()  # there is nothing to close
+        self._guard = threading.RLock()
+        self._losses.after_fork()
+        self._registry.after_fork()
+        self._keeper.abandon()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        self._remember(self._keeper.events())
+        while self._running:
+            try:
+                item, size, room = self._queue.get(timeout=self._patience())
+            except queue.Empty:
+                self._write()
+                continue
+            self._contained(item)
+            with self._guard:
+                room.used -= size
+            del item  # its arrays are not kept alive while the thread waits
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._write()
+
+    def _patience(self) -> float:
+        return _IDLE_SECONDS if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _contained(self, item: _Item) -> None:
+        """Handles one item, whatever happens in it."""
+        try:
+            self._handle(item)
+        except Exception as error:  # noqa: BLE001  (P2: nothing in here may stop training, or this thread)
+            reason = "produce failed" if isinstance(item, _Produce) else "invalid record"
+            self._losses.count(reason, 1, f"plimsoll: a record for {self._keeper.path} is lost ({reason}: {error!r}).")
+            if isinstance(item, _Mark):
+                item.done.set()
+                self._running = self._running and not item.closing
+
+    def _handle(self, item: _Item) -> None:
+        if isinstance(item, _Produce):
+            for record in item.produce():
+                self._take(record)
+        elif isinstance(item, _Change):
+            self._keeper.change(item.entries)
+            self._expect_write()
+        elif isinstance(item, _Mark):
+            self._end(item) if item.closing else self._answer(item)
+        else:
+            self._take(item)
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, Batch):
+            self._take_batch(record)
+        elif isinstance(record, Scalars):
+            self._buffer.add_scalars(record)  # first: it refuses what cannot be stored
+            self._feed.scalars(record)
+        else:
+            self._remember([record])
+        self._expect_write()
+        if self._buffer.is_full:
+            self._write()
+
+    def _remember(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._buffer.add_event(event)
+            self._feed.event(event)
+            self._expect_write()
+
+    def _take_batch(self, batch: Batch) -> None:
+        entries = step_rows.from_batch(batch, len(self._registry.series))
+        if batch.step in self._steps:
+            entries = step_rows.merged(step_rows.concatenated([self._steps.pop(batch.step), entries]))
+        self._steps[batch.step] = entries
+        if batch.last:
+            self._complete(batch.step)
+        while len(self._steps) > _OPEN_STEPS:
+            self._complete(min(self._steps))
+
+    def _complete(self, step: int) -> None:
+        entries = self._steps.pop(step)
+        if len(entries):
+            self._buffer.add_spectra(chunk(step, entries))
+        self._feed.batch(step, entries, self._registry.series)
+
+    def _expect_write(self) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._flush_seconds
+
+    def _answer(self, mark: _Mark) -> None:
+        mark.result.append(self._write() and self._write_rest())
+        self._feed.flush()
+        mark.done.set()
+
+    def _write(self) -> bool:
+        """Writes the buffer; on failure it stays, and there is another attempt in `flush_seconds`."""
+        self._deadline = None
+        self._feed.release()
+        for failure in self._feed.failures():
+            self._remember([self._keeper.event("sink failed", f"a sink failed: {failure}")])
+        written = self._keeper.store(self._buffer, self._registry.series)
+        self._buffer.trim()
+        self._remember(self._keeper.events())
+        if len(self._buffer):
+            self._expect_write()
+        return written
+
+    def _write_rest(self) -> bool:
+        """Writes the events that writing itself gave rise to."""
+        self._remember(self._keeper.events())
+        return not len(self._buffer) or self._write()
+
+    def _end(self, mark: _Mark) -> None:
+        """Completes what was begun, writes it, compacts, and gives the run back."""
+        self._running = False
+        try:
+            for step in sorted(self._steps):
+                self._complete(step)
+            _ = self._write() and self._write_rest()  # before all that may take long
+            self._feed.end()
+            if not signal_deferral.is_hurried():
+                self._keeper.compact_all()
+            self._feed.close()
+            _ = self._write() and self._write_rest()
+            self._buffer.give_up(self._keeper.path)
+            self._keeper.close(self._registry.series)
+        except (OSError, PlimsollError) as error:
+            self._losses.say("close", f"plimsoll: {self._keeper.path} could not be closed in order: {error}")
+        finally:
+            mark.done.set()

@@ -1,0 +1,225 @@
+"""`RunWriter`: what training calls. It queues and returns; a background thread does the rest (`_worker`)."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from plimsoll.errors import ArgumentError, PlimsollError, RunError
+from plimsoll.runs.records import Record, Sink
+from plimsoll.runs.storage import manifest, parts
+from plimsoll.runs.storage.location import Folder, folder_to_write
+from plimsoll.runs.user_messages import say
+from plimsoll.runs.writing import argument_checks, thinning
+from plimsoll.runs.writing.dropped_records import Losses
+from plimsoll.runs.writing.part_flusher import Keeper
+from plimsoll.runs.writing.rank_folder import Log
+from plimsoll.runs.writing.series_registry import Registry
+from plimsoll.runs.writing.sink_feed import Feed
+from plimsoll.runs.writing.worker import Worker
+
+_AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
+_NO_REASON = "Leave it out, unless there is a reason for another number."
+_READ_SECONDS = 2.0  # that a reader in this process waits for what was recorded
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_writers: "weakref.WeakSet[RunWriter]" = weakref.WeakSet()
+
+
+class RunWriter:
+    """Writes a run to a folder while a training goes on, and never stops it.
+
+    `write` and `submit` cost microseconds and raise nothing: what fails later (a full disk, a folder that is removed, a
+    `produce` that raises) is warned of once, counted in `dropped`, and recorded as an event once writing works again;
+    what was still in memory by then is written.
+
+    - `path`: the run's folder, made if need be. One that holds a run already is continued: rows at the steps that this
+      session records again, from its first step on, replace the earlier ones. With `resume_from`, what lay at that step
+      and after is replaced at once. What is damaged there is set aside, with a warning and an event; where that fails,
+      the session is recorded in a folder beside it, PATH-beside.
+    - `rank`, `world_size`: each rank writes its own parts to the same folder.
+    - `flush_seconds`: how much a killed process may lose. `compact_above`: how many parts may lie side by side before
+      they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on spectra that
+      wait to be written; scalars and events have 64 MB of their own.
+    - `sinks`: are given every step as well.
+
+    Raises `ArgumentError` for an argument that cannot be, a URI, or where another writer holds this run and rank;
+    `RunError` for a folder that holds something else, a run of a newer schema, or cannot be written to. After a fork
+    the child's copy does nothing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        settings: Mapping[str, object] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        resume_from: int | None = None,
+        flush_seconds: float = 5.0,
+        compact_above: int = 64,
+        thin: Sequence[tuple[int, int]] = (),
+        queue_bytes: int = 64 << 20,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        world_size = argument_checks.whole("RunWriter", "world_size", world_size, 1, advice=_AS_COUNTED)
+        rank = argument_checks.whole("RunWriter", "rank", rank, 0, world_size - 1, advice=_AS_COUNTED)
+        flush_seconds = argument_checks.seconds("RunWriter", "flush_seconds", flush_seconds)
+        compact_above = argument_checks.whole("RunWriter", "compact_above", compact_above, 2, advice=_NO_REASON)
+        queue_bytes = argument_checks.whole("RunWriter", "queue_bytes", queue_bytes, 1, advice=_NO_REASON)
+        if resume_from is not None:
+            resume_from = argument_checks.step("RunWriter", "resume_from", resume_from)
+        settings, sinks = argument_checks.settings("RunWriter", settings), argument_checks.sinks("RunWriter", sinks)
+        log = _log_of(
+            folder_to_write("RunWriter", path).absolute(),
+            rank=rank,
+            world_size=world_size,
+            settings=settings,
+            resume_from=resume_from,
+            compact_above=compact_above,
+            thin=thinning.rules(thin),
+        )
+        self._path, self._losses = log.path, Losses()
+        self._next_step = _next_step(log, world_size)
+        self._registry = Registry(log.series)
+        self._worker = Worker(
+            Keeper(log, self._losses),
+            Feed(sinks, log.path, settings),
+            self._losses,
+            self._registry,
+            flush_seconds=flush_seconds,
+            queue_bytes=queue_bytes,
+        )
+        _workers.add(self._worker)
+        _writers.add(self)
+        self.before_read: Callable[[], object] | None = None  # hands over what its owner holds back; on any thread
+        # Closes when the writer is collected and when the interpreter ends, whichever is first.
+        self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._path
+
+    @property
+    def next_step(self) -> int:
+        """The step after the last one that the run had when this writer opened it, of any rank; 0 for a new run."""
+        return self._next_step
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """How many records were lost, by reason."""
+        return self._losses.counts
+
+    def series(self, collection: str, name: str, *, format: str, shared: bool = True) -> int:  # noqa: A002
+        """The number of a series, which is registered if it is new.
+
+        `format` is that of the dtype the values were measured in. With ``shared=False`` (a plain tensor) ranks whose
+        spectra of it are identical hold replicas, which readers count once.
+        """
+        return self._registry.number(collection, name, format, shared)
+
+    def write(self, record: Record) -> None:
+        """Queues a record. Its arrays are the writer's from now on."""
+        self._worker.put(record)
+
+    def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int, *, numbers: bool = False) -> bool:
+        """Queues a call that makes records on the background thread; False, and one loss counted, without room.
+
+        `size_bytes` is the memory that the call keeps until it has run. `numbers` says that it makes scalars and events
+        alone, which wait in room of their own.
+        """
+        return self._worker.produce(produce, size_bytes, numbers=numbers)
+
+    def write_manifest(self, **more: object) -> None:
+        """Adds entries to this rank's manifest, at the next flush. What JSON cannot hold is written as text."""
+        taken = sorted(manifest.RESERVED & set(more))
+        if taken:
+            raise ArgumentError(
+                f"RunWriter.write_manifest: expected names that the manifest does not use itself; got {taken}. "
+                "Choose other names."
+            )
+        self._worker.change({name: manifest.plain(value) for name, value in more.items()})
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Waits until everything queued so far is on disk or counted as lost; False where that is not so in time.
+
+        A step whose last batch has not come is not written yet.
+        """
+        return self._worker.flush(timeout)
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Writes what is queued, compacts, and gives the run back. A second call goes on where one was interrupted.
+
+        A first SIGINT or SIGTERM waits for that, 5 seconds at most, and then has its usual effect.
+        """
+        self._worker.close(timeout)
+        self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
+
+    def after_fork(self) -> None:
+        """Makes the child's copy inert, beside its worker."""
+        self.before_read = None
+        self._finalizer.detach()
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RunWriter: {self._path}, {len(self._registry.series)} series>"
+
+
+def write_for_reader(folder: Path) -> None:
+    """Writes what this process has recorded of a run and not written yet: someone here is about to read it."""
+    for writer in list(_writers):
+        if writer.path == folder.absolute():
+            if writer.before_read is not None:
+                writer.before_read()
+            writer.flush(_READ_SECONDS)
+
+
+def _log_of(path: Path, **options: Any) -> Log:
+    """The log of a folder, or of one beside it where damage keeps a session from going on there."""
+    try:
+        return Log(path, **options)
+    except RunError:
+        raise
+    except OSError as error:
+        beside = path.with_name(f"{path.name}-beside")  # the same for all ranks
+        message = f"{path} is damaged and cannot be continued ({error}); this session is recorded in {beside}"
+        say(f"plimsoll: {message}.")
+        try:
+            log = Log(beside, **options)
+        except PlimsollError:
+            raise
+        except OSError as further:
+            raise RunError(
+                f"RunWriter: expected a folder to write the run to; got {path}, where that fails ({error}), as in "
+                f"{beside} ({further}). Give another path."
+            ) from further
+    log.found.append(("damaged", message, {"folder": str(path)}))
+    return log
+
+
+def _next_step(log: Log, world_size: int) -> int:
+    last = -1 if log.last_step is None else log.last_step
+    if world_size > 1:  # ranks that were killed have not all got equally far, and must go on alike
+        last = max([last, *(part.max_step for part in parts.listed(Folder(log.path))[0])])
+    return last + 1
+
+
+def _after_fork() -> None:
+    for worker in list(_workers):
+        worker.after_fork()
+    for writer in list(_writers):
+        writer.after_fork()
+    _writers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
