@@ -71,14 +71,14 @@ def still_wrapped() -> list[str]:
     names = [f"torch.amp.GradScaler.{n}" for n, f in _SCALER.items() if vars(torch.amp.GradScaler)[n] is not f]
     if torch.autograd.backward is not _BACKWARD:
         names.append("torch.autograd.backward")
-    seams = sys.modules.get("plimsoll.watch._seams")
+    seams = sys.modules.get("plimsoll.watch.hooks.torch_hooks")
     installed = [] if seams is None else [f"_seams.{n}" for n in ("_undo", "_patched") if getattr(seams, n)]
     return [f"{name} is not torch's own" for name in names] + [f"{name} is not empty" for name in installed]
 
 
 def open_watches() -> list[object]:
     """Open watches, and all else that listens to torch."""
-    seams = sys.modules.get("plimsoll.watch._seams")
+    seams = sys.modules.get("plimsoll.watch.hooks.torch_hooks")
     return [] if seams is None else seams.listeners()
 
 
@@ -88,7 +88,7 @@ def left_open(before: list[object]) -> list[str]:
         gc.collect()  # a watch that only a cycle of references keeps is the collector's, as its documentation says
     left = [listener for listener in open_watches() if not any(listener is known for known in before)]
     for listener in left:
-        sys.modules["plimsoll.watch._seams"].forget(listener)
+        sys.modules["plimsoll.watch.hooks.torch_hooks"].forget(listener)
     return [f"{type(listener).__name__} still listens to torch: close the watch" for listener in left]
 
 

@@ -13,7 +13,7 @@ import pytest
 import plimsoll
 from plimsoll.cli import _run
 from plimsoll.runs import Run
-from plimsoll.watch import _settings
+from plimsoll.watch import settings
 from tests import processes
 from tests.patience import HANG_SECONDS
 
@@ -154,8 +154,8 @@ def test_a_script_that_is_not_there_is_a_message_and_status_2(tmp_path: Path) ->
 
 
 def test_the_names_it_takes_are_those_of_watch() -> None:
-    assert (_run.COLLECTIONS, _run.FACTS) == (_settings.COLLECTIONS, _settings.FACTS)
-    assert _run.BLOCKS == _settings.BLOCKS
+    assert (_run.COLLECTIONS, _run.FACTS) == (settings.COLLECTIONS, settings.FACTS)
+    assert _run.BLOCKS == settings.BLOCKS
 
 
 # -- what is trained is recorded

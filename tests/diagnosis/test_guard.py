@@ -13,7 +13,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
-from plimsoll.watch import _seams
+from plimsoll.watch.hooks import torch_hooks
 from tests.diagnosis.guarded import NEVER, acts, by_hand, by_loop, guard_events, looking, net, scaler_at
 from tests.patience import HANG_SECONDS
 
@@ -185,7 +185,7 @@ def test_a_look_that_fails_is_recorded_and_training_goes_on(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("end", ["guard", "watch", "context", "loop"])
 def test_it_ends_with_its_watch_and_leaves_nothing(end: str, tmp_path: Path) -> None:
-    before = list(_seams._listeners)
+    before = list(torch_hooks._listeners)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = pl.prepare(model, optimizer, "fp32") if end == "loop" else None
@@ -205,7 +205,7 @@ def test_it_ends_with_its_watch_and_leaves_nothing(end: str, tmp_path: Path) -> 
         with pytest.raises(ArgumentError, match="expected an open guard; got one that is closed"):
             call()
     watch.close()
-    assert _seams._listeners == before
+    assert torch_hooks._listeners == before
     if loop is not None:
         loop.close()
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 import plimsoll.watch
 from plimsoll.runs import Run
-from plimsoll.watch._auto import Finder, Found
+from plimsoll.watch.model_finder import Finder, Found
 
 CALL = nn.Module.__call__
 

@@ -10,8 +10,8 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run, RunWriter
-from plimsoll.watch import _reduce
-from plimsoll.watch._sample import Pool, Rows
+from plimsoll.watch.ranks import collector
+from plimsoll.watch.sampling.sample import Pool, Rows
 from tests.spectra import same_tables
 
 STEPS = 3
@@ -183,7 +183,7 @@ def test_what_ranks_send_each_other_has_the_records(tmp_path: Path) -> None:
     """`ranks="reduce"`: tables become batches again."""
     tensors = train(model_of(), tmp_path / "sent", block=32)
     with RunWriter(tmp_path / "taken") as writer:
-        for batch in _reduce._batches(Run(tmp_path / "sent").table(), writer):
+        for batch in collector._batches(Run(tmp_path / "sent").table(), writer):
             writer.write(batch)
     run = Run(tmp_path / "taken")
     for (where, name, step), x in tensors.items():

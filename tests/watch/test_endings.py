@@ -24,7 +24,8 @@ from plimsoll.precision import clamp_residuals
 from plimsoll.runs import Run
 from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.writing import signal_deferral
-from plimsoll.watch import Watch, _seams
+from plimsoll.watch import Watch
+from plimsoll.watch.hooks import torch_hooks
 from tests import processes
 from tests.left_behind import still_wrapped
 from tests.patience import HANG_SECONDS, wait_until
@@ -119,7 +120,7 @@ def test_a_guard_s_hooks_go_too_though_its_close_is_interrupted(tmp_path: Path) 
         with contextlib.suppress(KeyboardInterrupt):
             interrupted(watch.close, place)
         watch.close()
-        assert hooks_of(model) == 0 and still_wrapped() == [] and _seams.listeners() == [], place
+        assert hooks_of(model) == 0 and still_wrapped() == [] and torch_hooks.listeners() == [], place
         whole(tmp_path / str(place))
 
 
@@ -460,7 +461,7 @@ def test_a_second_sigterm_in_training_does_not_wait(
     calls: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
     go_on = threading.Event()
-    monkeypatch.setattr(_seams, "_SIGNAL_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(torch_hooks, "_SIGNAL_SECONDS", HANG_SECONDS)
     _, watch = watched(tmp_path / "run")
 
     def flushing(*_: object) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import plimsoll as pl
-from plimsoll.watch._names import class_of, unwrapped
+from plimsoll.watch.names import class_of, unwrapped
 from tests.watch.support import batches, mlp, train
 
 

@@ -191,7 +191,7 @@ def test_dropout_whose_mask_depends_on_the_dtype(
     checkpointed: bool, inplace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.functional, "dropout", dropout_as_on_a_gpu)
-    monkeypatch.setattr("plimsoll.watch._repeat.ALIKE", frozenset())
+    monkeypatch.setattr("plimsoll.watch.shadow.fp32_replay.ALIKE", frozenset())
     model, (x,) = Dropped(inplace=inplace, checkpointed=checkpointed), batches(1, 8, 8)
     before = torch.get_rng_state()
 
@@ -214,7 +214,7 @@ def test_dropout_whose_mask_depends_on_the_dtype(
 
 
 def test_where_the_shadow_is_nan_a_zero_is_neither() -> None:
-    from plimsoll.watch._shadow_counts import Counts
+    from plimsoll.watch.shadow.zero_counts import Counts
 
     tally = Counts()
     tally.add([0], torch.ones(4, dtype=torch.bool), torch.tensor([0.0, 1e-40, torch.inf, torch.nan]))

@@ -146,4 +146,4 @@ def test_two_watches_on_one_model(tmp_path: Path) -> None:
 def test_the_room_is_the_function() -> None:
     import plimsoll.watch
 
-    assert callable(plimsoll.watch) and plimsoll.watch.watch.__module__ == "plimsoll.watch._watch"
+    assert callable(plimsoll.watch) and plimsoll.watch.watch.__module__ == "plimsoll.watch.handle"

@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
-    from plimsoll.watch._auto import Found
+    from plimsoll.watch.model_finder import Found
 
 # The names that `plimsoll.watch` takes, which cannot be asked before torch is imported; a test compares them.
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
@@ -122,7 +122,7 @@ class _Session:
 
     def _found(self) -> Any:
         if self._finder is None:
-            from plimsoll.watch._auto import Finder
+            from plimsoll.watch.model_finder import Finder
 
             if self._precision is not None:
                 from plimsoll.precision._unmodified import Unmodified

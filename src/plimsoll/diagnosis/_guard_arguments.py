@@ -102,7 +102,7 @@ def _check_loop(loop: Any, scaler: object, model: object) -> None:
         )
     if scaler is not None:
         raise ArgumentError("Guard: expected loop= or scaler=; got both. Leave scaler= out: the loop has its own.")
-    from plimsoll.watch._names import unwrapped
+    from plimsoll.watch.names import unwrapped
 
     if unwrapped(loop.model) is not model:
         raise ArgumentError("Guard: expected a loop and a watch of one model; got two models. Give loop.watch.")

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from plimsoll.watch import _seams
-from plimsoll.watch._beside import Beside
-from plimsoll.watch._parameters import innermost
+from plimsoll.watch.companion import Beside
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.sampling.optimizer_tensors import innermost
 
 
 class Boundary(Protocol):
@@ -37,11 +37,11 @@ class OfSeams:
         self._scaler: weakref.ref[Any] | None = None  # what has stepped one of our optimizers
         self._scaled = False  # a loss was scaled in this step: its end is the scaler's update
         self._stepped: set[int] = set()
-        _seams.listen(self)
+        torch_hooks.listen(self)
 
     def remove(self) -> None:
         """Hears no more."""
-        _seams.forget(self)
+        torch_hooks.forget(self)
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
         """A scaler has scaled a loss."""

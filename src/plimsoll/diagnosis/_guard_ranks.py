@@ -15,7 +15,7 @@ import torch
 
 from plimsoll.diagnosis._guard_records import Order
 from plimsoll.errors import ArgumentError
-from plimsoll.watch._link import Link
+from plimsoll.watch.ranks.store_channel import Link
 
 _PATIENCE_SECONDS = 30.0  # for the slowest rank's flush
 _POLL_SECONDS = 0.05

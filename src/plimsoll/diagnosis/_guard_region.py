@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.emulate import CUDA, Autocast, _frames, emulate
-from plimsoll.watch._compiled import inlined_only
+from plimsoll.watch.hooks.compiled_taps import inlined_only
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from torch import nn
 from plimsoll.diagnosis._finding import Action, Finding
 from plimsoll.diagnosis._guard_records import Look, Order, Value
 from plimsoll.diagnosis._guard_states import Keeper
-from plimsoll.watch._beside import Beside
+from plimsoll.watch.companion import Beside
 
 
 class Training:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch._beside import Beside
+from plimsoll.watch.companion import Beside
 
 
 class Stateful(Protocol):

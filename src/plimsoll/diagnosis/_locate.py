@@ -27,9 +27,9 @@ from plimsoll.diagnosis._locate_witness import Witness
 from plimsoll.diagnosis.optimizer_settings import BadSetting, bad_settings
 from plimsoll.emulate import _frames
 from plimsoll.errors import ArgumentError
-from plimsoll.watch import _seams
-from plimsoll.watch._core import nothing_recorded
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.names import unwrapped
+from plimsoll.watch.session import nothing_recorded
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 
@@ -94,7 +94,7 @@ class _Search:
         error: Exception | None = None
         names = Names(closure, self._model)
         try:
-            with nothing_recorded(), _seams.alone(self), _eagerly(), self._witness:
+            with nothing_recorded(), torch_hooks.alone(self), _eagerly(), self._witness:
                 self._run(closure)
         except Exception as raised:  # noqa: BLE001  (passed on below, or told in the fault)
             error = raised

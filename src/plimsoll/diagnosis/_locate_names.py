@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from plimsoll.diagnosis._locate_tensors import known_tensors, memory_of
 from plimsoll.precision._replay import variables_of
-from plimsoll.watch._names import ROOT, clean, unwrapped
+from plimsoll.watch.names import ROOT, clean, unwrapped
 
 
 class Names:

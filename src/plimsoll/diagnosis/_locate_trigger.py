@@ -21,11 +21,12 @@ from plimsoll.diagnosis._locate import locate
 from plimsoll.diagnosis._locate_tensors import count_nonfinite, readable, tensors_in
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event
-from plimsoll.watch import Watch, _seams
-from plimsoll.watch._core import Core, contained
-from plimsoll.watch._parameters import innermost
-from plimsoll.watch._random import RandomState
-from plimsoll.watch._repeat import autocast_of
+from plimsoll.watch import Watch
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.sampling.optimizer_tensors import innermost
+from plimsoll.watch.session import Core, contained
+from plimsoll.watch.shadow.fp32_replay import autocast_of
+from plimsoll.watch.shadow.rng_state import RandomState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,7 +89,7 @@ class OnTrigger(Generic[P, R]):
         self._looked: set[str] = set()
         self._scaler: Any = None
         self._began = self._busy = False
-        _seams.listen(self)
+        torch_hooks.listen(self)
         ours = weakref.ref(
             cast("OnTrigger[Any, Any]", self)
         )  # the watch must not keep the model alive, which the function most likely has
@@ -107,7 +108,7 @@ class OnTrigger(Generic[P, R]):
     def close(self) -> None:
         """Ends it: calls are plain calls from now on. The watch's end does so too."""
         self._calls.clear()
-        _seams.forget(self)
+        torch_hooks.forget(self)
 
     @contained
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":

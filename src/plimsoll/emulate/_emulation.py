@@ -21,7 +21,7 @@ from plimsoll.emulate._recipe import Recipe
 from plimsoll.emulate._recurrent import lstm
 from plimsoll.emulate._rounded import Everywhere, Rounded, within
 from plimsoll.formats import get
-from plimsoll.watch import _seams
+from plimsoll.watch.hooks import torch_hooks
 
 # Operations that are made of products, and never round by themselves.
 _MADE_OF_PRODUCTS = (
@@ -96,7 +96,7 @@ def _formats_now() -> Mapping[str, str]:
     return {} if frame is None else frame.formats
 
 
-_seams.emulated.append(_formats_now)
+torch_hooks.emulated.append(_formats_now)
 
 
 def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:

@@ -22,7 +22,7 @@ from plimsoll.emulate._modules import named_modules
 from plimsoll.emulate._regions import NATIVE, Regions, is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, ModulePlan, Plan
-from plimsoll.watch._names import clean, unwrapped
+from plimsoll.watch.names import clean, unwrapped
 
 ROOT = "model"  # what the root module is called, as in a watch
 

@@ -19,7 +19,7 @@ from plimsoll.precision._levels import level_named
 from plimsoll.precision._policy import Policy
 from plimsoll.scaling import DynamicScaler
 from plimsoll.watch import Watch
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch.names import unwrapped
 
 try:
     from lightning.pytorch import LightningModule, Trainer

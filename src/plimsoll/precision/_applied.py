@@ -24,7 +24,7 @@ from plimsoll.precision._placement import CastOutputs, Placement, module_formats
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._schedule import Stage
 from plimsoll.precision._updates import put_state_in_the_weights_dtype, wrapped
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch.names import unwrapped
 
 _SMALLEST_FP16 = 2.0**-24
 Optimizer = torch.optim.Optimizer

@@ -14,7 +14,7 @@ from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import has_borders
 from plimsoll.scaling._scaler import LossScaler
 from plimsoll.scaling._static import StaticScaler
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch.names import unwrapped
 
 Optimizer = torch.optim.Optimizer
 

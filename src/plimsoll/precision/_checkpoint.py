@@ -10,7 +10,7 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision._computing import device_of
-from plimsoll.watch._random import put, state_of
+from plimsoll.watch.shadow.rng_state import put, state_of
 
 SCHEMA = 1
 PARTS = ("schema", "precision", "step", "model", "optimizers", "scaler", "schedulers", "random")

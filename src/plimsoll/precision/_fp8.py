@@ -26,8 +26,8 @@ from plimsoll.precision._computing import device_of
 from plimsoll.precision._distributed import is_sharded_itself
 from plimsoll.precision._policy import Policy
 from plimsoll.unit import nn as unit_nn
-from plimsoll.watch._compiled import inlined_only
-from plimsoll.watch._names import clean
+from plimsoll.watch.hooks.compiled_taps import inlined_only
+from plimsoll.watch.names import clean
 
 _MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKeyDictionary()  # of levels in force
 

@@ -30,7 +30,7 @@ from plimsoll.precision._stepping import Stepped, lowered, step_plainly, step_sc
 from plimsoll.scaling._layers import LayerScaler
 from plimsoll.scaling._outcome import StepOutcome
 from plimsoll.watch import Watch
-from plimsoll.watch._names import unwrapped
+from plimsoll.watch.names import unwrapped
 
 Optimizer = torch.optim.Optimizer
 PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # roots that a loop has

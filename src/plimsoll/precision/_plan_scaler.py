@@ -13,7 +13,7 @@ from plimsoll.precision._computing import device_of
 from plimsoll.precision._schedule import Schedule, Stage
 from plimsoll.scaling._dynamic import DynamicScaler
 from plimsoll.scaling._layers import LayerScaler
-from plimsoll.watch._names import clean, unwrapped
+from plimsoll.watch.names import clean, unwrapped
 
 _USUAL = 2.0**16
 

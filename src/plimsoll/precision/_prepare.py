@@ -18,7 +18,7 @@ from plimsoll.precision._loop import PREPARED, Loop
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._schedule import Precision, Schedule, schedule_of
 from plimsoll.watch import Watch
-from plimsoll.watch._watch import watch as begin_watch
+from plimsoll.watch.handle import watch as begin_watch
 
 
 def prepare(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch._random import RandomState
+from plimsoll.watch.shadow.rng_state import RandomState
 
 Closure = Callable[[], Tensor]
 _MISSING = object()

@@ -27,8 +27,8 @@ from plimsoll.precision._policy import Policy
 from plimsoll.precision._tf32 import has_tf32, tf32
 from plimsoll.precision._unmodified_seat import Forward, Widen, patched, seat_of
 from plimsoll.precision._unseen import Unseen, patched_backward
-from plimsoll.watch._names import unwrapped
-from plimsoll.watch._taps import ModuleHook
+from plimsoll.watch.hooks.module_taps import ModuleHook
+from plimsoll.watch.names import unwrapped
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch tells it nowhere else)
 _SCRIPT = "the script's own precision"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, shifted
 from plimsoll.scaling._layer_mode import ForwardMode, replaced, tensors_in
-from plimsoll.watch import _seams
+from plimsoll.watch.hooks import torch_hooks
 
 _function: Any = torch.autograd.Function
 _lock = threading.Lock()
@@ -40,7 +40,7 @@ def carried(x: Tensor) -> float:
     return 1.0 if mode is None or not x.requires_grad else 2.0 ** mode.exponent_of(x)
 
 
-_seams.factors.append(carried)
+torch_hooks.factors.append(carried)
 
 
 def enter(mode: ForwardMode) -> None:

@@ -17,7 +17,7 @@ from plimsoll.scaling import _layer_forward as forwards
 from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, marked
 from plimsoll.scaling._layer_mode import ForwardMode, refuse_compiled, tensors_in
 from plimsoll.scaling._layer_units import Layers, refuse_sharded
-from plimsoll.watch._taps import ModuleHook
+from plimsoll.watch.hooks.module_taps import ModuleHook
 
 _frames = threading.local()
 

@@ -382,5 +382,5 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 # A watch that is open already hears of these methods from here on; one that opens later finds the class by itself.
-if _seams := sys.modules.get("plimsoll.watch._seams"):
+if _seams := sys.modules.get("plimsoll.watch.hooks.torch_hooks"):
     _seams.look_for_scalers()

@@ -11,8 +11,8 @@ from plimsoll.unit._audit_borrow import gradients_kept, lent
 from plimsoll.unit._audit_observer import Entry, Observer, spectrum_of
 from plimsoll.unit._audit_result import Audit
 from plimsoll.unit._audit_rows import Row
-from plimsoll.watch._names import ROOT, clean, tensors_in, unwrapped
-from plimsoll.watch._repeat import fresh_inputs, tensors_of
+from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
+from plimsoll.watch.shadow.fp32_replay import fresh_inputs, tensors_of
 
 _LOSS = "loss"
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.watch import _seams
-from plimsoll.watch._core import nothing_recorded
-from plimsoll.watch._random import RandomState
-from plimsoll.watch._repeat import borrowed, buffers_of
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.session import nothing_recorded
+from plimsoll.watch.shadow.fp32_replay import borrowed, buffers_of
+from plimsoll.watch.shadow.rng_state import RandomState
 
 _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 
@@ -105,10 +105,10 @@ def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 @contextlib.contextmanager
 def _silent() -> Generator[None]:
     """Inside, no watch hears of anything."""
-    if not _seams.listeners():
+    if not torch_hooks.listeners():
         yield
         return
-    with nothing_recorded(), _seams.alone(cast("Any", _Deaf())):
+    with nothing_recorded(), torch_hooks.alone(cast("Any", _Deaf())):
         yield
 
 

@@ -9,8 +9,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from plimsoll.watch._casting import Casting as Casting
-from plimsoll.watch._watch import Watch as Watch, watch as watch
+from plimsoll.watch.handle import Watch as Watch, watch as watch
+from plimsoll.watch.hooks.cast_counts import Casting as Casting
 
 
 class _Room(ModuleType):

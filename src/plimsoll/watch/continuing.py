@@ -25,8 +25,8 @@ from plimsoll.runs.storage import manifest as _manifest, parts as _parts, script
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.text import printable
-from plimsoll.watch._closing import finish
-from plimsoll.watch._names import clean, unwrapped
+from plimsoll.watch.closing import finish
+from plimsoll.watch.names import clean, unwrapped
 
 _AHEAD = 1000  # steps that a killed run may have lost, at least; or as many as it has
 

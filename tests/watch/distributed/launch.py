@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
-from plimsoll.watch import _link, _outbox, _reduce
+from plimsoll.watch.ranks import collector, sender, store_channel
 from tests import processes
 from tests.patience import HANG_SECONDS
 
@@ -20,8 +20,8 @@ MOVES = ("pushed", "unmoved", "weight_norm")
 
 def wait_for_each_other() -> None:
     """In a rank: waits of ranks for each other end with what they wait for, however slow the machine is."""
-    _outbox.PATIENCE_SECONDS = _outbox._TAKEN_SECONDS = _link._SECONDS = HANG_SECONDS
-    _reduce._HELLO_SECONDS = _reduce._END_SECONDS = _reduce._OPEN_SECONDS = HANG_SECONDS
+    sender.PATIENCE_SECONDS = sender._TAKEN_SECONDS = store_channel._SECONDS = HANG_SECONDS
+    collector._HELLO_SECONDS = collector._END_SECONDS = collector._OPEN_SECONDS = HANG_SECONDS
 
 
 def environment() -> dict[str, str]:

@@ -11,8 +11,8 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs.columns.arrow import pa
-from plimsoll.watch._link import Link, decoded, encoded
-from plimsoll.watch._ranks import Ranks
+from plimsoll.watch.ranks.ranks import Ranks
+from plimsoll.watch.ranks.store_channel import Link, decoded, encoded
 from tests.watch.distributed.models import Net
 
 

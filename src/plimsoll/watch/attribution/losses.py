@@ -1,0 +1,274 @@
+"""Attribution of losses to the optimizers that step on them.
+
+A backward reaches a parameter if it changes the parameter's gradient. That is looked at before and after each backward
+(identity and version of the gradient, no value), so it holds for whatever stands between loss and parameter. A loss
+waits as long as its gradients are there: an optimizer that steps takes the losses in its gradients, and a gradient that
+is dropped before that takes its losses along. So a generator's loss, which passes through the discriminator, is no loss
+of the discriminator, and micro-batches add up.
+
+The first optimizer's loss is `loss`. Another optimizer of the model has one of its own name where it steps on other
+losses: ``loss:discriminator``, by the module whose parameters it has. Optimizers of the same parameters share a name.
+
+Where a step evaluates its closure several times (LBFGS), its loss is that of the first evaluation: `step` returns it.
+"""
+
+import itertools
+from typing import Any
+
+from torch import Tensor
+
+from plimsoll.watch.attribution.autograd_graph import backward_running
+from plimsoll.watch.sampling.device_numbers import Later
+from plimsoll.watch.sampling.optimizer_tensors import Parameters, parameters_of
+from plimsoll.watch.session import Core
+
+MAIN = "loss"
+_WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody steps they would be ever more
+
+_Marks = dict[int, tuple[int, int] | None]  # of each parameter's gradient: identity and version
+
+
+class Loss:
+    """A loss that was backpropagated, and the parameters whose gradients hold it and were not stepped since."""
+
+    __slots__ = ("holders", "stepped", "taken", "value")
+
+    def __init__(self, value: float | Later | None, holders: set[int]) -> None:
+        self.value, self.holders = value, holders
+        self.stepped = False  # some optimizer has stepped since
+        self.taken = False  # and one of ours has stepped on it
+
+
+class _Running:
+    """A backward that is under way."""
+
+    __slots__ = ("before", "loss", "roots", "taken")
+
+    def __init__(self, loss: Loss, before: _Marks, roots: list[Tensor]) -> None:
+        self.loss, self.before, self.roots = loss, before, roots
+        self.taken: set[int] = set()  # parameters that were stepped within it
+
+
+class Losses:
+    """The losses of one watch's model."""
+
+    def __init__(self, core: Core, parameters: Parameters) -> None:
+        self.core, self._parameters = core, parameters
+        self._waiting: list[Loss] = []
+        self._unplaced: list[Loss] = []  # that changed no gradient of ours
+        self._after: _Marks = {}  # the gradients when the last backward ended
+        self._running: _Running | None = None
+        self._placed = False  # an optimizer has stepped on gradients that hold a loss
+        self._inside: dict[int, _Step] = {}  # by optimizer
+        self._names: list[tuple[set[int], str]] = []  # of each optimizer that has stepped, what it has and is called
+        self._taken: dict[str, list[Loss]] = {}  # in this step, by that name
+
+    # -- backwards -----------------------------------------------------------------------------------------------------
+
+    def backward_begins(self, value: float | Later | None, roots: list[Tensor]) -> None:
+        """A backward begins from these tensors, with this loss."""
+        now = self._marks()
+        self._drop(now)
+        self._running = _Running(Loss(value, set()), now, roots)
+
+    def backward_ends(self) -> bool:
+        """Whether the backward has left gradients of ours that no optimizer has stepped on."""
+        running, self._running = self._running, None
+        if running is None:
+            return False
+        self._after = now = self._marks()
+        changed = {key for key, mark in now.items() if mark is not None and mark != running.before.get(key)}
+        loss = running.loss
+        changed -= running.taken
+        loss.holders |= changed
+        if changed:
+            self._waiting.append(loss)
+            del self._waiting[:-_WAITING]
+        elif not running.taken and self._may_come_later(running.roots):
+            self._unplaced.append(loss)
+            del self._unplaced[:-_WAITING]
+        return bool(changed)
+
+    def _may_come_later(self, roots: list[Tensor]) -> bool:
+        """Whether a backward that has changed no gradient of ours may have been for them.
+
+        The graph is asked only until a loss was found in gradients: from then on it is another model's backward.
+        """
+        return self._parameters.are_sharded() or (not self._placed and self._parameters.reach(roots) != "others")
+
+    @property
+    def running(self) -> Loss | None:
+        """The loss whose backward runs."""
+        return None if self._running is None else self._running.loss
+
+    def _marks(self) -> _Marks:
+        return {key: _mark(p.grad) for key, p in self._parameters.members()}
+
+    def _drop(self, now: _Marks) -> None:
+        """Forgets the losses whose gradients are gone."""
+        gone = {key for key, mark in self._after.items() if mark is not None and now.get(key) is None}
+        written = {key for key, mark in self._after.items() if mark is not None and now.get(key) not in (mark, None)}
+        self._after = now
+        if not (gone or written) or self._parameters.are_sharded():  # FSDP takes gradients away itself
+            return
+        for step in self._inside.values():
+            held = self._held(step.ids)
+            if any(loss.holders & step.ids & (gone | written) for loss in held):
+                step.evaluations += 1
+                step.first = step.first or held
+        for loss in self._waiting:
+            # What was written to has been emptied, if a step or an evaluation has used it. Else it was clipped.
+            loss.holders -= gone | written if loss.stepped or self._inside else gone
+        self._waiting = [loss for loss in self._waiting if loss.holders]
+
+    def _held(self, ids: set[int]) -> list[Loss]:
+        return [loss for loss in self._waiting if loss.holders & ids]
+
+    # -- optimizers ----------------------------------------------------------------------------------------------------
+
+    def step_begins(self, optimizer: Any) -> None:
+        """An optimizer of ours steps."""
+        ids = self._parameters.ids_of(optimizer)
+        if not any(ids & outer.ids for outer in self._inside.values()):  # else it is part of another's step
+            self._inside[id(optimizer)] = _Step(ids)
+
+    def step_ends(self, optimizer: Any) -> None:
+        """It has stepped, or a scaler kept it from stepping."""
+        step = self._inside.pop(id(optimizer), None)
+        if step is None:
+            return
+        held = self._held(step.ids)
+        running = self._running  # of a backward that has raised, if none runs now
+        if running is not None and not step.evaluations and backward_running() != -1:  # it steps within the backward
+            running.taken |= step.ids
+            held.append(running.loss)
+        self._placed |= bool(held)
+        if self._parameters.are_sharded():  # gradients of micro-batches are kept elsewhere until the last one
+            held = [loss for loss in self._unplaced if loss not in held] + held
+        losses = step.first or held or self._guessed(optimizer)
+        for loss in losses:
+            loss.taken = True
+        taken = self._taken.setdefault(self._name(optimizer, step.ids), [])
+        taken.extend(loss for loss in losses if loss not in taken)
+        for loss in held:
+            loss.holders -= step.ids
+        if step.evaluations:
+            self._say_evaluations(optimizer, step.evaluations + 1)
+        self.others_step()
+
+    def are_used(self) -> bool:
+        """Whether gradients that hold losses were dropped or changed since the last backward."""
+        now = self._marks()
+        return any(now.get(key) != self._after.get(key) for loss in self._waiting for key in loss.holders)
+
+    def take_all(self) -> None:
+        """A step has ended that no optimizer has made."""
+        taken = self._taken.setdefault(MAIN, [])
+        taken.extend(loss for loss in self._waiting if loss not in taken)
+        self._waiting.clear()
+        self._unplaced.clear()
+
+    def others_step(self) -> None:
+        """An optimizer has stepped, ours or not."""
+        self._waiting = [loss for loss in self._waiting if loss.holders]
+        for loss in self._waiting:
+            loss.stepped = True
+        self._unplaced.clear()
+
+    def _guessed(self, optimizer: Any) -> list[Loss]:
+        """The losses of a step whose gradients came otherwise than by a backward that was seen."""
+        if self._unplaced:
+            return list(self._unplaced)
+        if not self._placed and any(p.grad is not None for p in parameters_of(optimizer)):
+            who = type(optimizer).__name__
+            message = f"{who} steps on gradients that no watched backward has left: its loss is not recorded"
+            self.core.say("loss", f"{message}. Record it with Watch.log(loss=...).", once="no loss", warn=True)
+        return []
+
+    def _say_evaluations(self, optimizer: Any, count: int) -> None:
+        who = type(optimizer).__name__
+        message = (
+            f"{who} evaluates its closure several times a step ({count} times here): activations and their gradients "
+            "are added up over all evaluations; the loss is that of the first, the gradients are those of the last"
+        )
+        self.core.say("closure", message, once=f"closure {who}", optimizer=who, evaluations=count)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _name(self, optimizer: Any, ids: set[int]) -> str:
+        for known, name in self._names:
+            if known & ids:
+                known.update(ids)
+                return name
+        taken = {name for _, name in self._names}
+        name = MAIN
+        if taken:
+            label = self._parameters.label_of(ids) or type(optimizer).__name__
+            spare = (f"{MAIN}:{label}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+            name = next(each for each in spare if each not in taken)
+        self._names.append((set(ids), name))
+        return name
+
+    def end_step(self, microbatches: int) -> dict[str, float | Later]:
+        """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
+        taken = self._taken
+        main = taken.get(MAIN)
+        found: dict[str, float | Later] = {}
+        for name, losses in taken.items():
+            value = total([loss.value for loss in losses if loss.value is not None], microbatches)
+            if value is None or (name != MAIN and losses == main):
+                continue
+            found[name] = value
+            if name != MAIN:
+                whose = self._parameters.label_of(self._names[0][0]) or "the first optimizer"
+                message = (
+                    f"the model's optimizers step on losses of their own: loss is that of {whose}; {name} is another's"
+                )
+                self.core.say("loss", message, once=name, name=name)
+        return found
+
+    def start_step(self) -> None:
+        """The next step starts."""
+        self._taken = {}
+
+
+class _Step:
+    """A step of an optimizer that runs."""
+
+    __slots__ = ("evaluations", "first", "ids")
+
+    def __init__(self, ids: set[int]) -> None:
+        self.ids = ids
+        self.first: list[Loss] = []  # the losses of the first evaluation, once there is another
+        self.evaluations = 0  # that have been followed by another
+
+
+class _Sum(Later):
+    """Several numbers that are there later, added up and divided."""
+
+    __slots__ = ("_divisor", "_parts")
+
+    def __init__(self, parts: list[float | Later], divisor: int) -> None:
+        self._parts, self._divisor = parts, divisor
+
+    def ready(self) -> bool:
+        return all(not isinstance(part, Later) or part.ready() for part in self._parts)
+
+    def value(self) -> float:
+        return sum(part.value() if isinstance(part, Later) else part for part in self._parts) / self._divisor
+
+
+def total(losses: list[float | Later], divisor: int) -> float | Later | None:
+    """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
+    if not losses:
+        return None
+    if len(losses) == 1 and divisor == 1:
+        return losses[0]
+    return _Sum(losses, divisor)
+
+
+def _mark(g: Tensor | None) -> tuple[int, int] | None:
+    if g is None:
+        return None
+    inner: Any = g if type(g) is Tensor else getattr(g, "_local_tensor", g)  # FSDP2 adds to a DTensor's inside
+    return id(g), inner._version  # noqa: SLF001  (public in all but name)

@@ -1,0 +1,395 @@
+"""`watch`, which sets a watch up, and `Watch`, the handle on it."""
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from plimsoll import kernels
+from plimsoll.errors import ArgumentError
+from plimsoll.runs import RunWriter, Scalars, as_sink
+from plimsoll.runs.writing import argument_checks
+from plimsoll.watch import continuing
+from plimsoll.watch.closing import Closing, finish
+from plimsoll.watch.companion import Beside
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks.cast_counts import Casts
+from plimsoll.watch.hooks.compiled_taps import inlined_only
+from plimsoll.watch.hooks.module_taps import ModuleHook, Taps
+from plimsoll.watch.hooks.step_boundary import Steps
+from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
+from plimsoll.watch.ranks.collector import reducing_writer
+from plimsoll.watch.ranks.ranks import Ranks
+from plimsoll.watch.sampling.device_numbers import Later, number, resolved
+from plimsoll.watch.sampling.flight_recorder import Recorder
+from plimsoll.watch.sampling.model_structure import Structure
+from plimsoll.watch.sampling.nonfinite_origin import Origin
+from plimsoll.watch.sampling.optimizer_tensors import Parameters, innermost
+from plimsoll.watch.sampling.wiring import Wiring
+from plimsoll.watch.session import Core
+from plimsoll.watch.settings import COLLECTIONS, FACTS, Settings, checked
+from plimsoll.watch.shadow import shadow_step
+
+
+def watch(
+    model: nn.Module,
+    optimizer: "torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None" = None,
+    *,
+    run: "str | os.PathLike[str]",
+    every: int = 10,
+    collect: "Iterable[str] | Mapping[str, int]" = COLLECTIONS,
+    include: "Iterable[str | type[nn.Module]] | None" = None,
+    exclude: "Iterable[str | type[nn.Module]] | None" = None,
+    scaler: Any = None,
+    sinks: Sequence[Any] = (),
+    warmup: int = 0,
+    shadow_every: int | None = None,
+    recorder: Iterable[str] = FACTS,
+    recorder_steps: int = 50,
+    ranks: Literal["each", "reduce"] = "each",
+    start_step: int | None = None,
+    max_tensors: int = 100_000,
+    max_bytes: int = 1 << 30,
+    queue_bytes: int = 64 << 20,
+    block: Literal[16, 32] | None = None,
+    resume: bool | None = None,
+) -> "Watch":
+    """Records a model's numbers while it trains, every so many optimizer steps, into the folder `run`.
+
+    The training loop stays as it is. A step ends with the optimizer's step or the scaler's update; steps that a scaler
+    skips are recorded too. Nothing that watching does waits for a device or stops training, or changes a bit of it; but
+    code compiled in 16 bits, or for a GPU, may round and sum in another order around what is measured.
+
+    - `optimizer`: one or several; None finds those that have the model's parameters when they first step.
+    - `collect`: which collections, or a mapping of each to its own interval. `include` and `exclude`: globs over module
+      and parameter names, or module types; a module stands for all that is in it.
+    - `scaler`: only for one that neither is a `torch.amp.GradScaler` nor derives from it.
+    - `warmup`: so many first steps are sampled whole. `max_tensors`, `max_bytes`: the bound on one sample.
+      `queue_bytes`: the bound on the samples that wait to be written.
+    - `shadow_every`: every so many steps the batch is repeated in FP32, to tell underflow from structural zeros.
+    - `recorder`: what is kept of every one of the last `recorder_steps` steps and written when something breaks; naming
+      a collection means to measure it at every step (`Watch.recorder_bytes` says what it holds).
+    - `ranks`: of several processes each writes its part ("each"), or rank 0 writes for all ("reduce").
+    - `block`: measures weights, gradients, activations and their gradients in blocks of 32 values (MX formats) or 16
+      (NVFP4) along the last axis too, which is what `whatif` and `plan` need to answer for block formats.
+    - `sinks`: where else the run goes: see `plimsoll.runs`.
+    - `start_step`: the number of the first step; by default 0, or where the run that is there already has ended. Giving
+      the step of a restored checkpoint replaces what the run has from there on.
+    - `resume`: whether the run that the folder holds is continued. None: where it is the same training, that is the
+      same model, and an optimizer whose restored state counts steps. Any other run in the folder is refused; in a
+      notebook it is kept under a numbered name. False: any run in the folder is refused.
+
+    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end. It is its
+    process's: in a forked child it does nothing, and a child that is to be recorded calls `watch` itself.
+
+    Raises `ArgumentError` for what cannot be watched, and what `RunWriter` raises for the folder.
+    """
+    settings = checked(
+        every=every, collect=collect, include=include, exclude=exclude, warmup=warmup, shadow_every=shadow_every,
+        recorder=recorder, recorder_steps=recorder_steps, ranks=ranks, max_tensors=max_tensors, max_bytes=max_bytes,
+        queue_bytes=queue_bytes, block=block,
+    )  # fmt: skip
+    if start_step is not None:
+        start_step = argument_checks.step("watch", "start_step", start_step)
+    made_sinks = [as_sink(sink) for sink in argument_checks.listed("watch", "sinks", sinks)]
+    _check_model(model)
+    optimizers = _optimizers(optimizer)
+    place = Ranks()
+    place.look(model)
+    shadow_step.check(settings, place)
+    root = unwrapped(model)
+    names = module_names(root)
+    selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
+    continuing.close_earlier(root, run, place.rank)
+    start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
+    writer = _writer(run, settings, place, start_step, made_sinks)
+    core = Core(root, next(iter(names)), settings, writer, place)
+    core.step = writer.next_step if start_step is None else start_step
+    taken = {name: module for name, module in names.items() if selection.takes(name)}
+    watched = Watch(core, root, taken, selection, optimizers, scaler)
+    continuing.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
+    return watched
+
+
+class Watch:
+    """A handle on a watch that is under way; `watch` makes one.
+
+    As a context manager it closes at the end; an exception that leaves the block is recorded.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        root: nn.Module,
+        modules: Mapping[str, nn.Module],
+        selection: Selection,
+        optimizers: Sequence[Any],
+        scaler: Any,
+    ) -> None:
+        self._core = core
+        parameters, recorder = Parameters(core, selection), Recorder(core)
+        for optimizer in optimizers:
+            parameters.adopt(optimizer)
+        self._steps = Steps(core, parameters, recorder, optimizers=bool(optimizers))
+        self._steps.casts = Casts(core, selection.takes)
+        self._recorder = recorder
+        _forget_compiled(core)
+        # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
+        closing = Closing(core, self._steps)
+        self._end = weakref.finalize(root, closing)
+        try:
+            self._begin(root, modules, selection, optimizers, scaler, closing)
+        except BaseException:
+            finish(self._end)  # an interrupt, or what cannot be watched: nothing stays
+            raise
+
+    def _begin(
+        self,
+        root: nn.Module,
+        modules: Mapping[str, nn.Module],
+        selection: Selection,
+        optimizers: Sequence[Any],
+        scaler: Any,
+        closing: Closing,
+    ) -> None:
+        core, parameters = self._core, self._steps.parameters
+        begins = _RootBegins(self._steps)
+        closing.handles.append(root.register_forward_pre_hook(begins, with_kwargs=True, prepend=True))
+        tapped: Mapping[str, nn.Module] = modules if _wants_activations(core.settings) else {}
+        self._steps.taps = taps = Taps(core, self._steps.begin, tapped, parameters.narrowed)
+        taps.follow(tapped)
+        self._steps.structure = Structure(core, parameters, selection, taps, tapped=bool(tapped))
+        closing.handles.append(root.register_forward_hook(_RootEnds(self._steps), always_call=True))
+        shadow_step.attach(core, root, self._steps.begin)
+        _describe(core, root)
+        core.plan(core.step)
+        torch_hooks.listen(self._steps, scaler)
+        self._steps.wiring = Wiring(core, optimizers)
+        torch_hooks.listen(self._steps.wiring)
+        self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
+        taps.trace = origin.sees
+        torch_hooks.listen(origin)
+
+    @property
+    def path(self) -> os.PathLike[str]:
+        """The run's folder."""
+        return self._core.writer.path
+
+    @property
+    def step_index(self) -> int:
+        """The number of the step that is under way."""
+        return self._core.step
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return not self._core.open
+
+    @property
+    def recorder_bytes(self) -> int:
+        """How much memory the flight recorder's samples hold at present."""
+        return self._recorder.size_bytes()
+
+    @property
+    def beside(self) -> Beside:
+        """What a guard, or anything else that goes along with the watch, may use of it."""
+        return Beside(self._core, self._steps)
+
+    def log(self, **scalars: Any) -> None:
+        """Records numbers of the present step: Python numbers, or tensors of one value on any device."""
+        values = {name: _loggable(name, value) for name, value in scalars.items()}
+        if not self._is_open("log"):
+            return
+        step = self._core.step
+        if any(isinstance(value, Later) for value in values.values()):
+            self._core.writer.submit(lambda: [Scalars(step=step, values=_all_resolved(values))], 100 * len(values))
+        else:
+            self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
+
+    def request(self, steps: int = 1) -> None:
+        """Asks for the next `steps` steps to be sampled whole, whatever the schedule says."""
+        if not self._is_open("request"):
+            return
+        if steps < 1:
+            raise ArgumentError(
+                f"Watch.request: expected 1 step or more; got steps={steps!r}. Give how many to sample."
+            )
+        self._steps.request(steps)
+
+    def step(self) -> None:
+        """Ends the present step by hand: where no optimizer and no scaler does."""
+        if self._is_open("step"):
+            self._steps.end_by_hand()
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Writes all that was recorded up to the last finished step; whether it was done in time."""
+        if not self._is_open("flush"):
+            return True
+        self._steps.settle_if_ended()
+        self._recorder.send_facts()
+        return self._core.writer.flush(timeout)
+
+    def close(self) -> None:
+        """Ends the watch: removes every hook, and writes the rest.
+
+        Closing twice does nothing; after an interrupt, it goes on with what that has left. A first SIGINT or SIGTERM
+        waits until the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
+        """
+        finish(self._end)
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None and not self.closed:
+                self._recorder.fire("exception", torch_hooks.said(kind, error))
+        finally:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"at step {self._core.step}"
+        return f"<Watch: {self._core.writer.path}, {state}>"
+
+    def _is_open(self, operation: str) -> bool:
+        """Whether there is anything to do: not in a forked child, which goes through its parent's training loop."""
+        if self.closed and not self._core.left:
+            raise ArgumentError(
+                f"Watch.{operation}: expected an open watch; got one of {self._core.writer.path} that is closed. "
+                "Call plimsoll.watch again: it continues the run."
+            )
+        return not self._core.left
+
+
+class _RootBegins(ModuleHook):
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.steps.forward_begins(module)
+            if (origin := self.steps.origin) is not None and torch.is_grad_enabled():
+                origin.forward_begins(args, kwargs)
+            if (core := self.steps.core).shadow is not None and core.live:
+                core.shadow.forward_begins(module, args, kwargs)
+
+
+class _RootEnds(ModuleHook):
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.steps.forward_ends()
+            if (shadow := self.steps.core.shadow) is not None:
+                shadow.forward_ends(output)
+
+
+inlined_only(_RootBegins.__call__, _RootEnds.__call__)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"watch: expected a torch.nn.Module; got {type(model).__name__}. Give the model first.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError(
+            "watch: expected a module whose submodules call their hooks; got a ScriptModule, which runs without them. "
+            "Watch the module that was scripted, or compile it with torch.compile."
+        )
+    inner = unwrapped(model)
+    if inner.__dict__.get("_compiled_call_impl") is not None and type(inner).__module__.startswith("torch.nn."):
+        raise ArgumentError(
+            f"watch: expected a model that can be compiled together with hooks; got a {type(inner).__name__} "
+            "compiled with its method compile(), which torch cannot do for modules of its own. Use "
+            "torch.compile(model), or put it into a module of yours."
+        )
+    if isinstance(model, nn.DataParallel):
+        raise ArgumentError(
+            "watch: expected a model that runs in this process alone; got torch.nn.DataParallel, whose replicas on "
+            "other devices run without its hooks. Use DistributedDataParallel, one process a device."
+        )
+
+
+def _optimizers(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    found: list[Any] = []
+    alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+    several: list[Any] = [given] if alone else list(cast("Iterable[Any]", given))
+    for optimizer in several:
+        inner = innermost(optimizer)  # accelerate, Lightning and master weights put something around it
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"watch: expected a torch.optim.Optimizer or a list of them; got {type(optimizer).__name__}. "
+                "For anything else leave it out and call Watch.step() where a step ends."
+            )
+        found.append(inner)
+    return found
+
+
+def _wants_activations(settings: Settings) -> bool:
+    wanted = {*settings.intervals, *settings.recorded}
+    return bool(wanted & {"activations", "activation_gradients"})
+
+
+def _writer(
+    run: "str | os.PathLike[str]", settings: Settings, place: Ranks, start_step: int | None, sinks: Sequence[Any]
+) -> RunWriter:
+    make = RunWriter if settings.ranks == "each" or place.world == 1 else reducing_writer
+    return make(
+        run,
+        settings=settings.as_json(),
+        rank=place.rank,
+        world_size=place.world,
+        resume_from=start_step,
+        queue_bytes=settings.queue_bytes,
+        sinks=sinks if place.rank == 0 else [],  # one rank alone feeds them
+    )
+
+
+def _forget_compiled(core: Core) -> None:
+    """Code that was compiled before has no taps, and would go on without: it is compiled anew when next called."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    if convert is not None and getattr(convert, "FRAME_COUNTER", 1):
+        torch.compiler.reset()
+        core.say("recompiled", "what was compiled before the watch began is compiled again, with its taps")
+
+
+def _describe(core: Core, root: nn.Module) -> None:
+    """Writes what there is to know about the watch into the run's manifest."""
+    tied: dict[int, list[str]] = {}
+    for name, p in root.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(p), []).append(clean(name))
+    kind = class_of(root)
+    backends = {status.name: status.detail for status in kernels.report()}
+    core.writer.write_manifest(
+        model=f"{kind.__module__}.{kind.__qualname__}",
+        root=core.name,
+        parameters=sum(p.numel() for p in root.parameters()),
+        fingerprint=continuing.fingerprint(root),
+        tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
+        backends=backends,
+        ranks=core.ranks.as_json(),
+        lost_after=None,  # a rank that was lost in a session before is back
+    )
+
+
+def _loggable(name: str, value: Any) -> "float | Later":
+    try:
+        return number(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"Watch.log: expected numbers, or tensors of one value; got {name}={value!r}. Reduce it first ({error})."
+        ) from error
+
+
+def _all_resolved(values: "Mapping[str, float | Later]") -> dict[str, float]:
+    return {name: cast("float", resolved(value)) for name, value in values.items()}

@@ -1,0 +1,106 @@
+"""What modules cast to 8 bits before they multiply: formats and scales, told to the run.
+
+A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked at
+the end of each step that is sampled, after the backward, when all scales of the step are known and before a loop can
+put other modules in place. What is constant is told once, in an event; scales that follow the data are scalars of the
+step, read on the background thread, which alone waits for the device.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.formats import ROLES, Role, get_element
+from plimsoll.runs import Record, Scalars
+from plimsoll.runs.reading.module_casts import EVENT, scalar_of
+from plimsoll.watch.names import clean
+from plimsoll.watch.sampling.device_numbers import Later
+from plimsoll.watch.session import Core, contained
+
+_ROW_BYTES = 100  # of one scale that waits to be written
+
+
+@runtime_checkable
+class Casting(Protocol):
+    """A module that casts what it multiplies."""
+
+    def casts(self) -> Mapping[str, tuple[str, float | Tensor]]:
+        """The format's name and the scale before the cast, by role ("activations", "weights", "gradients").
+
+        The scale multiplies: a number where it is constant, a 0-d tensor where it follows the data.
+        """
+        ...
+
+
+class Casts:
+    """What one watch tells of the casts of its model."""
+
+    def __init__(self, core: Core, takes: Callable[[str], bool]) -> None:
+        self.core, self._takes = core, takes
+        # A run that goes on may say of other casts than there are now.
+        self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if core.step == 0 else None
+
+    @contained
+    def tell(self) -> None:
+        """The step has ended: says which casts there are, if that is not known, and the scales that changed with it."""
+        model = self.core.model()
+        if self.core.sample is None or model is None:
+            return
+        table: dict[str, dict[Role, dict[str, Any]]] = {}
+        scales: dict[str, Tensor] = {}
+        for name, module, said in self._found(model):
+            weight = next((p for key, p in module.named_parameters(recurse=False) if key == "weight"), None)
+            series = self._series(name, model, weight)
+            for role in ROLES:
+                if role in said:
+                    fmt, scale = said[role]
+                    table.setdefault(name, {})[role] = {
+                        "format": get_element(fmt, "casts").name,
+                        "scale": None if isinstance(scale, Tensor) else float(scale),
+                        "series": series[role],
+                    }
+                    if isinstance(scale, Tensor):
+                        scales[scalar_of(name, role)] = scale
+        self._tell_table(table)
+        self._tell_scales(scales)
+
+    def _found(self, model: nn.Module) -> Iterable[tuple[str, nn.Module, Mapping[str, tuple[str, float | Tensor]]]]:
+        for full, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+            if callable(getattr(type(module), "casts", None)):  # asked first: at the end of each step, of all modules
+                name = clean(full) or self.core.name
+                if self._takes(name):
+                    yield name, module, cast("Casting", module).casts()
+
+    def _series(self, name: str, model: nn.Module, weight: nn.Parameter | None) -> dict[Role, str]:
+        """The series of each role's values; a weight that several modules share is recorded by its first name."""
+        owner = "" if name == self.core.name else f"{name}."
+        named = f"{owner}weight"
+        if weight is not None:
+            named = next((clean(key) for key, p in model.named_parameters() if p is weight), named)
+        return {"weights": named, "activations": f"{name}:input", "gradients": f"{name}:output"}
+
+    def _tell_table(self, table: dict[str, dict[Role, dict[str, Any]]]) -> None:
+        if table == self._told:
+            return
+        self._told = table
+        formats = sorted({one["format"] for said in table.values() for one in said.values()})
+        message = (
+            f"{len(table)} modules cast what they multiply to {', '.join(formats)}" if table else "no module casts"
+        )
+        self.core.say(EVENT, message, modules=table)
+        self.core.writer.write_manifest(casts=table)
+
+    def _tell_scales(self, scales: Mapping[str, Tensor]) -> None:
+        step, by_device = self.core.step, dict[torch.device, list[str]]()
+        for name, scale in scales.items():
+            by_device.setdefault(scale.device, []).append(name)
+        for names in by_device.values():
+            values = Later(torch.stack([scales[name].detach().double().reshape(()) for name in names]))
+
+            def produce(names: list[str] = names, values: Later = values) -> list[Record]:
+                found = cast("list[float]", values.tensor().tolist())
+                return [Scalars(step=step, values=dict(zip(names, found, strict=True)))]
+
+            self.core.writer.submit(produce, _ROW_BYTES * len(names))

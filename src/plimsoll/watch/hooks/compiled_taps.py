@@ -1,0 +1,266 @@
+"""Taps inside compiled code and captured CUDA graphs, where Python looks once and the device runs many times.
+
+While `torch.compile` traces a model its hooks are traced too. A tensor gets a *site* then: one row for its values and
+one for its gradient, fixed for the life of that graph, in banks whose addresses never change. The graph counts into
+these rows whenever it runs; at the step's end they are read and emptied. What runs twice in a step adds up, and a
+recomputed forward does not: the compiler drops the second count, since nothing in the backward needs it. Values and
+gradients are in separate banks, or forward and backward graphs would each wait for the other's.
+
+A module's output is replaced by its clone (which the compiler removes again), from an autograd function that measures
+the gradient. That the clone has its site already is remembered of the tensor that stands for it while the compiler
+traces, and of its version: one that is changed in place since is measured again. The gradient of an input that no
+module gave out cannot be read whole in compiled code, and is not recorded.
+
+Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
+"""
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from plimsoll import kernels
+from plimsoll.kernels import row_layout
+from plimsoll.watch.names import tensors_among, tensors_in
+from plimsoll.watch.sampling.sample import Rows
+from plimsoll.watch.session import Core
+
+_HALF = (torch.float16, torch.bfloat16)
+_ROUNDING = (
+    "compiled code in 16 bits rounds at other places when it is watched: a tap ends a fusion. For the same bits with "
+    "and without, set torch._inductor.config.emulate_precision_casts = True in both"
+)
+_known: "weakref.WeakValueDictionary[int, CompiledTaps]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def inlined_only(*hooks: Callable[..., Any]) -> None:
+    """Lets the compiler trace these functions where traced code calls them, and never by themselves.
+
+    The compiler runs the outermost module's hooks outside its graph, as frames of their own: these stay plain Python.
+    """
+    frames: Any = getattr(cast("Any", torch)._C._dynamo, "eval_frame", None)  # noqa: SLF001  (nowhere in public)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP  # noqa: SLF001
+        for hook in hooks:
+            frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class _Sites:
+    """The sites of one device: two banks at fixed addresses, and what each row belongs to."""
+
+    def __init__(self, device: torch.device, capacity: int, block: int) -> None:
+        self.values, self.gradients = _fixed(device, capacity, block), _fixed(device, capacity, block)
+        self.names: list[list[str]] = []  # of the tensor, for each site
+        self.dtypes: list[torch.dtype] = []
+        self.tapped: list[bool] = []  # whether the gradient is counted too
+        self.capacity = capacity
+
+    def move_into(self, rows: Rows, core: Core) -> None:
+        """Hands what was counted to the sample, and empties the rows."""
+        used = len(self.names)
+        for bank, collection in ((self.values, "activations"), (self.gradients, "activation_gradients")):
+            if not getattr(core.due, collection):
+                continue
+            first = rows.adopt(bank[:used])
+            scaled = collection == "activation_gradients"
+            factor = float(core.ranks.data_parallel * core.ranks.microbatches) if scaled else 1.0
+            for site, (names, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
+                for name in names if self.tapped[site] or not scaled else ():
+                    series = core.series_of(collection, name, bank, dtype)
+                    rows.enter(first + site, series, scaled=scaled, factor=factor, unless_empty=True)
+        self.empty()
+
+    def empty(self) -> None:
+        """Forgets what was counted."""
+        self.values[: len(self.names)].zero_()
+        self.gradients[: len(self.names)].zero_()
+
+
+class CompiledTaps:
+    """The sites of one watch."""
+
+    def __init__(self, core: Core, devices: set[torch.device], taps: int) -> None:
+        self.core, self.block = core, core.settings.block
+        self.number = next(_numbers)
+        self.traced: Any = WeakTensorKeyDictionary()  # a traced tensor's site, and the version that was counted there
+        # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
+        self.sites = {str(device): _Sites(device, 8 * taps + 256, self.block) for device in devices}
+        self.captured = False  # there are taps in a CUDA graph
+        _known[self.number] = self
+
+    def seal(self) -> None:
+        """Hands what was counted in this step to its sample."""
+        for device, sites in self.sites.items():
+            if sites.names:
+                if self.core.sample is None:
+                    sites.empty()
+                else:
+                    sites.move_into(self.core.sample.rows(torch.device(device)), self.core)
+
+    def inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts a module's inputs; traced by the compiler."""
+        if torch.is_grad_enabled():
+            for path, x in tensors_among(args, kwargs):
+                if not self._also(f"{name}:input{path}", x, tapped=False):
+                    self._remember(x, self._count(f"{name}:input{path}", x, tapped=False))
+
+    def outputs(self, name: str, output: Any) -> Any:
+        """Counts a module's outputs; returns them with their gradients tapped, or None to leave them; traced."""
+        if not torch.is_grad_enabled():
+            return None
+        tapped = [self._tapped(f"{name}:output{path}", x) for path, x in tensors_in(output)]
+        if isinstance(output, Tensor):
+            return tapped[0] if tapped else None
+        if type(output) is tuple or type(output) is list:
+            places: list[Any] = list(cast("list[Any]", output))
+            own = [i for i, x in enumerate(places) if isinstance(x, Tensor) and x.is_floating_point()]
+            if len(own) == len(tapped):  # else some are deeper, and keep their gradients to themselves
+                for i, x in zip(own, tapped, strict=True):
+                    places[i] = x
+                return tuple(places) if isinstance(output, tuple) else places
+        return None
+
+    def _tapped(self, name: str, x: Tensor) -> Tensor:
+        tapped = self.core.due.activation_gradients and x.requires_grad
+        if self._also(name, x, tapped=tapped):
+            return x
+        site = self._count(name, x, tapped=tapped)
+        if site < 0:
+            return x
+        gradients = self.sites[str(x.device)].gradients
+        y = cast("Tensor", _TapGradient.apply(x, gradients, site, self.block)) if tapped else x.clone()
+        self._remember(y, site)
+        return y
+
+    def _remember(self, x: Tensor, site: int) -> None:
+        _look_at(x)
+        _remember(self.number, site)
+
+    def _also(self, name: str, x: Tensor, *, tapped: bool) -> bool:
+        """Whether the tensor has such a site already, which is its under this name too from now on."""
+        _look_at(x)
+        return _also(self.number, name, str(x.device), tapped)
+
+    def _count(self, name: str, x: Tensor, *, tapped: bool) -> int:
+        site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
+        if site >= 0 and self.core.due.activations:
+            kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site], block=self.block)
+        return site
+
+    def capture(self, name: str, x: Tensor) -> None:
+        """Counts a tensor while a CUDA graph is captured."""
+        self.captured = True
+        tapped = self.core.due.activation_gradients and x.requires_grad
+        site = new_site(self, name, str(x.device), x.dtype, tapped)
+        sites = self.sites.get(str(x.device))
+        if sites is None or site < 0:
+            return
+        if self.core.due.activations:
+            kernels.measure_into([x.detach()], sites.values, [site], block=self.block)
+        if tapped:
+            rows, block = sites.gradients, self.block
+
+            def count(g: Tensor) -> None:
+                kernels.measure_into([g.detach()], rows, [site], block=block)
+
+            x.register_hook(count)
+
+
+def new_site(taps: CompiledTaps, name: str, device: str, dtype: torch.dtype, tapped: bool) -> int:
+    """A site for a tensor; -1 where there is no room."""
+    sites = taps.sites.get(device)
+    if sites is None or len(sites.names) == sites.capacity:
+        taps.core.say("capped", f"no room to record {name} of a compiled graph on {device}", once="sites", warn=True)
+        return -1
+    if dtype in _HALF and not _keeps_casts():
+        taps.core.say("rounding", _ROUNDING, once="rounding", warn=True)
+    sites.names.append([name])
+    sites.dtypes.append(dtype)
+    sites.tapped.append(tapped)
+    return len(sites.names) - 1
+
+
+def _keeps_casts() -> bool:
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is None or bool(getattr(config, "emulate_precision_casts", True))
+
+
+@torch.compiler.assume_constant_result
+def _new_site(taps: int, name: str, device: str, dtype: torch.dtype, tapped: bool) -> int:
+    return new_site(_known[taps], name, device, dtype, tapped)
+
+
+# What the compiler evaluates while it traces cannot be given a traced tensor. So one function, which is run with the
+# compiler's own view of its caller, notes the tensor that stands for it, and the next takes it from here.
+_looked_at: list[Tensor] = []
+
+
+def _look_at(x: Tensor) -> None:  # noqa: ARG001  (read by name)
+    """Notes the tensor that the compiler traces as `x`; nothing in code that is not traced."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note)
+
+
+def _note(caller: Any) -> None:
+    _looked_at[:] = [caller.get_local("x").as_fake()]
+
+
+@torch.compiler.assume_constant_result
+def _also(taps: int, name: str, device: str, tapped: bool) -> bool:
+    known, (x, version) = _known[taps], _seen()
+    site, counted = (-1, -1) if x is None else known.traced.get(x, (-1, -1))
+    if site < 0 or counted != version or (tapped and not known.sites[device].tapped[site]):
+        return False
+    names = known.sites[device].names[site]
+    if name not in names:
+        names.append(name)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _remember(taps: int, site: int) -> None:
+    x, version = _seen()
+    if x is not None:
+        _known[taps].traced[x] = site, version
+
+
+def _seen() -> tuple[Tensor | None, int]:
+    """The tensor that was looked at last, and how often it has been changed in place; None where nothing is traced."""
+    x = _looked_at.pop() if _looked_at else None
+    return x, 0 if x is None or x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
+
+
+class _TapGradient(torch.autograd.Function):
+    """Its input, whose gradient is counted on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int, block: int) -> Tensor:
+        ctx.rows, ctx.site, ctx.block = rows, site, block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        kernels.measure_into([grads[0]], ctx.rows, [ctx.site], block=ctx.block)
+        return grads[0], None, None, None
+
+
+def _fixed(device: torch.device, rows: int, block: int) -> Tensor:
+    if device.type == "cpu":  # memory that is not touched is not used
+        return torch.from_numpy(np.zeros((rows, row_layout.width(block)), np.int64))
+    bank = kernels.new_bank(rows, block, device)
+    if device.type == "cuda":  # lets the CUDA graphs of compiled code write into it
+        cast("Any", torch)._dynamo.mark_static_address(bank)  # noqa: SLF001
+    return bank

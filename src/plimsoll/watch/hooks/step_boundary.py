@@ -1,0 +1,436 @@
+"""The step's boundary, found without the training loop's help.
+
+A step ends at the last optimizer step or scaler update before the next training forward or backward. Which one was the
+last is known only then, so the end is provisional (`_ended`) until something begins; a flush or a close settles it too.
+
+Optimizers that are given a closure run forward and backward inside their step: what begins there settles the step
+before, and the optimizers that are in the middle of theirs enter the new one.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError
+from plimsoll.watch.attribution.autograd_graph import backward_running, is_scaled_by
+from plimsoll.watch.attribution.losses import MAIN, Losses, total
+from plimsoll.watch.attribution.no_optimizer import Probe
+from plimsoll.watch.attribution.turns import Turns
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks.cast_counts import Casts
+from plimsoll.watch.hooks.compiled_taps import is_capturing
+from plimsoll.watch.hooks.module_taps import Taps
+from plimsoll.watch.names import unwrapped
+from plimsoll.watch.sampling.device_numbers import Later, number
+from plimsoll.watch.sampling.flight_recorder import Facts, Recorder
+from plimsoll.watch.sampling.model_structure import Structure
+from plimsoll.watch.sampling.nonfinite_origin import Origin
+from plimsoll.watch.sampling.optimizer_tensors import Parameters, innermost
+from plimsoll.watch.sampling.wiring import Wiring
+from plimsoll.watch.session import Core, contained
+
+_EMULATIONS = 16  # changes that are recorded: a script may emulate every other batch
+
+
+class Steps:
+    """Hears of what training does (`_seams.Listener`), and keeps one watch's step."""
+
+    def __init__(self, core: Core, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
+        self.core, self.parameters, self.recorder = core, parameters, recorder
+        self.taps: Taps | None = None
+        self.casts: Casts | None = None
+        self.wiring: Wiring | None = None
+        self.origin: Origin | None = None
+        self.structure: Structure | None = None
+        self._given = optimizers  # the user has named the optimizers: others are not ours
+        self._ended = False
+        self._sealed = False
+        self._inside: list[Any] = []  # optimizers whose step is running
+        self._thread: int | None = None  # that trains the model
+        self._has_stepped = False  # there, or only run a forward so far
+        self._looks = 2  # forwards at whose beginning it is asked what distributes the model
+        self._emulated: dict[str, str] = {}  # formats that results were rounded to in the last forward
+        self._emulations = 0  # how often that has changed
+        self._microbatches = 1
+        self._trained_forwards = 0  # of this step, with the model in training mode
+        self.losses = Losses(core, parameters)
+        self._micro_losses: list[float | Later] = []  # of this step's backwards, for a pipeline
+        self._turns = Turns(core)
+        self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
+        self._probe: Probe | None = None
+        self._scale: float | Later | None = None
+        self._skipped: float | Later | None = None
+        self._scaler: weakref.ref[Any] | None = None
+        self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # losses by what a scaler made of them
+        self._scales: weakref.ref[Any] | None = None  # the scaler that made them
+        self._stepped_by_scaler: set[int] = set()
+        self._awaits_update = False  # a scaler has stepped one of ours in this step
+
+    # -- forward and backward ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A training forward or backward begins; not while a CUDA graph is captured, which runs nothing.
+
+        A checkpoint's second forward begins one too, unless optimizers that step within this backward have ended it.
+        """
+        if self._ended and not is_capturing() and (self._sealed or backward_running() == -1):
+            self.settle()
+            for optimizer in self._inside:
+                self.parameters.enter(optimizer)
+
+    @contained
+    def forward_begins(self, model: nn.Module) -> None:
+        """The root module is called."""
+        taps = self.taps
+        if self.core.muted:
+            return
+        if taps is None or Core.repeating or not torch.is_grad_enabled() or backward_running() != -1:
+            return
+        if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
+            taps.saw_eval_forward = True
+            return
+        if not self._has_stepped:
+            self._thread = threading.get_ident()
+        self._end_unled()
+        self.begin()
+        self._trained_forwards += model.training
+        self.core.live = True
+        if self._looks:
+            self._looks -= 1
+            self._look(model)
+        if self.structure is not None:
+            self.structure.follow()
+        self._look_for_emulation()
+
+    def _look_for_emulation(self) -> None:
+        """Says in which formats the forward that begins is emulated: its tensors are of FP32 all the same."""
+        found = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
+        if found != self._emulated and self._emulations < _EMULATIONS:
+            self._emulated, self._emulations = found, self._emulations + 1
+            named = ", ".join(f"{key.replace('_', ' ')} in {name}" for key, name in found.items())
+            message = (
+                f"results are rounded by an emulation: {named}" if found else "no emulation rounds results any more"
+            )
+            self.core.say("emulation", message, formats=found)
+
+    def _look(self, model: nn.Module) -> None:
+        """Finds what has come to distribute the model since the watch was made."""
+        torch_hooks.look_for_pipelines()
+        try:
+            new = self.core.ranks.look(model)
+        except ArgumentError as error:
+            self.core.failed("watch", error)
+            self.core.shut()
+            return
+        if self.taps is not None and self.core.ranks.mesh is not None:
+            self.taps.come_last()
+        if new:
+            self.core.writer.write_manifest(ranks=self.core.ranks.as_json())
+
+    @contained
+    def gradients_divided(self, stage: Any, microbatches: int) -> None:
+        """A pipeline has run a step's micro-batches, and is about to divide the weights' gradients by their number."""
+        if unwrapped(stage.submod) is self.core.model():
+            self._microbatches = microbatches
+            factor = self.core.ranks.take_microbatches(microbatches)
+            if factor != 1 and self.core.sample is not None:
+                self.core.sample.rescale(factor)
+
+    @contained
+    def trial(self, stage: Any, begins: bool) -> None:
+        """A pipeline's stage runs on made-up values, or has done so."""
+        if unwrapped(stage.submod) is self.core.model():
+            self.core.mute(begins)
+
+    def forward_ends(self) -> None:
+        """The root module has returned, or raised."""
+        self.core.live = False
+
+    @contained
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward was asked for, of these tensors."""
+        if self.core.muted or Core.repeating or backward_running() != -1 or is_capturing():
+            return
+        listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        roots = [root for root in listed if isinstance(root, Tensor)]
+        thread = threading.get_ident()
+        if self._thread not in (None, thread) and self.parameters.reach(roots) not in ("ours", "both"):
+            self.core.elsewhere.add(thread)
+            return
+        self.core.elsewhere.discard(thread)
+        self._end_unled()
+        value = self._value(roots) if len(roots) == len(listed) else None
+        if value is not None and self.core.ranks.world > 1:
+            self._micro_losses.append(value)
+        self.losses.backward_begins(value, roots)
+
+    @contained
+    def graph_replays(self) -> None:
+        """A CUDA graph runs again: with taps in it, that is a forward or a backward."""
+        if self.taps is not None and self.taps.compiled.captured:
+            self.begin()
+            self.parameters.backwards += 1
+
+    @contained
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        if self.core.is_elsewhere():
+            return
+        if backward_running() == -1 and self.losses.backward_ends():
+            self.begin()
+            self.parameters.backwards += 1
+            if self._unled and self.core.ranks.world == 1:
+                self.parameters.read_early()
+                self._probe = Probe(p for _, p in self.parameters.members() if p.grad is not None)
+        self._shadow_follows()
+
+    def _end_unled(self, *, closing: bool = False) -> None:
+        """Ends a step that no optimizer has made: the script has changed the weights itself since the backward."""
+        if not self._unled or self._probe is None or self._inside:
+            return
+        # Gradients are dropped, too, that another model's loss has left here: where weights can be seen, they decide.
+        if self._probe.is_moved(unknown=closing or self.losses.are_used()):
+            self.losses.take_all()
+            self.parameters.leave_early()
+            self._probe = None
+            self._candidate()
+            self.settle()
+
+    def _shadow_follows(self) -> None:
+        if self.core.shadow is not None:
+            self.core.shadow.backward_ends()
+
+    def _value(self, roots: list[Tensor]) -> float | Later | None:
+        """The loss that the script goes back from: a number, or the sum of several."""
+        if not roots or any(root.numel() != 1 for root in roots):
+            return None
+        seeds = torch_hooks.seeds()
+        if len(roots) == 1 and not seeds:
+            return number(self._unscaled(roots[0]))
+        parts = [self._unscaled(root).reshape(()) for root in roots]
+        if len(seeds) == len(parts):  # a loss that is to rise: backward(-one)
+            parts = [
+                x if seed is None else x * seed.detach().reshape(()).sign()
+                for x, seed in zip(parts, seeds, strict=True)
+            ]
+        return number(torch.stack([part.to(parts[0].device) for part in parts]).sum())
+
+    def _unscaled(self, loss: Tensor) -> Tensor:
+        known = self._scaled.get(id(loss))
+        if known is not None and known[0]() is loss:
+            return known[1]
+        scale = getattr(None if self._scales is None else self._scales(), "_scale", None)
+        if isinstance(scale, Tensor) and is_scaled_by(loss, scale):  # it was divided, or added up, after
+            return loss.detach() / scale
+        return loss.detach()
+
+    # -- optimizers ----------------------------------------------------------------------------------------------------
+
+    @contained
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer's step is called."""
+        if is_capturing():
+            return
+        if self._takes(optimizer):
+            self._shadow_follows()  # where torch.autograd.grad was called, nobody else has told
+            self.losses.step_begins(optimizer)
+            self._inside.append(optimizer)
+            self._turns.enter(optimizer)
+            if self.structure is not None:  # nobody else has told of a model that is compiled, or called in parts
+                self.structure.follow()
+            self.parameters.enter(optimizer)
+
+    @contained
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step has returned."""
+        if optimizer not in self._inside:
+            if self._thread in (None, threading.get_ident()):
+                self.losses.others_step()
+            return
+        self._inside.remove(optimizer)
+        self._stepped_by_scaler.add(id(optimizer))
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        if isinstance(found_inf, Tensor):
+            self._note_skip(found_inf)
+        self.losses.step_ends(optimizer)
+        self.parameters.leave(optimizer)
+        self._candidate()
+
+    def _takes(self, optimizer: Any) -> bool:
+        if optimizer not in self.parameters.optimizers:
+            if not self.parameters.owns(optimizer):
+                return False
+            if self._given and not self.parameters.takes_over(optimizer):
+                return False
+            self.parameters.adopt(optimizer)
+            if self._given:
+                who = type(optimizer).__name__
+                message = f"{who} has come to step parameters of the model, and is recorded from here on"
+                self.core.say("optimizer", message, optimizer=who)
+        self._unled, self._probe = False, None
+        if backward_running() == -1:  # else it may be a device's thread
+            self._thread, self._has_stepped = threading.get_ident(), True
+        return True
+
+    # -- scalers -------------------------------------------------------------------------------------------------------
+
+    @contained
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
+        """A scaler has scaled a loss."""
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self._scaled = {key: known for key, known in self._scaled.items() if known[0]() is not None}
+            self._scaled[id(scaled)] = (weakref.ref(scaled), loss.detach())
+            self._scales = weakref.ref(scaler)
+
+    @contained
+    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler's step has returned, whether or not the optimizer stepped."""
+        optimizer = innermost(optimizer)
+        if not self._takes(optimizer):
+            return
+        self._scaler = weakref.ref(scaler)
+        self._awaits_update = True
+        if self._scale is None:
+            self._scale = _scale_of(scaler)
+        if id(optimizer) in self._stepped_by_scaler:
+            self._stepped_by_scaler.discard(id(optimizer))
+            return
+        self.losses.step_begins(optimizer)
+        self._turns.enter(optimizer)
+        self.parameters.enter(optimizer)
+        self.losses.step_ends(optimizer)
+        self.parameters.leave(optimizer, stepped=False)
+        self._note_skip(True)
+        self._candidate()
+
+    @contained
+    def scaler_update_begins(self, scaler: Any) -> None:
+        """A scaler is about to change its scale."""
+        if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
+            self._scale = _scale_of(scaler)
+
+    @contained
+    def scaler_update_ends(self, scaler: Any) -> None:
+        """A scaler has changed its scale."""
+        if self._awaits_update and self._scaler is not None and self._scaler() is scaler:
+            self._awaits_update = False
+            self._stepped_by_scaler.clear()
+            self._candidate()
+
+    def _note_skip(self, found: Tensor | bool) -> None:
+        if isinstance(found, Tensor):
+            self._skipped = number(found.detach())
+        else:
+            self._skipped = 1.0
+
+    # -- the boundary --------------------------------------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> int:
+        """The number of the first step that has not ended."""
+        return self.core.step + (self._ended and not self._inside)
+
+    def _candidate(self) -> None:
+        """The step may have ended here."""
+        self._ended = True
+        if self._sealed or backward_running() != -1 or self._inside:
+            return
+        self._sealed = True
+        if self.taps is not None:
+            self.taps.compiled.seal()
+        if self.casts is not None:
+            self.casts.tell()
+        self._plan_forward()
+
+    def _plan_forward(self) -> None:
+        step = self.core.step + 1
+        self.core.plan_forward(step, self._turns.number(step))
+
+    def settle(self) -> None:
+        """The step has ended: what was measured goes to the log, and the next one is planned."""
+        core = self.core
+        self._hand_over()
+        self._turns.end()
+        core.step, self._ended = core.step + 1, False  # both: after an interrupt the step is settled again, or no more
+        core.on_request = max(0, core.on_request - 1)
+        core.plan(core.step, self._turns.number(core.step))
+        self.parameters.start_step()
+        self.losses.start_step()
+        self._stepped_by_scaler.clear()
+        self._sealed = self._awaits_update = False
+        self._scale = self._skipped = None
+        self._microbatches, self._micro_losses = 1, []
+        self._trained_forwards = 0
+
+    def request(self, steps: int) -> None:
+        """Asks for so many steps after the present one to be sampled whole."""
+        self.core.on_request = steps + 1
+        if self._sealed:  # the next forward may be compiled, and looks at once
+            self._plan_forward()
+
+    @contained
+    def _hand_over(self) -> None:
+        core, taps = self.core, self.taps
+        sample = core.sample
+        self.parameters.finish_step()
+        if taps is not None:
+            if not self._sealed:
+                taps.compiled.seal()
+            taps.forget()
+            self._trains_in_eval_mode(taps)
+            taps.saw_eval_forward = False
+        if core.shadow is not None:
+            core.shadow.end_step()
+        self.recorder.end_step(self._facts(), sample)
+
+    def settle_if_ended(self, *, closing: bool = False) -> None:
+        """Settles a step whose end is provisional still."""
+        self._end_unled(closing=closing)
+        if self._ended and not self._inside:
+            self.settle()
+
+    def end_by_hand(self) -> None:
+        """The user says that the step ends here."""
+        self._unled, self._probe = False, None
+        self.losses.take_all()
+        self._candidate()
+        self.settle()
+
+    def _facts(self) -> Facts:
+        count = self.parameters.count_nonfinite()
+        losses = self.losses.end_step(self._microbatches)
+        if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
+            losses[MAIN] = total(self._micro_losses, self._microbatches) or 0.0
+        return Facts(
+            step=self.core.step,
+            loss=losses.pop(MAIN, None),
+            other_losses=losses,
+            scale=self._scale,
+            nonfinite=None if count is None else number(count),
+            skipped=self._skipped,
+        )
+
+    def _trains_in_eval_mode(self, taps: Taps) -> bool:
+        """Whether a step has come of forwards in eval mode alone, which looked like evaluation till then."""
+        stepped = self._ended and taps.saw_eval_forward and self.parameters.backwards
+        if stepped and not self._trained_forwards and not taps.takes_eval_forward:
+            taps.takes_eval_forward = True
+            self.core.say("eval mode", "the model is trained in eval mode: its activations are recorded from here on")
+        return taps.takes_eval_forward
+
+    @contained
+    def process_ends(self, reason: str, message: str, seconds: float) -> None:
+        """The process is about to end."""
+        self.recorder.fire(reason, message)
+        self.core.writer.flush(seconds)
+
+
+def _scale_of(scaler: Any) -> float | Later | None:
+    """The scale as it is now, without waiting for a device."""
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor):
+        return number(scale.detach())
+    return float(scaler.get_scale()) if hasattr(scaler, "get_scale") else None

@@ -1,0 +1,180 @@
+"""Averages of trained weights that a 16-bit format keeps from moving.
+
+A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
+unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
+spectrum. So a few 16-bit tensors in no optimizer are followed, each beside the trained weight that it is a copy of.
+
+At most 4,096 values of each are compared with a slow average of the same weights, kept in FP32: decay 0.9999. A value
+is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster average in
+FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero are free to) is an
+average. One that does not move at all is frozen, or copied anew from time to time, and not meant.
+
+There is a look after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.runs import Event, Record
+from plimsoll.watch.names import clean
+from plimsoll.watch.sampling.device_numbers import Later
+from plimsoll.watch.session import Core
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FOLLOWED = 16  # copies
+_SAMPLE = 4096  # values of each
+_EVERY = 256  # steps between looks: one takes about two milliseconds
+_DECAY = 0.9999  # the slowest that is usual
+_SHARE = 0.1  # of the sample: less does not matter
+
+
+class Averages:
+    """The copies that one watch follows."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._copies: list[_Copy] | None = None
+        self._looked = 0  # after so many steps
+        self._stuck: set[str] = set()  # names, as said
+        self._moving: set[str] = set()  # those of them that were seen to move later
+
+    def step_ends(self, steps: int, owned: Callable[[], Collection[int]]) -> None:
+        """An optimizer has made so many steps; `owned`: the parameters of all optimizers, by identity."""
+        if steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0):
+            self.look(steps, owned())
+
+    @torch.no_grad()
+    def look(self, steps: int, owned: Collection[int]) -> None:
+        """Compares the copies with what they were at the last look; the first look chooses them."""
+        passed, self._looked = steps - self._looked, steps
+        if self._copies is None:
+            self._copies = _chosen(self.core, owned)
+            return
+        if not passed:
+            return
+        looks: dict[torch.device, list[tuple[_Copy, Tensor]]] = {}
+        for copy in list(self._copies):
+            counts = copy.look(passed, owned)
+            if counts is None:
+                self._copies.remove(copy)
+            else:
+                looks.setdefault(counts.device, []).append((copy, counts))
+        for seen in looks.values():
+            self._hand_over([copy for copy, _ in seen], Later(torch.stack([counts for _, counts in seen])))
+
+    def _hand_over(self, copies: "list[_Copy]", counts: Later) -> None:
+        step, of = self.core.step, len(copies)
+        facts = [(copy.name, copy.format, copy.size) for copy in copies]
+
+        def produce() -> list[Record]:
+            table = cast("list[list[int]]", counts.tensor().tolist())
+            found: dict[str, str] = {}
+            moving: list[str] = []
+            for (name, fmt, size), (moved, stuck) in zip(facts, table, strict=True):
+                if name in self._stuck - self._moving and moved > stuck:
+                    moving.append(name)
+                elif name not in self._stuck and moved and stuck > max(moved, _SHARE * size):
+                    found[name] = fmt
+            self._stuck.update(found)
+            self._moving.update(moving)
+            records: list[Record] = []
+            if found:
+                fmt = next(iter(found.values()))
+                records.append(_event(step, "average stuck", list(found), format=fmt, of=of))
+            if moving:
+                records.append(_event(step, "average moves", moving))
+            return records
+
+        self.core.writer.submit(produce, 100 * of, numbers=True)
+
+
+class _Copy:
+    """A 16-bit copy of a trained weight: some of its values, and where a slow average of the weight would be."""
+
+    def __init__(self, name: str, copy: Tensor, weight: Tensor) -> None:
+        self.name, self.format = name, _FORMATS[copy.dtype]
+        self._copy, self._weight = weakref.ref(copy), weakref.ref(weight)
+        self._stride = -(-copy.numel() // _SAMPLE) | 1  # odd: an even one may meet the same columns only
+        info = torch.finfo(copy.dtype)
+        self._eps, self._least = info.eps, info.eps * info.tiny
+        self._read(copy, weight)
+        self._slow, self.size = self._value, self._value.numel()
+        # Is it a copy at all? It then is nearer to the weight than zero is.
+        self._is_copy = (self._target - self._value).square().sum() < self._value.square().sum()
+        self._has_moved = torch.zeros_like(self._is_copy)
+
+    def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
+        """How many sampled values have moved since the last look, and how many are stuck; None for a tensor to drop."""
+        copy, weight = self._copy(), self._weight()
+        if copy is None or weight is None or copy.grad is not None or id(copy) in owned:
+            return None
+        before, side, target = self._value, self._side, self._target
+        self._read(copy, weight)
+        slow = self._slow + (1 - _DECAY**passed) * ((target + self._target) / 2 - self._slow)
+        moved = self._value != before
+        follows = self._has_moved & ~moved & (self._side == side)  # else the slow average begins again from here
+        self._slow = slow.where(follows, self._value)
+        self._has_moved = self._has_moved | moved.any()
+        unit = (self._value.abs() * self._eps).clamp(min=self._least)  # at most twice the spacing of values there
+        stuck = ((self._slow - self._value).abs() >= unit) & ((self._target - self._value).abs() >= unit)
+        return torch.stack([moved.sum(), (stuck & self._is_copy).sum()])
+
+    def _read(self, copy: Tensor, weight: Tensor) -> None:
+        self._value, self._target = self._sampled(copy), self._sampled(weight)
+        self._side = (self._target - self._value).sign()  # of the copy, on which the weight lies
+
+    def _sampled(self, x: Tensor) -> Tensor:
+        return x.detach().view(-1)[:: self._stride].to(torch.float32, copy=True)
+
+
+def _chosen(core: Core, owned: Collection[int]) -> list[_Copy]:
+    """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
+    model = core.model()
+    if model is None:
+        return []
+    trained: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+    for raw, p in model.named_parameters():
+        if id(p) in owned and _is_plain(p):
+            trained.setdefault((p.shape, p.device), []).append((clean(raw), p))
+    mine = [
+        (clean(raw), x)
+        for raw, x in itertools.chain(model.named_parameters(), model.named_buffers())
+        if x.dtype in _FORMATS and id(x) not in owned and x.grad is None and _is_plain(x)
+        if (x.shape, x.device) in trained
+    ]
+    found: list[_Copy] = []
+    for name, x in mine[:: -(-len(mine) // _FOLLOWED) or 1]:
+        likeness, weight = max(
+            ((_likeness(name, theirs), w) for theirs, w in trained[x.shape, x.device]), key=lambda pair: pair[0]
+        )
+        if any(likeness):
+            found.append(_Copy(name, x, weight))
+    return found
+
+
+def _is_plain(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta and not x.is_inference()
+    return plain and x.numel() > 0 and x.is_contiguous()
+
+
+def _likeness(name: str, weight: str) -> tuple[int, int]:
+    """How many characters the ends of both names share, and without dots, which some leave out; 0 of other kinds."""
+    if not name.endswith(weight.rpartition(".")[2]):
+        return 0, 0
+    return _shared_end(f".{name}", f".{weight}"), _shared_end(name.replace(".", ""), weight.replace(".", ""))
+
+
+def _shared_end(a: str, b: str) -> int:
+    pairs = enumerate(zip(reversed(a), reversed(b), strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _event(step: int, fact: str, names: list[str], **details: object) -> Event:
+    what = "do not move" if fact == "average stuck" else "have moved"
+    message = f"{len(names)} averages of weights in a 16-bit format {what}: {', '.join(names[:3])}"
+    return Event(step=step, kind="wiring", message=message, details={"fact": fact, "parameters": names, **details})

@@ -1,0 +1,180 @@
+"""The flight recorder: the last steps at full rate, written down when something breaks.
+
+Loss, loss scale and the number of non-finite gradient values are kept for every step, and written for every step too:
+they are a few bytes. Collections that it was asked to keep are measured at every step, and their last samples are held
+in memory until something breaks; otherwise the oldest is forgotten.
+
+It fires on a non-finite loss or gradient, a loss spike, a fall of the loss scale, an exception that leaves the training
+loop, and a signal; for one reason at most once in as many steps as it keeps.
+"""
+
+import math
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from plimsoll.runs import Event, Record, Scalars
+from plimsoll.text import number, power
+from plimsoll.watch.sampling.device_numbers import Later, ready, resolved
+from plimsoll.watch.sampling.sample import Sample, Sealed
+from plimsoll.watch.session import Core
+
+_SEND_SECONDS = 5.0  # after which numbers are handed over, however few they are
+_SEND_EVERY = 32  # steps whose numbers go to the log together, where none of them is sampled
+_SPIKE_HISTORY = 20  # steps before a loss can be called a spike
+_SPIKE_DEVIATIONS = 10.0  # median absolute deviations above the median
+_ADVICE = (
+    "plimsoll.locate(closure), with a closure that repeats this batch's forward and backward from the weights before "
+    "the step, names the operation; plimsoll.diagnosis.locate_on_trigger does so by itself"
+)
+_SPIKE_LEAST = 0.2  # and so much of the median itself
+
+
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """The numbers of one step; those that a device still computes come later."""
+
+    step: int
+    loss: float | Later | None = None
+    other_losses: Mapping[str, float | Later] = field(default_factory=dict[str, "float | Later"])
+    scale: float | Later | None = None
+    nonfinite: float | Later | None = None
+    skipped: float | Later | None = None
+
+    def ready(self) -> bool:
+        """Whether all are known without waiting."""
+        known = (self.loss, self.scale, self.nonfinite, self.skipped, *self.other_losses.values())
+        return all(ready(value) for value in known)
+
+    def values(self) -> dict[str, float]:
+        """Those that there are; waits for the device."""
+        found = {"loss": self.loss, **self.other_losses, "scale": self.scale, "nonfinite": self.nonfinite}
+        known = {name: resolved(value) for name, value in found.items()}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+class Recorder:
+    """The ring of one watch."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        steps = core.settings.recorder_steps
+        self._unsent: list[Facts] = []
+        self._guard = (
+            threading.RLock()
+        )  # a reader on another thread has them handed over, or a signal's handler on this
+        self._sent_at = time.monotonic()
+        self._unread: deque[Facts] = deque()
+        self._losses: deque[float] = deque(maxlen=steps)
+        self._last_scale: float | None = None
+        self._samples: deque[tuple[Sealed, Facts]] = deque()
+        self._fired: dict[str, int] = {}
+        send = weakref.WeakMethod(self.send_facts)
+        core.writer.before_read = lambda: method() if (method := send()) is not None else None
+
+    def end_step(self, facts: Facts, sample: Sample | None) -> None:
+        """Takes a finished step: what is due goes to the log, the rest into the ring."""
+        with self._guard:
+            self._unsent.append(facts)
+        self._unread.append(facts)
+        if sample is not None:
+            self._send_sample(sample, facts)
+        late = time.monotonic() - self._sent_at >= _SEND_SECONDS
+        if sample is not None or late or len(self._unsent) >= _SEND_EVERY:
+            self.send_facts()
+        while self._unread and self._unread[0].ready():
+            self._look_at(self._unread.popleft())
+
+    def size_bytes(self) -> int:
+        """How much memory the ring's samples hold."""
+        return sum(sealed.size_bytes for sealed, _ in self._samples)
+
+    def send_facts(self) -> None:
+        """Hands the numbers of the last steps to the log; on any thread."""
+        with self._guard:
+            unsent = list(self._unsent)
+            self._sent_at = time.monotonic()
+            if unsent:
+                kept = [name for name in ("loss", "scale", "nonfinite") if name in self.core.settings.recorder]
+                self.core.writer.submit(lambda: _scalars(unsent, kept), 300 * len(unsent), numbers=True)
+            del self._unsent[: len(unsent)]  # after it: what an interrupt leaves is sent once more
+
+    def fire(self, reason: str, message: str, step: int | None = None, **details: object) -> None:
+        """Writes what the ring holds, with the reason as an event."""
+        step = self.core.step if step is None else step
+        if step - self._fired.get(reason, -math.inf) < self.core.settings.recorder_steps:
+            return
+        self._fired[reason] = step
+        kept = [sealed.step for sealed, _ in self._samples]
+        self.core.writer.write(
+            Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": kept, **details})
+        )
+        self.send_facts()
+        while self._samples:
+            sealed, facts = self._samples.popleft()
+            self._submit(sealed, facts)
+
+    def _send_sample(self, sample: Sample, facts: Facts) -> None:
+        ring = self.core.ring_only
+        if not sample.entries:
+            sample.drop()
+            return
+        sealed = sample.sealed()
+        collections = self.core.collections
+        due, kept = sealed.split(lambda series: collections[series] in ring)
+        if due is not None:
+            self._submit(due, facts)
+        if kept is not None:
+            self._samples.append((kept, facts))
+        while len(self._samples) > self.core.settings.recorder_steps:
+            self._samples.popleft()[0].drop()
+
+    def _submit(self, sealed: Sealed, facts: Facts) -> None:
+        def produce() -> list[Record]:
+            return list(sealed.batches(resolved(facts.scale)))
+
+        self.core.writer.submit(produce, sealed.size_bytes)
+
+    def _look_at(self, facts: Facts) -> None:
+        """Fires if the step's numbers say that something broke."""
+        loss, scale = resolved(facts.loss), resolved(facts.scale)
+        nonfinite, skipped = resolved(facts.nonfinite), resolved(facts.skipped)
+        if skipped:
+            message = (
+                f"the scaler skipped the step at scale {power(scale)}" if scale is not None else "the step was skipped"
+            )
+            self.core.writer.write(Event(step=facts.step, kind="skip", message=message, details={"scale": scale}))
+        others = {name: resolved(value) for name, value in facts.other_losses.items()}
+        for name, value in {"loss": loss, **others}.items():
+            if value is not None and not math.isfinite(value):
+                self.fire("loss", f"the {name} is {value}", facts.step, loss=str(value), advice=_ADVICE)
+        if loss is not None and math.isfinite(loss):
+            self._look_for_spike(loss, facts.step)
+        if nonfinite:
+            message = f"{nonfinite:,.0f} gradient values are not finite"
+            self.fire("nonfinite", message, facts.step, count=nonfinite, advice=_ADVICE)
+        if scale is not None:
+            if self._last_scale is not None and scale < self._last_scale:
+                self.fire("scale", f"the loss scale fell from {power(self._last_scale)} to {power(scale)}", facts.step)
+            self._last_scale = scale
+
+    def _look_for_spike(self, loss: float, step: int) -> None:
+        if len(self._losses) >= min(_SPIKE_HISTORY, self._losses.maxlen or _SPIKE_HISTORY):
+            median = statistics.median(self._losses)
+            deviation = statistics.median(abs(x - median) for x in self._losses)
+            if loss - median > max(_SPIKE_DEVIATIONS * deviation, _SPIKE_LEAST * abs(median)):
+                self.fire("spike", f"the loss rose from about {number(median)} to {number(loss)}", step, loss=loss)
+        self._losses.append(loss)
+
+
+def _scalars(steps: list[Facts], kept: list[str]) -> list[Record]:
+    records: list[Record] = []
+    for facts in steps:
+        values = {name: value for name, value in facts.values().items() if name.partition(":")[0] in kept}
+        if values:
+            records.append(Scalars(step=facts.step, values=values))
+    return records

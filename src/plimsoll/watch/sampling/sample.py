@@ -1,0 +1,397 @@
+"""What one step's measurements are written into: rows of banks, and which series each row belongs to.
+
+Rows are taken one after the other from banks of `BANK_ROWS` rows, one list of banks a device. Each measurement gets a
+row of its own, so that two taps which see one tensor share the row, and a module called twice has two: what belongs to
+one series is added up when the sample is written. Where modules are called hundreds of times a step (a recurrent cell,
+an optimizer's closure) it is added up before, whenever a bank is full: rows of the same series become one, and the
+others are taken again. Banks go back to a pool and are used again.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plimsoll import kernels
+from plimsoll.kernels import row_layout
+from plimsoll.runs import Batch
+from plimsoll.watch.sampling.device_numbers import Later, resolved
+
+BANK_ROWS = 1024
+_MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.update_into` counts beside a row
+
+
+class Pool:
+    """Banks that no sample uses at present; of wide rows where a block length is given."""
+
+    def __init__(self, block: int = 0) -> None:
+        self.block, self.row_bytes = block, 8 * row_layout.width(block)
+        self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
+
+    def take(self, device: torch.device) -> Tensor:
+        """A bank on the device, whatever its contents: measuring empties each row first."""
+        try:
+            return self._free[device].pop()
+        except IndexError:
+            return kernels.new_bank(BANK_ROWS, self.block, device)
+
+    def give_back(self, banks: Sequence[Tensor]) -> None:
+        """Takes banks back; a few are kept."""
+        for bank in banks:
+            if len(self._free[bank.device]) < 8:
+                self._free[bank.device].append(bank)
+
+
+class Rows:
+    """The rows of one device, and the entries that say what they are."""
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self.device, self._pool = device, pool
+        self.banks: list[Tensor] = [pool.take(device)]
+        self.measure_one = kernels.measurer(self.banks[0])
+        self.next = 0  # row of the last bank to be taken next
+        self.index: list[int] = []
+        self.series: list[int] = []
+        self.scaled: list[int] = []  # entries whose values carry the loss scale
+        self.unless_empty: list[int] = []  # entries that are none if nothing was counted
+        self.factors: dict[int, float] = {}  # entries whose values carry another factor
+        self.moves: dict[int, Tensor] = {}  # by bank, of updates
+        self.updates: list[int] = []  # entries that are updates
+        self.extras: list[tuple[str, int, float | Later]] = []
+        self.folds = 0  # how often rows were added up: numbers of rows from before may be of others since
+        self._distinct: set[int] = set()  # series
+        self._free: list[int] = []  # rows that were added to others
+
+    @property
+    def used(self) -> int:
+        """Rows taken so far."""
+        return (len(self.banks) - 1) * BANK_ROWS + self.next
+
+    @property
+    def held(self) -> int:
+        """Rows that hold something."""
+        return self.used - len(self._free)
+
+    @property
+    def repeats(self) -> int:
+        """Entries of series that have another."""
+        return len(self.index) - len(self._distinct)
+
+    def take(self) -> tuple[Tensor, int, int]:
+        """A fresh row: its bank, its number there, and its number among all rows."""
+        if self.next == BANK_ROWS and not self._free and self.repeats >= BANK_ROWS // 2:
+            self.fold()
+        if self._free:
+            number = self._free.pop()
+            return self.banks[number // BANK_ROWS], number % BANK_ROWS, number
+        if self.next == BANK_ROWS:
+            self._grow()
+        row = self.next
+        self.next += 1
+        return self.banks[-1], row, self.used - 1
+
+    def row(self, number: int) -> Tensor:
+        """A row by its number."""
+        return self.banks[number // BANK_ROWS][number % BANK_ROWS]
+
+    def fold(self) -> bool:
+        """Adds up the rows whose entries are of the same series; whether there were any."""
+        entries: dict[int, list[int]] = defaultdict(list)
+        for entry, row in enumerate(self.index):
+            entries[row].append(entry)
+        apart = {*self.updates, *(entry for _, entry, _ in self.extras)}  # what is beside the row cannot be added up
+        scaled, empty = set(self.scaled), set(self.unless_empty)
+        first: dict[object, int] = {}
+        merged: dict[int, int] = {}  # row -> the row that it is added to
+        for row, mine in entries.items():
+            if apart.isdisjoint(mine):
+                key = frozenset(
+                    (self.series[e], e in scaled, e in empty, self.factors.get(e, 1.0)) for e in mine
+                )  # fmt: skip
+                target = first.setdefault(key, row)
+                if target != row:
+                    merged[row] = target
+        if not merged:
+            return False
+        self._add_up(merged)
+        self._forget({entry for row in merged for entry in entries[row]})
+        self._free.extend(merged)
+        self.folds += 1
+        return True
+
+    def drop(self, series: set[int]) -> None:
+        """Forgets what was measured of these series, each of which has rows of its own."""
+        dropped = {entry for entry, number in enumerate(self.series) if number in series}
+        if dropped:
+            self._free.extend({self.index[entry] for entry in dropped})
+            self._forget(dropped)
+
+    def _add_up(self, merged: dict[int, int]) -> None:
+        by_bank: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, target in merged.items():
+            by_bank[target // BANK_ROWS].append((row, target % BANK_ROWS))
+        for position, pairs in by_bank.items():
+            rows = torch.stack([self.row(row) for row, _ in pairs])
+            kernels.add_rows(self.banks[position], [target for _, target in pairs], rows)
+
+    def _forget(self, dropped: set[int]) -> None:
+        kept = [entry for entry in range(len(self.index)) if entry not in dropped]
+        number = {entry: position for position, entry in enumerate(kept)}
+        self.index, self.series = [self.index[e] for e in kept], [self.series[e] for e in kept]
+        self.scaled = [number[e] for e in self.scaled if e in number]
+        self.unless_empty = [number[e] for e in self.unless_empty if e in number]
+        self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
+        self.updates = [number[e] for e in self.updates]
+        self.extras = [(name, number[e], value) for name, e, value in self.extras]
+
+    def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
+        """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
+        done = 0
+        while done < count:
+            if self.next == BANK_ROWS:
+                self._grow()
+            taken = min(count - done, BANK_ROWS - self.next)
+            yield done, self.used, self.banks[-1], range(self.next, self.next + taken)
+            self.next += taken
+            done += taken
+
+    def adopt(self, counted: Tensor) -> int:
+        """Takes a copy of rows that were counted elsewhere; returns the number of the first."""
+        position = len(self.banks)
+        for start in range(0, len(counted), BANK_ROWS):
+            self._grow()
+            part = counted[start : start + BANK_ROWS]
+            self.banks[-1][: len(part)].copy_(part)
+        self.next = BANK_ROWS
+        return position * BANK_ROWS
+
+    def enter(
+        self, row: int, series: int, *, scaled: bool = False, factor: float = 1.0, unless_empty: bool = False
+    ) -> int:
+        """Says that a row belongs to a series; returns the entry's number."""
+        entry = len(self.index)
+        self.index.append(row)
+        self.series.append(series)
+        self._distinct.add(series)
+        if scaled:
+            self.scaled.append(entry)
+        if unless_empty:
+            self.unless_empty.append(entry)
+        if factor != 1.0:
+            self.factors[entry] = factor
+        return entry
+
+    def enter_all(self, first: int, series: Sequence[int], *, scaled: bool = False) -> None:
+        """Says that the rows from `first` on belong to these series, one each."""
+        entry = len(self.index)
+        self.index.extend(range(first, first + len(series)))
+        self.series.extend(series)
+        self._distinct.update(series)
+        if scaled:
+            self.scaled.extend(range(entry, entry + len(series)))
+
+    def moves_of_bank(self) -> Tensor:
+        """What the last bank's updates have moved, int64[rows, 3]."""
+        position = len(self.banks) - 1
+        if position not in self.moves:
+            self.moves[position] = torch.zeros((BANK_ROWS, _MOVES), dtype=torch.int64, device=self.device)
+        return self.moves[position]
+
+    def _grow(self) -> None:
+        self.banks.append(self._pool.take(self.device))
+        self.next = 0
+
+
+class Sample:
+    """The measurements of one step, on all its devices."""
+
+    def __init__(self, step: int, pool: Pool) -> None:
+        self.step = step
+        self._pool = pool
+        self._rows: dict[torch.device, Rows] = {}
+
+    def rows(self, device: torch.device) -> Rows:
+        """The rows on that device."""
+        try:
+            return self._rows[device]
+        except KeyError:
+            return self._rows.setdefault(device, Rows(device, self._pool))
+
+    @property
+    def entries(self) -> int:
+        """How many entries it has."""
+        count = 0
+        for rows in self._rows.values():  # a loop: this is asked for every tensor
+            count += len(rows.index)
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it holds."""
+        count = 0
+        for rows in self._rows.values():
+            count += rows.held
+        return count * self._pool.row_bytes
+
+    def fold(self) -> bool:
+        """Makes room: adds up what is of the same series, where there is enough of it; whether there was."""
+        worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
+        return sum(rows.fold() for rows in worth) > 0
+
+    def drop_series(self, series: set[int]) -> None:
+        """Forgets what was measured of these series."""
+        for rows in self._rows.values():
+            rows.drop(series)
+
+    def rescale(self, factor: float) -> None:
+        """Says that the scaled values so far carry one more factor."""
+        for rows in self._rows.values():
+            for entry in rows.scaled:
+                rows.factors[entry] = rows.factors.get(entry, 1.0) * factor
+
+    def sealed(self) -> "Sealed":
+        """The sample on its way to the host."""
+        return Sealed(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
+
+    def drop(self) -> None:
+        """Gives the banks back unread."""
+        for rows in self._rows.values():
+            self._pool.give_back(rows.banks)
+
+
+class _Part:
+    """One device's rows, complete, and copied or being copied to the host."""
+
+    def __init__(self, rows: Rows, pool: Pool) -> None:
+        self.rows, self._pool = rows, pool
+        self.readers = 1
+        self._host: NDArray[np.int64] | None = None
+        self._guard = threading.Lock()
+        self._copies: list[Later] | None = None
+        self._moves = {position: Later(moves) for position, moves in rows.moves.items()}
+        if rows.device.type != "cpu":
+            self._copies = [Later(bank) for bank in rows.banks[:-1]] + [Later(rows.banks[-1][: rows.next])]
+            pool.give_back(rows.banks)  # what the device does with them later comes after the copy
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory its rows take."""
+        return self.rows.used * self._pool.row_bytes
+
+    def host_rows(self) -> NDArray[np.int64]:
+        """All rows, the caller's own."""
+        with self._guard:
+            self.readers -= 1
+            host = self._read() if self._host is None else self._host
+            self._host = host if self.readers else None
+            return host.copy() if self.readers else host
+
+    def drop(self) -> None:
+        """One reader less."""
+        with self._guard:
+            self.readers -= 1
+            if not self.readers and self._host is None and self._copies is None:
+                self._pool.give_back(self.rows.banks)
+
+    def _read(self) -> NDArray[np.int64]:
+        if self._copies is not None:
+            return np.concatenate([copy.tensor().numpy() for copy in self._copies])
+        banks, last = self.rows.banks, self.rows.next
+        parts = [bank.numpy() for bank in banks[:-1]] + [banks[-1].numpy()[:last]]
+        host: NDArray[np.int64] = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+        self._pool.give_back(banks)
+        return host
+
+    def blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Of each entry the block length that its row was measured with, 0 for none."""
+        if not self._pool.block:
+            return None
+        measured = rows[np.array(self.rows.index, np.int64), row_layout.BLOCKS] > 0  # a row is emptied whole before
+        return np.where(measured, self._pool.block, 0)
+
+    def scales(self, loss_scale: float | None) -> NDArray[np.float64] | None:
+        """The factor that each entry's values carry."""
+        if not self.rows.scaled and not self.rows.factors:
+            return None
+        scales = np.ones(len(self.rows.index))
+        if loss_scale:
+            scales[self.rows.scaled] = loss_scale
+        for entry, factor in self.rows.factors.items():
+            scales[entry] *= factor
+        return scales
+
+    def extras(self) -> dict[str, NDArray[np.float64]]:
+        """What entries carry beside their spectrum."""
+        found: dict[str, NDArray[np.float64]] = {}
+
+        def column(name: str) -> NDArray[np.float64]:
+            return found.setdefault(name, np.full(len(self.rows.index), np.nan))
+
+        host = {position: moves.tensor().numpy() for position, moves in self._moves.items()}
+        for entry in self.rows.updates:
+            position, row = divmod(self.rows.index[entry], BANK_ROWS)
+            words = host[position][row]
+            column("pushed")[entry], column("unmoved")[entry] = words[0], words[1]
+            column("weight_norm")[entry] = np.sqrt(words[2:3].view(np.float64)[0])
+        for name, entry, value in self.rows.extras:
+            number = resolved(value)
+            assert number is not None
+            column(name)[entry] = number
+        return found
+
+
+class Sealed:
+    """A complete sample, or the part of it that is of some series; read once, on the background thread."""
+
+    def __init__(self, step: int, parts: list[_Part], takes: Callable[[int], bool] | None = None) -> None:
+        self.step, self._parts, self._takes = step, parts, takes
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it holds."""
+        return sum(part.size_bytes for part in self._parts)
+
+    def split(self, chooses: Callable[[int], bool]) -> "tuple[Sealed | None, Sealed | None]":
+        """The entries whose series is not chosen, and those whose series is; None for none."""
+        chosen = {series for part in self._parts for series in part.rows.series if chooses(series)}
+        all_series = {series for part in self._parts for series in part.rows.series}
+        if not chosen:
+            return self, None
+        if chosen == all_series:
+            return None, self
+        for part in self._parts:
+            part.readers += 1
+        others = Sealed(self.step, self._parts, lambda series: series not in chosen)
+        return others, Sealed(self.step, self._parts, lambda series: series in chosen)
+
+    def drop(self) -> None:
+        """Forgets it unread."""
+        for part in self._parts:
+            part.drop()
+
+    def batches(self, loss_scale: float | None) -> list[Batch]:
+        """The sample as the run log takes it."""
+        last = len(self._parts) - 1
+        return [self._batch(part, loss_scale, position == last) for position, part in enumerate(self._parts)]
+
+    def _batch(self, part: _Part, loss_scale: float | None, last: bool) -> Batch:
+        index, series = np.array(part.rows.index, np.int64), np.array(part.rows.series, np.int64)
+        scales, extras, rows = part.scales(loss_scale), part.extras(), part.host_rows()
+        blocks, kept = part.blocks(rows), np.ones(len(index), bool)
+        if self._takes is not None:
+            kept[:] = [self._takes(number) for number in part.rows.series]
+        if part.rows.unless_empty:
+            kept[part.rows.unless_empty] &= rows[index[part.rows.unless_empty], row_layout.COUNT] > 0
+        if not kept.all():
+            index, series = index[kept], series[kept]
+            scales = None if scales is None else scales[kept]
+            extras = {name: values[kept] for name, values in extras.items()}
+            blocks = None if blocks is None else blocks[kept]
+        return Batch(
+            step=self.step, rows=rows, index=index, series=series, scales=scales, extras=extras,
+            blocks=blocks, last=last,
+        )  # fmt: skip

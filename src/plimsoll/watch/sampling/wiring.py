@@ -1,0 +1,490 @@
+"""Facts on how a training is wired: which parameters are trained, and what happens to gradients between steps.
+
+What goes wrong here leaves the numbers finite and plausible, so it is recorded as facts and not guessed from spectra:
+
+- an optimizer that never steps, that steps without gradients, or whose rate is 0, NaN or Inf;
+- parameters that require gradients and are in no optimizer, or in one and never get a gradient;
+- gradients that are added to those of the step before, because nothing has set them to zero;
+- gradients of a scaled loss that reach the optimizer as the backward left them;
+- an epsilon of Adam that is zero in the FP16 of its second moments;
+- weight decay that is less than half a unit in the last place of 16-bit weights;
+- averages of weights that rounding keeps where they are (`averages`).
+
+Gradients are followed by identity and version: torch raises a tensor's version with every change in place. Only a few
+parameters of each optimizer are followed, and nothing here waits for a device. Each fact is one event of kind "wiring".
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.runs import Event, Record
+from plimsoll.watch.hooks.compiled_taps import is_capturing
+from plimsoll.watch.names import clean
+from plimsoll.watch.sampling.averages import Averages
+from plimsoll.watch.sampling.device_numbers import Later, number, resolved
+from plimsoll.watch.sampling.optimizer_tensors import innermost, parameters_of
+from plimsoll.watch.sampling.update_kind import OWN, kind_of
+from plimsoll.watch.session import Core, contained
+
+_JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
+_PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named
+_FEWEST = 3  # backwards or steps by which a watch that closes may be judged
+_REPEATS = 3  # steps on end in which gradients were carried over, or not unscaled
+_FOLLOWED = 3  # parameters of each optimizer
+_ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
+_FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
+_HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # less than this of a weight is lost at any weight
+
+
+class _Followed:
+    """A parameter's gradient, from one step of its optimizer to the next."""
+
+    __slots__ = (
+        "after_backward",
+        "after_step",
+        "before",
+        "before_backward",
+        "carried",
+        "kept",
+        "left",
+        "param",
+        "size",
+    )
+
+    def __init__(self, p: Tensor) -> None:
+        self.param = weakref.ref(p)
+        self.kept: weakref.ref[Tensor] | None = None  # the gradient that the last step has left
+        self.after_step = self.before_backward = self.after_backward = -1  # versions
+        self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
+        self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
+        self.carried = False  # the last backward was added to it
+        self.size: float | Later | None = None  # its largest magnitude before that
+
+    def gradient(self) -> Tensor | None:
+        """The gradient as it is now; None for one that has no versions."""
+        p = self.param()
+        g = None if p is None else p.grad
+        return g if g is not None and g.layout == torch.strided and not g.is_inference() else None
+
+    def step_ends(self) -> None:
+        g = self.gradient()
+        self.kept = None if g is None else weakref.ref(g)
+        self.after_step = -1 if g is None else g._version  # noqa: SLF001  (public in all but name)
+        self.carried = False
+
+    def backward_begins(self, measure: bool) -> None:
+        g = self.gradient()
+        self.before = None if g is None else weakref.ref(g)
+        self.before_backward = -1 if g is None else g._version  # noqa: SLF001
+        same = g is not None and self.kept is not None and self.kept() is g
+        if g is None or not same or self.before_backward != self.after_step:  # set to None or zero, or changed
+            self.kept, self.carried = None, False
+        elif measure and not self.carried:
+            # `.data.zero_()` leaves no other trace: the value itself is asked for, and read when it is there.
+            plain = g.detach()
+            self.size = number(plain.abs().amax()) if plain.numel() and not hasattr(plain, "placements") else 0.0
+
+    def backward_ends(self) -> bool:
+        """Notes what the backward has done; whether it reached the parameter."""
+        g = self.gradient()
+        self.after_backward = -1 if g is None else g._version  # noqa: SLF001
+        if g is None:
+            return False
+        reached = self.after_backward != self.before_backward or self.before is None or self.before() is not g
+        if reached and self.kept is not None and self.kept() is g:
+            self.carried, self.after_step = True, self.after_backward
+        self.left = weakref.ref(g)
+        return reached
+
+    def is_as_backward_left_it(self) -> bool:
+        g = self.gradient()
+        left = None if self.left is None else self.left()
+        return g is not None and g is left and g._version == self.after_backward  # noqa: SLF001
+
+
+class _Optimizer:
+    """What is known of one optimizer that has parameters of the model."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.name = type(optimizer).__name__
+        self.size = 0  # so many in its groups
+        own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        places = sorted({0, len(own) // 2, len(own) - 1}) if own else []
+        self.followed = [_Followed(own[place]) for place in places[:_FOLLOWED]]
+        self.steps = 0
+        self.empty = self.carried = self.scaled = 0  # steps on end
+        self.had_gradients = False
+        self.from_scaled = False  # the backward of a scaled loss has reached the parameters since the last step
+        self.was_scaled = False  # and they were stepped on as it left them
+        self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
+
+
+class Wiring:
+    """Listener of the training's events (`_seams.Listener`) that records how it is wired."""
+
+    def __init__(self, core: Core, optimizers: Iterable[Any]) -> None:
+        self.core = core
+        self._known: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
+        self._foreign: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often looked at
+        self._graded: set[int] = set()  # parameters that have had a gradient
+        self._unowned: dict[int, str] = {}  # those that were said to be in no optimizer
+        self._ungraded: dict[int, str] = {}  # and those to have no gradient
+        self._backwards = 0
+        self._since_step = 0  # backwards since any optimizer has stepped
+        self._steps = 0  # the most of any optimizer, which may be gone when the watch closes
+        self._scaler: weakref.ref[Any] | None = None
+        self._scaled: weakref.ref[Tensor] | None = None  # the loss that was scaled last
+        self._of_scaled = False  # the backward that runs is its
+        self._judged = False
+        self._said: set[str] = set()
+        self._averages = Averages(core)
+        given = list(optimizers)
+        if given and not [o for o in given if self._meet(o) is not None]:
+            names = ", ".join(type(optimizer).__name__ for optimizer in given)
+            message = f"no parameter of {names} is one of the model's"
+            self._say("foreign optimizer", message, optimizer=names)
+        core.at_close.append(self._close)
+
+    # -- the training
+
+    @contained
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward begins."""
+        if self._idle():
+            return
+        self._backwards += 1
+        self._since_step += 1
+        loss = None if self._scaled is None else self._scaled()
+        self._of_scaled = loss is not None and tensors is loss
+        for known in list(self._known.values()):
+            if known.was_scaled:  # no scaler's step has come for it
+                known.was_scaled = False
+                known.scaled += 1
+                if known.scaled == _REPEATS:
+                    self._say_unscaled(known)
+            for followed in known.followed:
+                followed.backward_begins(known.carried >= _REPEATS - 1 and "carried over" not in self._said)
+        if self._since_step == _PATIENCE and not self._steps:
+            self._say_no_step()
+
+    @contained
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        if not self._idle():
+            for known in self._known.values():
+                reached = [followed.backward_ends() for followed in known.followed]
+                known.from_scaled |= self._of_scaled and any(reached)
+
+    @contained
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer's step is called."""
+        if self._idle():
+            return
+        known = self._meet(optimizer)
+        if known is None:
+            return
+        if not self._judged or (self._ungraded and self.core.sample is not None):
+            self._look_for_gradients()
+        known.had_gradients = _has_gradients(optimizer)
+        known.was_scaled = known.from_scaled and getattr(optimizer, "grad_scale", None) is None
+        known.was_scaled &= all(followed.is_as_backward_left_it() for followed in known.followed)
+        known.from_scaled = False
+        if not known.was_scaled:
+            known.scaled = 0
+        carried = [followed for followed in known.followed if followed.carried]
+        known.carried = known.carried + 1 if known.followed and len(carried) == len(known.followed) else 0
+        if known.carried == _REPEATS:
+            self._say_carried(known, carried)
+        self._look_at_groups(optimizer, known)
+
+    @contained
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step has returned."""
+        known = self._known.get(optimizer)
+        if known is None or self._idle():
+            return
+        known.steps += 1
+        if known.steps == 1:
+            self._look_at_epsilon(optimizer, known)
+        if known.steps > self._steps:
+            self._steps = known.steps
+            self._averages.step_ends(self._steps, self._owned)
+        has = known.had_gradients or _has_gradients(optimizer)  # a closure makes them inside the step
+        known.empty = 0 if has or not self._since_step else known.empty + 1
+        self._since_step = 0
+        if known.empty == _REPEATS:
+            self._say(
+                "no gradients",
+                f"{known.name} steps, and none of its parameters has a gradient: they are set to None or zero between "
+                "the backward and the step, or the loss does not depend on them.",
+                key=f"no gradients: {known.name}",
+                optimizer=known.name,
+            )
+        for followed in known.followed:
+            followed.step_ends()
+        if known.steps == _JUDGED_STEPS and not self._judged:
+            self._judge(warn=True)
+        if known.steps == _PATIENCE:
+            self._say_no_step()
+
+    @contained
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
+        """A scaler has scaled a loss."""
+        enabled = getattr(scaler, "is_enabled", None)
+        if not callable(enabled) or enabled():
+            self._scaler = weakref.ref(scaler)
+            self._scaled = weakref.ref(scaled) if isinstance(scaled, Tensor) else None
+
+    @contained
+    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler's step has returned."""
+        known = self._known.get(innermost(optimizer))
+        if known is not None:
+            known.was_scaled, known.scaled = False, 0
+            known.steps += not known.steps  # a step that a scaler skips is one
+            self._steps = max(self._steps, known.steps)
+
+    def graph_replays(self) -> None:
+        """A CUDA graph runs again."""
+
+    def scaler_update_begins(self, scaler: Any) -> None:
+        """A scaler is about to change its scale."""
+
+    def scaler_update_ends(self, scaler: Any) -> None:
+        """A scaler has changed its scale."""
+
+    def gradients_divided(self, stage: Any, microbatches: int) -> None:
+        """A pipeline is about to divide the weights' gradients."""
+
+    def trial(self, stage: Any, begins: bool) -> None:
+        """A pipeline's stage runs on made-up values."""
+
+    def process_ends(self, reason: str, message: str, seconds: float) -> None:
+        """The process is about to end."""
+
+    # -- what is said
+
+    def _judge(self, *, warn: bool) -> None:
+        """Names the parameters that are not trained."""
+        self._judged = True
+        model = self.core.model()
+        if model is None or not self._known:
+            return
+        owned = self._owned()
+        trained = {id(p): clean(name) for name, p in model.named_parameters() if p.requires_grad}
+        self._unowned = {key: name for key, name in trained.items() if key not in owned and key in self._graded}
+        self._ungraded = {key: name for key, name in trained.items() if key in owned and key not in self._graded}
+        who = ", ".join(dict.fromkeys(known.name for known in self._known.values()))
+        if self._unowned:
+            names = list(self._unowned.values())
+            self._say(
+                "in no optimizer",
+                f"{len(names)} parameters get gradients and are in no optimizer that has stepped ({_listed(names)}): "
+                "they do not change. Give them to an optimizer, or set requires_grad to False.",
+                warn=warn,
+                parameters=names,
+                optimizers=who,
+            )
+        if self._ungraded:
+            names = list(self._ungraded.values())
+            message = f"{len(names)} parameters of {who} have had no gradient so far ({_listed(names)})"
+            self._say("without gradient", message, parameters=names, of=len(trained), optimizers=who)
+
+    def _look_for_gradients(self) -> None:
+        """Notes the parameters that have a gradient for the first time."""
+        model = self.core.model()
+        found = [] if model is None else [id(p) for p in model.parameters() if p.grad is not None]
+        late = [self._ungraded.pop(key) for key in found if key in self._ungraded]
+        if late:
+            self.core.say("wiring", f"gradients have come to {_listed(late)}", fact="gradient came", parameters=late)
+        self._graded.update(found)
+
+    def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
+        """Says when a group's rate becomes 0, NaN or Inf, or its weight decay is lost, and when that is over."""
+        now = [(_rate_of(group), _decay_of(group, optimizer)) for group in optimizer.param_groups]
+        before, known.groups = known.groups, now
+        if now == before or (not before and not any(rate or decay for rate, decay in now)):
+            return
+        names = self._names()
+        groups = [
+            {"rate": rate, "decay": decay, "parameters": [n for p in group["params"] if (n := names.get(id(p)))]}
+            for (rate, decay), group in zip(now, optimizer.param_groups, strict=True)
+            if rate or decay
+        ]
+        told = ", ".join(sorted({f"rate {rate}" for rate, _ in now if rate}))
+        told += (", " if told else "") + ("decay lost to rounding" if any(decay for _, decay in now) else "")
+        self.core.say(
+            "wiring",
+            f"{known.name}: {told or 'as usual'}",
+            fact="groups",
+            optimizer=known.name,
+            groups=groups,
+            of=len(now),
+        )
+
+    def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
+        """Says where Adam's epsilon is zero in the format of its second moments, to which it is added."""
+        names, lost, least = self._names(), list[str](), math.inf
+        for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
+            epsilon = group.get("eps")
+            if not isinstance(epsilon, int | float):
+                continue
+            for p in group["params"]:
+                state: Mapping[str, object] = optimizer.state.get(p, {})
+                moments = [state.get(key) for key in _ROOTED]
+                held = [x for x in moments if isinstance(x, Tensor) and x.dtype == torch.float16]
+                if held and epsilon <= _FP16_ZERO and id(p) in names:
+                    lost.append(names[id(p)])
+                    least = min(least, float(epsilon))
+        if lost:
+            self._say(
+                "epsilon lost",
+                f"{known.name} keeps second moments in FP16, where its epsilon of {least:g} is zero: it divides by "
+                "zero where a second moment is zero.",
+                key=f"epsilon lost: {known.name}",
+                optimizer=known.name,
+                epsilon=least,
+                parameters=lost,
+            )
+
+    def _say_no_step(self) -> None:
+        never, some = [known.name for known in self._known.values() if not known.steps], self._steps > 0
+        if never or not some:
+            who = ", ".join(never) or "no optimizer with the model's parameters"
+            self._say(
+                "never stepped",
+                f"{who}: not a step in {self._backwards:,} backward passes"
+                + (", in which others stepped." if some else ", so the weights do not change."),
+                optimizer=who,
+                backwards=self._backwards,
+                others=some,
+                nonfinite=not some and self._gradients_are_broken(),
+            )
+
+    def _gradients_are_broken(self) -> bool:
+        """Whether a gradient holds NaN or Inf, for which a script may skip its steps; waits for the device, once."""
+        model = self.core.model()
+        found = [] if model is None else [p.grad.detach() for p in model.parameters() if p.grad is not None]
+        return any(not bool(torch.isfinite(g).all()) for g in found if g.layout == torch.strided and not g.is_meta)
+
+    def _say_carried(self, known: _Optimizer, carried: list[_Followed]) -> None:
+        sizes = [followed.size for followed in carried if followed.size is not None]
+        message = (
+            f"gradients of {known.name} are added to those of the step before: nothing sets them to zero. Call "
+            "optimizer.zero_grad() once a step."
+        )
+        self._later("carried over", message, lambda: any((resolved(size) or 0.0) > 0 for size in sizes), known)
+
+    def _say_unscaled(self, known: _Optimizer) -> None:
+        scaler = None if self._scaler is None else self._scaler()
+        scale = getattr(scaler, "_scale", None)
+        value = number(scale.detach()) if isinstance(scale, Tensor) else None
+        message = (
+            f"{known.name} is given the gradients of a scaled loss as they are: call scaler.step(optimizer) in "
+            "place of optimizer.step(), or scaler.unscale_(optimizer) before it."
+        )
+        self._later("not unscaled", message, lambda: value is None or resolved(value) != 1.0, known)
+
+    def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
+        """Says it on the background thread, once what it depends on is known there."""
+        if fact in self._said:
+            return
+        self._said.add(fact)
+        step, who = self.core.step, known.name
+
+        def produce() -> list[Record]:
+            event = Event(step=step, kind="wiring", message=message, details={"fact": fact, "optimizer": who})
+            return [event] if holds() else []
+
+        self.core.writer.submit(produce, 200)
+
+    def _say(self, fact: str, message: str, *, warn: bool = False, key: str = "", **details: object) -> None:
+        """Says it, once of a key; the key is the fact itself where none is given."""
+        if (key or fact) not in self._said:
+            self._said.add(key or fact)
+            self.core.say("wiring", message, once=None, warn=warn, fact=fact, **details)
+
+    @contained
+    def _close(self) -> None:
+        """The watch closes: what was to be judged later is judged by what there is."""
+        if self._backwards < _FEWEST:
+            return
+        if self._steps >= _FEWEST and not self._judged:
+            self._judge(warn=False)
+        if not self._steps or self._steps >= _JUDGED_STEPS:
+            self._say_no_step()
+        self._averages.look(self._steps, self._owned())
+
+    # -- what there is
+
+    def _idle(self) -> bool:
+        core = self.core
+        return not core.open or core.muted or core.is_elsewhere() or Core.repeating or is_capturing()
+
+    def _meet(self, optimizer: Any) -> _Optimizer | None:
+        """What is known of the optimizer; None for one that has none of the model's parameters."""
+        known = self._known.get(optimizer)
+        if known is None and self._foreign.get(optimizer, 0) >= _REPEATS:
+            return None
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known is not None and known.size == size:
+            return known
+        model = self.core.model()
+        mine = {id(p) for p in model.parameters()} if model is not None else set[int]()
+        params = [p for p in parameters_of(optimizer) if id(p) in mine]
+        if not params:
+            self._foreign[optimizer] = self._foreign.get(optimizer, 0) + 1
+            return None
+        if known is None:
+            known = self._known[optimizer] = _Optimizer(optimizer)
+        known.size = size
+        late = [self._unowned.pop(id(p)) for p in params if id(p) in self._unowned]
+        if late:
+            self.core.say("wiring", f"{known.name} has taken {_listed(late)}", fact="joined", parameters=late)
+        return known
+
+    def _owned(self) -> set[int]:
+        """The parameters of all optimizers, by identity."""
+        return {id(p) for optimizer in list(self._known) for p in parameters_of(optimizer)}
+
+    def _names(self) -> Mapping[int, str]:
+        model = self.core.model()
+        return {} if model is None else {id(p): clean(name) for name, p in model.named_parameters()}
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _rate_of(group: Mapping[str, Any]) -> str:
+    """What is wrong with the group's rate; "" for nothing, or where it lies on a device that would be waited for."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
+    if not isinstance(rate, int | float):
+        return ""
+    if math.isnan(rate):
+        return "nan"
+    return "zero" if rate == 0 else "" if math.isfinite(rate) else "inf"
+
+
+def _decay_of(group: Mapping[str, Any], optimizer: Any) -> float:
+    """The share of a weight that decoupled decay takes off in a step, where its 16 bits show none of it; else 0."""
+    rate, decay = group.get("lr"), group.get("weight_decay")
+    if not isinstance(rate, float) or not isinstance(decay, int | float) or kind_of(optimizer) != OWN:
+        return 0.0
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    params: list[Tensor] = group["params"]
+    if not decoupled or not params or not 0 < rate * decay < math.inf:
+        return 0.0
+    bound = _HALF_ULP.get(params[0].dtype)
+    return 2.0 ** round(math.log2(rate * decay)) if bound is not None and rate * decay < bound else 0.0
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,261 @@
+"""The hub of one watch: what is due, where measurements go, and what happens when something in it fails.
+
+Taps, parameter readers, the step boundary and the recorder all hold the core; the core holds the model weakly. Nothing
+here raises into training: `contained` turns any failure into one warning and an event.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll import kernels
+from plimsoll.errors import PlimsollError
+from plimsoll.formats import get_element
+from plimsoll.runs import Event, RunWriter, Scalars
+from plimsoll.runs.user_messages import say
+from plimsoll.spectrum.plain_tensors import plain
+from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.ranks.ranks import Ranks
+from plimsoll.watch.sampling.sample import Pool, Rows, Sample
+from plimsoll.watch.settings import COLLECTIONS, Settings
+
+if TYPE_CHECKING:
+    from plimsoll.watch.shadow.shadow_step import Shadow
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_FORWARD = ("activations", "activation_gradients")
+
+
+class Due:
+    """Which collections the present step asks for. Compiled code guards on these, so each is a plain bool."""
+
+    def __init__(self) -> None:
+        self.weights = self.gradients = self.optimizer = self.updates = False
+        self.activations = self.activation_gradients = False
+        self.forward = False  # either of the two above: what a tap asks first
+        self.traced = False  # taps keep references to what they do not measure (`origin`)
+
+
+class Core:
+    """The state of one watch."""
+
+    repeating: ClassVar[bool] = False  # a shadow step's repetition runs, of whichever watch: nothing of it is recorded
+
+    def __init__(self, model: nn.Module, name: str, settings: Settings, writer: RunWriter, ranks: Ranks) -> None:
+        self.model = weakref.ref(model)
+        self.name, self.settings, self.writer, self.ranks = name, settings, writer, ranks
+        self.step = 0
+        self.due = Due()
+        self.on_request = 0  # so many further steps are sampled whole
+        self.open = True
+        self.pool = Pool(settings.block)
+        self.sample: Sample | None = None
+        self.ring_only: frozenset[str] = frozenset()  # collections that this step has for the recorder alone
+        self.muted = False
+        self._held: dict[str, bool] = {}  # what was due when muted
+        self.live = False  # inside a training forward of the root
+        self.left = False  # in a child of the process that watches
+        self.elsewhere: set[int] = set()  # threads whose last backward was another model's
+        self.shadow: Shadow | None = None
+        self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
+        self.collections: list[str] = []  # by series number
+        self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}
+        self._said: set[str] = set()
+        _cores.add(self)
+
+    def is_elsewhere(self) -> bool:
+        """Whether the backward of this thread is another model's, while a thread of its own may train this one.
+
+        Then nothing may read gradients: they are written without Python's lock, and who reads one then may crash.
+        """
+        return threading.get_ident() in self.elsewhere
+
+    def plan(self, step: int, number: int | None = None) -> None:
+        """Sets what is due at the step; `number` is what the intervals count, where that is not the step."""
+        wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
+        wanted &= self.settings.intervals.keys()
+        kept = frozenset(self.settings.recorded) - wanted
+        for name in COLLECTIONS:
+            setattr(self.due, name, self.open and (name in wanted or name in kept))
+        self.due.forward = self.due.activations or self.due.activation_gradients
+        self.ring_only = kept
+        if any(getattr(self.due, name) for name in COLLECTIONS):
+            self.sample = Sample(step, self.pool)
+        else:
+            self.sample = None
+
+    def take(self, collection: str) -> None:
+        """Makes one more collection due in the present step."""
+        if not self.open or self.muted:
+            return
+        setattr(self.due, collection, True)
+        self.ring_only -= {collection}
+        if self.sample is None:
+            self.sample = Sample(self.step, self.pool)
+
+    def plan_forward(self, step: int, number: int | None = None) -> None:
+        """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
+        for name in _FORWARD:
+            scheduled = self.on_request > 1 or self.settings.due(name, step, number)
+            asked = (scheduled and name in self.settings.intervals) or name in self.settings.recorded
+            setattr(self.due, name, self.open and asked)
+        self.due.forward = self.due.activations or self.due.activation_gradients
+
+    def mute(self, muted: bool) -> None:
+        """Lets a forward and its backward pass unseen, or ends that."""
+        if muted:
+            self._held = {name: flag for name, flag in vars(self.due).items() if flag}
+        for name in self._held:
+            setattr(self.due, name, self.open and not muted)
+        self.muted = muted
+
+    def shut(self) -> None:
+        """Nothing is due any more."""
+        self.open, self.sample = False, None
+        for name in (*COLLECTIONS, "forward"):
+            setattr(self.due, name, False)
+
+    def leave(self) -> None:
+        """In a forked child: nothing is measured, recorded or told any more, since the run is the parent's.
+
+        Torch's threads do not outlive a fork, so that measuring could wait for ever.
+        """
+        self.shut()
+        self.left = self.muted = True
+        self.due.traced = self.live = False
+        self.at_close.clear()
+
+    def series_of(self, collection: str, name: str, x: Tensor, dtype: torch.dtype | None = None) -> int:
+        """The number of a series; `dtype` is a narrower one that the values came through."""
+        sharded = type(x) not in _PLAIN and hasattr(x, "placements")
+        key = (collection, name, dtype or x.dtype, sharded)
+        known = self._series.get(key)
+        if known is not None:
+            return known
+        shared = sharded or self.ranks.shared(collection)
+        number = self.writer.series(collection, name, format=get_element(key[2], "watch").name, shared=shared)
+        while len(self.collections) <= number:
+            self.collections.append("")
+        self.collections[number] = collection
+        self._series[key] = number
+        return number
+
+    def series_in(self, collections: Collection[str]) -> set[int]:
+        """The numbers of all series of these collections."""
+        return {number for number, name in enumerate(self.collections) if name in collections}
+
+    def readable(self, x: Tensor, what: str, name: str = "") -> Tensor | None:
+        """The plain tensor to be measured; None, said once, where there is none to read. Not detached.
+
+        What it is called is in two parts, which are put together when something is said.
+        """
+        if type(x) in _PLAIN and x.layout == torch.strided and not x.is_meta and not x.is_neg():
+            return x
+        try:
+            return plain(x, "")
+        except PlimsollError as error:
+            what = f"{what} {name}".strip()
+            self.say("not measured", f"{what}: {error}", once=what)
+            return None
+
+    def measure(self, x: Tensor) -> tuple[Rows, int]:
+        """Measures a plain tensor into a fresh row of the sample; returns the rows and the row's number."""
+        assert self.sample is not None
+        rows = self.sample.rows(x.device)
+        bank, row, number = rows.take()
+        if self.settings.block:  # what is measured one by one is activations and gradients
+            kernels.measure_into([x], bank, [row], accumulate=False, block=self.settings.block)
+        else:
+            rows.measure_one(x, bank, row)
+        return rows, number
+
+    def has_room(self, tensors: int = 1, size_bytes: int = 0) -> bool:
+        """Whether the sample may take so many more tensors and bytes; said once when not."""
+        sample = self.sample
+        if sample is None:
+            return False
+        many, much = sample.entries + tensors, sample.size_bytes + size_bytes
+        if many <= self.settings.max_tensors and much <= self.settings.max_bytes:
+            return True
+        if sample.fold():
+            return self.has_room(tensors, size_bytes)
+        self.say(
+            "capped",
+            f"a sample of {many:,} tensors or {much / 2**20:,.0f} MB is more than max_tensors="
+            f"{self.settings.max_tensors:,} or max_bytes={self.settings.max_bytes:,} allow: the rest is left out. "
+            "Raise them, or watch less with include= and collect=.",
+            once="capped",
+            warn=True,
+        )
+        return False
+
+    def say(self, kind: str, message: str, *, once: str | None = None, warn: bool = False, **details: object) -> None:
+        """Records an event; with `once`, one of that key only."""
+        if once is not None:
+            if once in self._said:
+                return
+            self._said.add(once)
+        self.writer.write(Event(step=self.step, kind=kind, message=message, details=details))
+        if warn:
+            say(f"plimsoll: {message}")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records numbers of a step."""
+        self.writer.write(Scalars(step=step, values=values))
+
+    def failed(self, where: str, error: Exception) -> None:
+        """Contains a failure of the watch itself: training goes on."""
+        message = f"{where} failed and was left out ({type(error).__name__}: {error})"
+        self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
+
+
+_cores: "weakref.WeakSet[Core]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    Core.repeating = False
+    for core in list(_cores):
+        core.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def nothing_recorded() -> Generator[None]:
+    """Inside, no watch of this process records anything."""
+    found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
+    cores = [core for core in found.values() if isinstance(core, Core) and not core.muted]  # each has several listeners
+    before, Core.repeating = Core.repeating, True
+    for core in cores:
+        core.mute(True)
+    try:
+        yield
+    finally:
+        Core.repeating = before
+        for core in cores:
+            core.mute(False)
+
+
+def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
+    """Makes a method of something that has a `core` harmless: what it raises is said once, and swallowed."""
+
+    @functools.wraps(method)
+    def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
+            self.core.failed(method.__qualname__.removeprefix("_"), error)
+            return None
+
+    return harmless

@@ -1,0 +1,110 @@
+"""What a shadow step keeps of a forward: enough to repeat it, and where its tensors and their gradients are zero."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.watch.shadow.fp32_replay import as_it_was, autocast_of, borrowed, buffers_of, fresh_inputs, tensors_of
+from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
+
+
+class Seen:
+    """A tensor of the real step: which of its values are zero, and of its gradient's, until they have been compared."""
+
+    __slots__ = ("gradient_series", "gradient_zeros", "names", "noted", "ref", "series", "version", "zeros")
+
+    def __init__(self, x: Tensor) -> None:
+        self.ref, self.version = weakref.ref(x), _version(x)
+        self.noted = False
+        self.zeros: Tensor | None = None
+        self.series: list[int] = []
+        self.names: list[str] = []
+        self.gradient_zeros: Tensor | None = None
+        self.gradient_series: list[int] = []
+
+
+class Call:
+    """One forward of the root."""
+
+    def __init__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs = (args, kwargs)
+        self.devices = {x.device for x in (*root.parameters(), *tensors_of(self.inputs))}
+        self.random, self.buffers = RandomState(self.devices), buffers_of(root)
+        self.autocast = autocast_of(self.devices)
+        self.training = [module.training for module in root.modules()]
+        self.ended = False
+        self.seen: dict[tuple[str, int], Seen] = {}
+        self.gradients: dict[int, Tensor] = {}  # by the output's place
+        self._versions = [(x, _version(x)) for x in tensors_of(self.inputs)]
+        self._weights = [(weakref.ref(p), _version(p)) for p in root.parameters()]
+        self._times: Counter[str] = Counter()
+        self._latest: dict[int, Seen] = {}
+        self._handles: list[Any] = []
+
+    def sight(self, name: str, x: Tensor) -> Seen:
+        """The record of a tensor that a tap sees under this name; the same one where it was seen already."""
+        key = (name, self._times[name])
+        self._times[name] += 1
+        known = self._latest.get(id(x))
+        if known is None or known.ref() is not x or known.version != _version(x):
+            known = self._latest[id(x)] = self.seen[key] = Seen(x)
+        return known
+
+    def hook(self, x: Tensor, hear: Callable[[Tensor], None]) -> None:
+        """Has the tensor's gradient told."""
+        handle = cast("Any", x).register_hook(hear)
+        if x.is_leaf:  # a leaf outlives the step, and would keep the hook
+            self._handles.append(handle)
+
+    def release(self) -> None:
+        """Removes what would stay."""
+        for handle in self._handles:
+            handle.remove()
+
+    def spoiled(self, root: nn.Module | None) -> str | None:
+        """Why this forward can no longer be repeated; None where it can."""
+        if root is None:
+            return "the model is gone"
+        if any(_version(x) != version for x, version in self._versions):
+            return "an input of the model was changed in place, in its forward or after it"
+        if any((p := ref()) is None or _version(p) != version for ref, version in self._weights):
+            return "weights changed before the backward had ended (in the forward, or by an optimizer in the backward)"
+        if self.training != [module.training for module in root.modules()]:
+            return "the model went from training to evaluation, or back, before the backward had ended"
+        return None
+
+    def listen(self, root: nn.Module) -> Dropouts:
+        """Runs the forward as it was, and notes what its dropouts draw from."""
+        dropouts = Dropouts()
+        with as_it_was(self.autocast), borrowed(root, {}, self.buffers), dropouts:
+            self.random.restore()
+            args, kwargs = fresh_inputs(self.inputs, wide=False)
+            root(*args, **kwargs)
+        return dropouts
+
+    def send_back(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+        """Gives the leaves that are wanted their gradients, from the real ones that arrived at the outputs.
+
+        By the engine itself: inside `torch.autograd.backward` a checkpoint's recomputation would be outside of the
+        function mode that keeps it in FP32.
+        """
+        there = [(outputs[index], g) for index, g in self.gradients.items() if outputs[index].requires_grad]
+        ends, given = tuple(y for y, _ in there), tuple(g.to(y.dtype) for y, g in there)
+        engine = cast("Any", torch.autograd.Variable)._execution_engine  # noqa: SLF001
+        engine.run_backward(ends, given, False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True)
+
+    def unmatched(self) -> set[int]:
+        """The series of which some part was not compared."""
+        found: set[int] = set()
+        for seen in self.seen.values():
+            found.update(seen.series if seen.zeros is not None else ())
+            found.update(seen.gradient_series if seen.gradient_zeros is not None else ())
+        return found
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # noqa: SLF001  (public in all but name)

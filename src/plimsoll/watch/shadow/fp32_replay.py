@@ -1,0 +1,197 @@
+"""A module's forward and backward once more, in FP32, without a trace in the training.
+
+Everything that a forward reads and changes is borrowed and put back, whatever happens:
+
+- parameters are replaced by fresh leaves (aliases of FP32 ones, FP32 copies of narrower ones): no gradient and no hook
+  of the real ones is touched; buffers by copies of what they were before the forward;
+- each module's attributes: one that counts its calls, or keeps its last output, has what it had;
+- the random generators of Python, NumPy and torch;
+- autocast, also where the model itself enters it, and casts to 16 or 8 bits that it writes out: they give FP32;
+- compiled parts run eagerly.
+"""
+
+import contextlib
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from plimsoll.watch.shadow.rng_state import ALIKE, Dropouts, is_dropout
+
+_MISSING = object()
+_DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+_HALVES = {Tensor.half, Tensor.bfloat16}
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether it is a floating dtype of less than 32 bits."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def widened(x: Tensor) -> Tensor:
+    """A detached copy, in FP32 where it was narrower."""
+    x = x.detach()
+    return x.float() if is_narrow(x.dtype) else x.clone()
+
+
+def leaf(p: Tensor) -> Tensor:
+    """A parameter's stand-in: an FP32 copy where it is narrower, else the same memory; without its hooks."""
+    x = p.detach()
+    return x.float().requires_grad_(p.requires_grad) if is_narrow(x.dtype) else x.requires_grad_(p.requires_grad)
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """The tensors in a call's arguments."""
+    return [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+
+
+def fresh_inputs(inputs: Any, *, wide: bool = True) -> Any:
+    """The arguments with copies of their tensors, leaves where gradients are asked of them; `wide`: in FP32."""
+    made: dict[int, Tensor] = {}
+
+    def fresh(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            copied = widened(x) if wide else x.detach().clone()
+            made[id(x)] = copied.requires_grad_(x.requires_grad)
+        return made[id(x)]
+
+    return pytree.tree_map_only(Tensor, fresh, inputs)
+
+
+def buffers_of(root: nn.Module) -> list[dict[str, Tensor]]:
+    """Copies of the buffers, module by module."""
+    made: dict[int, Tensor] = {}
+    found: list[dict[str, Tensor]] = []
+    for module in root.modules():
+        own = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        found.append({name: made.setdefault(id(b), b.detach().clone()) for name, b in own.items()})
+    return found
+
+
+@contextlib.contextmanager
+def borrowed(root: nn.Module, leaves: Mapping[int, Tensor], buffers: Sequence[Mapping[str, Tensor]]) -> Generator[None]:
+    """Inside, the module has these leaves (by its parameters' identity) and buffers; after it, what it had before."""
+    modules = list(root.modules())
+    live = [vars(m) for m in modules] + [vars(m)[kind] for m in modules for kind in ("_parameters", "_buffers")]
+    before = [dict(found) for found in live]
+    try:
+        for module, theirs in zip(modules, buffers, strict=True):
+            _lend(module, leaves, theirs)
+        yield
+    finally:
+        for found, kept in zip(live, before, strict=True):
+            _put_back(found, kept)
+
+
+def _lend(module: nn.Module, leaves: Mapping[int, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    inside = cast("Any", module)
+    for name, p in inside._parameters.items():  # noqa: SLF001
+        if p is not None:
+            inside._parameters[name] = leaves.get(id(p), p)  # noqa: SLF001
+    for name, b in buffers.items():
+        inside._buffers[name] = widened(b) if leaves else b.clone()  # noqa: SLF001
+    # Hooks on backwards, of the user's: they would hear of one that is none of the training's.
+    module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+
+
+def _put_back(found: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name in found.keys() - kept.keys():
+        del found[name]
+    for name, value in kept.items():
+        if found.get(name, _MISSING) is not value:
+            found[name] = value
+
+
+@contextlib.contextmanager
+def in_fp32(devices: Iterable[torch.device], dropouts: Dropouts | None) -> Generator[None]:
+    """Inside, this thread computes in FP32 (or FP64), eagerly, and with gradients."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_eagerly())
+        for kind in _kinds(devices):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_autocast_stays_off())
+        stack.enter_context(_Wide(dropouts))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextlib.contextmanager
+def as_it_was(autocast: Mapping[str, tuple[bool, torch.dtype]]) -> Generator[None]:
+    """Inside, this thread computes as the real step did, but eagerly, and without gradients."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_eagerly())
+        for kind, (enabled, dtype) in autocast.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def autocast_of(devices: Iterable[torch.device]) -> dict[str, tuple[bool, torch.dtype]]:
+    """Whether autocast is on, and its dtype, for each kind of device."""
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds(devices)}
+
+
+def draws_by_dtype(devices: Iterable[torch.device]) -> bool:
+    """Whether some device's dropout depends on the dtype."""
+    return any(device.type not in ALIKE for device in devices)
+
+
+def _kinds(devices: Iterable[torch.device]) -> list[str]:
+    return sorted({"cpu", *(device.type for device in devices)} - {"meta"})
+
+
+def _eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Inside, nothing compiled runs."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _autocast_stays_off() -> Generator[None]:
+    """Inside, autocast that this thread enters is entered disabled."""
+    original, thread = torch.autocast.__enter__, threading.get_ident()
+
+    def enter(self: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(self)
+        wanted, self._enabled = self._enabled, False
+        try:
+            return original(self)
+        finally:
+            self._enabled = wanted
+
+    torch.autocast.__enter__ = enter
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = original
+
+
+class _Wide(TorchFunctionMode):
+    """Gives FP32 where a narrower dtype is asked for, and the real step's masks where something is dropped."""
+
+    def __init__(self, dropouts: Dropouts | None) -> None:
+        super().__init__()
+        self._dropouts = dropouts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._dropouts is not None and is_dropout(func, kwargs):
+            return self._dropouts.again(func, args[0], kwargs.get("p", 0.5), inplace=kwargs.get("inplace", False))
+        if func in _HALVES:
+            return args[0].float()
+        if func is Tensor.view or not any(_asks(x) for x in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        if func in _DRAWS:  # the same numbers as in the real step
+            return func(*args, **kwargs).float()
+        wide = {name: torch.float32 if _asks(x) else x for name, x in kwargs.items()}
+        return func(*(torch.float32 if _asks(x) else x for x in args), **wide)
+
+
+def _asks(x: Any) -> bool:
+    return isinstance(x, torch.dtype) and is_narrow(x)
