@@ -29,7 +29,7 @@ from _traces import FOLDER, Population, Trace, recorded
 
 from plimsoll.formats import FP16
 from plimsoll.scaling import DynamicScaler, SpectralScaler
-from plimsoll.scaling._spectral_rule import Look, Memory
+from plimsoll.scaling.spectral.rule import Look, Memory
 
 BURST = 20
 LIMIT = 41_000  # steps after which a recovery is no longer waited for

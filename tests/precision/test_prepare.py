@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
-from plimsoll.scaling._dynamic import DynamicScaler
-from plimsoll.scaling._static import StaticScaler
+from plimsoll.scaling.dynamic import DynamicScaler
+from plimsoll.scaling.static import StaticScaler
 from tests.precision.training import HERE, adamw, batches, loss_of, net, overflowing, run, run_closures
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
-from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling.dynamic import DynamicScaler
 from tests.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
 
 

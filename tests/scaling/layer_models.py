@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812  (as everyone writes it)
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from plimsoll.scaling._layer_units import WIDENS
+from plimsoll.scaling.layerwise.scaled_modules import WIDENS
 
 D = 8
 needs_wide_gradients = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.scaling._layers import LayerScaler
+from plimsoll.scaling.layerwise.scaler import LayerScaler
 from tests.scaling.layer_models import MODELS, D, made
 
 BATCH = 6

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
-from plimsoll.scaling import LayerScaler, _layer_units
+from plimsoll.scaling import LayerScaler
+from plimsoll.scaling.layerwise import scaled_modules
 from tests.scaling.layer_models import Gated, Written, linears, made, needs_wide_gradients, parts
 from tests.scaling.test_layers_exact import assert_equal, gradients, inputs, loss_of, with_exponents
 
@@ -377,7 +378,7 @@ def test_closing_gives_float16_gradients_back() -> None:
 
 
 def test_a_torch_without_wide_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_layer_units, "WIDENS", False)
+    monkeypatch.setattr(scaled_modules, "WIDENS", False)
     LayerScaler(made("sequential"))
     with pytest.raises(UnsupportedTensorError, match="got 0.weight \\(torch.float16\\).* or use torch 2.10 or newer"):
         LayerScaler(made("sequential").half())

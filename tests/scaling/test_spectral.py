@@ -14,8 +14,8 @@ import plimsoll
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.kernels.device_value import Later
 from plimsoll.scaling import DynamicScaler, SpectralScaler
-from plimsoll.scaling._spectral_looks import Facts
-from plimsoll.scaling._spectral_rule import Look, Memory
+from plimsoll.scaling.spectral.rule import Look, Memory
+from plimsoll.scaling.spectral.window_checks import Facts
 from tests.scaling.support import host_reads_nothing, mlp, scales, take, weight
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks._traces import FOLDER, Trace
 from plimsoll.formats import FP16
-from plimsoll.scaling._spectral_rule import CALM, DROPS, MANY, PROBES, PROOF, REFUSALS, Look, Memory, SpectralRule
+from plimsoll.scaling.spectral.rule import CALM, DROPS, MANY, PROBES, PROOF, REFUSALS, Look, Memory, SpectralRule
 
 LINE = math.log2(FP16.overflow_threshold)
 RULE = SpectralRule(line=LINE, margin=0.5, lowest=-14, highest=32)

@@ -9,7 +9,7 @@ import torch
 from plimsoll import kernels
 from plimsoll.formats import E5M2, FP16, Format
 from plimsoll.scaling import ScaleReport, ScaleWindow
-from plimsoll.scaling._spectral_windows import scale_report
+from plimsoll.scaling.spectral.scale_windows import scale_report
 
 
 def report(*tensors: torch.Tensor, scale: float = 1.0, fmt: Format = FP16, tolerance: float = 0.01) -> ScaleReport:

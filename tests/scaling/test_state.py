@@ -13,7 +13,7 @@ from torch import nn
 
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
-from plimsoll.scaling._state import SCHEMA
+from plimsoll.scaling.state.saved_state import SCHEMA
 from tests.scaling.support import mlp, same_tensors, scales, take, weight
 
 SETTINGS: dict[str, Any] = {

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError, StateError, UnsupportedTensorError
-from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome, _gradients as gradients_module
+from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome
+from plimsoll.scaling.step import gradients
 from tests.scaling.support import host_reads_nothing, outcomes, same_tensors, scales, take, weight
 from tests.versions import only_from
 
@@ -207,7 +208,7 @@ def test_two_optimizers_have_an_outcome_each() -> None:
 
 def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two names of the CPU stand for two devices; the decision is one."""
-    gather = gradients_module.gather
+    gather = gradients.gather
 
     def split(optimizer: Any, *, half: bool = True) -> Any:
         found = gather(optimizer, half=half)
@@ -216,7 +217,7 @@ def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         found.by_device[torch.device("cpu", 1)] = cpu[1::2]
         return found
 
-    monkeypatch.setattr("plimsoll.scaling._scaler.gather", split)
+    monkeypatch.setattr("plimsoll.scaling.base.gather", split)
     for fused in (False, True):
         for bad in (0, 1, None):
             parameters = [weight(), weight()]

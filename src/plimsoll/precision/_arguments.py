@@ -12,8 +12,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision._levels import Level
 from plimsoll.precision._masters_base import SixteenBitOptimizer
 from plimsoll.precision._placement import has_borders
-from plimsoll.scaling._scaler import LossScaler
-from plimsoll.scaling._static import StaticScaler
+from plimsoll.scaling.base import LossScaler
+from plimsoll.scaling.static import StaticScaler
 from plimsoll.watch.names import unwrapped
 
 Optimizer = torch.optim.Optimizer

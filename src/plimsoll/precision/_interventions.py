@@ -17,7 +17,7 @@ from plimsoll.precision._plan_scaler import begin_at, scaler_of
 from plimsoll.precision._policy import Policy
 from plimsoll.precision._schedule import Precision, Schedule, schedule_of
 from plimsoll.precision._stepping import Stepped
-from plimsoll.scaling._outcome import StepOutcome
+from plimsoll.scaling.step_outcome import StepOutcome
 
 Optimizer = torch.optim.Optimizer
 

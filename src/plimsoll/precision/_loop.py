@@ -27,8 +27,8 @@ from plimsoll.precision._policy import Policy
 from plimsoll.precision._replay import Batch
 from plimsoll.precision._schedule import Schedule, Stage
 from plimsoll.precision._stepping import Stepped, lowered, step_plainly, step_scaled
-from plimsoll.scaling._layers import LayerScaler
-from plimsoll.scaling._outcome import StepOutcome
+from plimsoll.scaling.layerwise.scaler import LayerScaler
+from plimsoll.scaling.step_outcome import StepOutcome
 from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped
 

@@ -11,8 +11,8 @@ from plimsoll.emulate._regions import is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._computing import device_of
 from plimsoll.precision._schedule import Schedule, Stage
-from plimsoll.scaling._dynamic import DynamicScaler
-from plimsoll.scaling._layers import LayerScaler
+from plimsoll.scaling.dynamic import DynamicScaler
+from plimsoll.scaling.layerwise.scaler import LayerScaler
 from plimsoll.watch.names import clean, unwrapped
 
 _USUAL = 2.0**16

@@ -14,8 +14,8 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._gradients import clip, global_norm, gradients_of
 from plimsoll.precision._masters_base import SixteenBitOptimizer
-from plimsoll.scaling._outcome import StepOutcome
-from plimsoll.scaling._scaler import LossScaler
+from plimsoll.scaling.base import LossScaler
+from plimsoll.scaling.step_outcome import StepOutcome
 
 Optimizer = torch.optim.Optimizer
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from plimsoll.errors import PlimsollError
 from plimsoll.precision._unseen_leaves import roots as roots_of, seeds as seeds_of, true_at_leaves
-from plimsoll.scaling._dynamic import DynamicScaler
-from plimsoll.scaling._gradients import Gradient, Gradients
+from plimsoll.scaling.dynamic import DynamicScaler
+from plimsoll.scaling.step.gradients import Gradient, Gradients
 
 # Which backward runs on this thread, -1 for none: torch tells it nowhere else.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001

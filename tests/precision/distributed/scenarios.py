@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plimsoll as pl
 from plimsoll import fp8
 from plimsoll.precision import prepare
-from plimsoll.scaling._dynamic import DynamicScaler
+from plimsoll.scaling.dynamic import DynamicScaler
 from tests.precision.training import batches, loss_of
 
 STEPS = 4

@@ -225,7 +225,7 @@ def _patch_scaler(kind: type) -> None:
 
 def look_for_scalers() -> None:
     """Wraps the methods of Plimsoll's own scalers, if there are any and anyone listens; their room calls it too."""
-    kind = getattr(sys.modules.get("plimsoll.scaling._scaler"), "LossScaler", None)
+    kind = getattr(sys.modules.get("plimsoll.scaling.base"), "LossScaler", None)
     if kind is not None and _undo:
         with _lock:
             _patch_scaler(kind)

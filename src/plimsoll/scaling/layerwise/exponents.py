@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import Format
-from plimsoll.scaling import _layer_rule as rules
-from plimsoll.scaling._layer_meter import Place
-from plimsoll.scaling._layer_units import Layers
+from plimsoll.scaling.layerwise import rule as rules
+from plimsoll.scaling.layerwise.gradient_meter import Place
+from plimsoll.scaling.layerwise.scaled_modules import Layers
 from plimsoll.spectrum import Spectrum, measure
 
 RuleName = Literal["spectra", "zhao"]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._hysteresis import Hysteresis
-from plimsoll.scaling._rule import Rule, RuleState, advance
-from plimsoll.scaling._scaler import FLOOR, LossScaler
+from plimsoll.scaling import arguments
+from plimsoll.scaling.base import FLOOR, LossScaler
+from plimsoll.scaling.hysteresis import Hysteresis
+from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
 
 
 class DynamicScaler(LossScaler):

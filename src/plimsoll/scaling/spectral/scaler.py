@@ -13,13 +13,21 @@ from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import FP16, FP32, Format, get_element
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.device_value import Later
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._gradients import Gradient
-from plimsoll.scaling._scaler import FLOOR, LossScaler
-from plimsoll.scaling._spectral_banks import OptimizerBanks, join, join_ranks, least, look, no_summary, numbers_of
-from plimsoll.scaling._spectral_looks import Facts, Looks
-from plimsoll.scaling._spectral_rule import Memory, SpectralRule
-from plimsoll.scaling._spectral_windows import ScaleReport
+from plimsoll.scaling import arguments
+from plimsoll.scaling.base import FLOOR, LossScaler
+from plimsoll.scaling.spectral.gradient_banks import (
+    OptimizerBanks,
+    join,
+    join_ranks,
+    least,
+    look,
+    no_summary,
+    numbers_of,
+)
+from plimsoll.scaling.spectral.rule import Memory, SpectralRule
+from plimsoll.scaling.spectral.scale_windows import ScaleReport
+from plimsoll.scaling.spectral.window_checks import Facts, Looks
+from plimsoll.scaling.step.gradients import Gradient
 
 MOST_MARGIN = 16.0  # binades
 
@@ -31,7 +39,7 @@ class SpectralScaler(LossScaler):
     lost. The scale is the highest power of two that keeps the largest gradient to be expected `margin` binades below
     the format's overflow; the expectation is a robust trend over steps, and covers the jumps that are usual. Overflow
     lowers the scale at once and leaves no trace in the statistics; ten clean steps later the scale climbs back, a
-    binade a step (`plimsoll.scaling._spectral_rule` has the whole rule).
+    binade a step (`plimsoll.scaling.spectral.rule` has the whole rule).
 
     - `format`: what the backward pass computes in, "fp16" under autocast, whatever dtype the parameters have. Overflow
       may happen to gradients of activations, which are not measured; how far these lie above those of the parameters

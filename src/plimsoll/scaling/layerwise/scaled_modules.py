@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.scaling._layer_meter import Meter
+from plimsoll.scaling.layerwise.gradient_meter import Meter
 
 WIDENS = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient's dtype may be another than its tensor's
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plimsoll.scaling._layer_edges import OUTSIDE, Edge, edge_of
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, edge_of
 
 
 def behind(x: Tensor) -> dict[int, int]:

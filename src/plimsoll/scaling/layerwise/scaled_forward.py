@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, shifted
-from plimsoll.scaling._layer_mode import ForwardMode, replaced, tensors_in
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, Shift, mark, shifted
+from plimsoll.scaling.layerwise.forward_mode import ForwardMode, replaced, tensors_in
 from plimsoll.watch.hooks import torch_hooks
 
 _function: Any = torch.autograd.Function

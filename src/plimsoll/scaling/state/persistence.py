@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from plimsoll.errors import StateError
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._outcome import StepOutcome
-from plimsoll.scaling._state import SavedState, read_state, write_state
+from plimsoll.scaling import arguments
+from plimsoll.scaling.state.saved_state import SavedState, read_state, write_state
+from plimsoll.scaling.step_outcome import StepOutcome
 
 LOSSES = 16  # so many of an iteration's losses are looked at when its step is skipped
 

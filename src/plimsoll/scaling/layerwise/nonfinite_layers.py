@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plimsoll import kernels
-from plimsoll.scaling._layer_units import Layers
+from plimsoll.scaling.layerwise.scaled_modules import Layers
 
 
 def broken_units(layers: Layers) -> set[int]:

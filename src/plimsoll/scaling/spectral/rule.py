@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from plimsoll.scaling._trend import Trend
+from plimsoll.scaling.spectral.trend import Trend
 
 TOLERANCE = 1e-3  # of the nonzero values, in the lowest binade or below
 SHARE, BOLD_SHARE = 0.98, 0.95  # of forecasts that are covered

@@ -17,14 +17,14 @@ from torch.amp.grad_scaler import OptState
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, NotRecordedError, StateError
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._agree import agree, combined
-from plimsoll.scaling._blame import blame
-from plimsoll.scaling._checks import check_step, steps_on_device, takes_scaler
-from plimsoll.scaling._fused import step_fused
-from plimsoll.scaling._gradients import Gradient, Gradients, gather
-from plimsoll.scaling._outcome import StepOutcome
-from plimsoll.scaling._saved import LOSSES, SavedScaler, fresh_state
+from plimsoll.scaling import arguments
+from plimsoll.scaling.state.persistence import LOSSES, SavedScaler, fresh_state
+from plimsoll.scaling.step.fused_step import step_fused
+from plimsoll.scaling.step.gradients import Gradient, Gradients, gather
+from plimsoll.scaling.step.optimizer_checks import check_step, steps_on_device, takes_scaler
+from plimsoll.scaling.step.rank_agreement import agree, combined
+from plimsoll.scaling.step.skip_reason import blame
+from plimsoll.scaling.step_outcome import StepOutcome
 from plimsoll.text import power
 
 FLOOR = 2.0**-14  # where gradients of 1 are still normal numbers of float16

@@ -11,7 +11,7 @@ regrows no further than to below it, and goes on by the growth interval.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from plimsoll.scaling._hysteresis import Hysteresis
+from plimsoll.scaling.hysteresis import Hysteresis
 
 # A number is a Python number or a tensor of one element; truth values are bools or such tensors.
 Number = Any

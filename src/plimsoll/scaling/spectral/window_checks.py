@@ -8,8 +8,8 @@ from torch import Tensor
 
 from plimsoll.formats import Format
 from plimsoll.kernels.device_value import Later
-from plimsoll.scaling._spectral_banks import KeptBanks, OptimizerBanks
-from plimsoll.scaling._spectral_windows import ScaleReport
+from plimsoll.scaling.spectral.gradient_banks import KeptBanks, OptimizerBanks
+from plimsoll.scaling.spectral.scale_windows import ScaleReport
 
 TWICE = 2  # looks in a row at which no scale served, before it is said
 

@@ -19,9 +19,9 @@ from plimsoll import kernels
 from plimsoll.formats import Format
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.device_value import Later
-from plimsoll.scaling._gradients import Gradient
-from plimsoll.scaling._spectral_rule import Look
-from plimsoll.scaling._spectral_windows import ScaleReport, scale_report
+from plimsoll.scaling.spectral.rule import Look
+from plimsoll.scaling.spectral.scale_windows import ScaleReport, scale_report
+from plimsoll.scaling.step.gradients import Gradient
 
 _LARGEST = slice(row_layout.POSITIVE, row_layout.NEGATIVE + 1)
 _COUNTS = slice(row_layout.HISTOGRAM, row_layout.HISTOGRAM + row_layout.BINADES)

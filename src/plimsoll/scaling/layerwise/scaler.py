@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import get_element
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._layer_blame import broken_units
-from plimsoll.scaling._layer_choice import Choice, RuleName
-from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, mark
-from plimsoll.scaling._layer_graph import behind
-from plimsoll.scaling._layer_hooks import After, Before
-from plimsoll.scaling._layer_mode import tensors_in
-from plimsoll.scaling._layer_rule import clamped
-from plimsoll.scaling._layer_units import (
+from plimsoll.scaling import arguments
+from plimsoll.scaling.base import FLOOR, LossScaler
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, mark
+from plimsoll.scaling.layerwise.exponents import Choice, RuleName
+from plimsoll.scaling.layerwise.forward_mode import tensors_in
+from plimsoll.scaling.layerwise.graph_exponent import behind
+from plimsoll.scaling.layerwise.module_hooks import After, Before
+from plimsoll.scaling.layerwise.nonfinite_layers import broken_units
+from plimsoll.scaling.layerwise.rule import clamped
+from plimsoll.scaling.layerwise.scaled_modules import (
     WIDENS,
     Layers,
     keep_gradients_wide,
@@ -29,8 +30,7 @@ from plimsoll.scaling._layer_units import (
     set_gradient_dtype,
     unwrapped,
 )
-from plimsoll.scaling._scaler import FLOOR, LossScaler
-from plimsoll.scaling._state import read_state
+from plimsoll.scaling.state.saved_state import read_state
 from plimsoll.spectrum import Spectrum
 
 _RULES = ("spectra", "zhao")

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from plimsoll.scaling import _arguments as arguments
-from plimsoll.scaling._saved import SavedState
-from plimsoll.scaling._scaler import LossScaler
+from plimsoll.scaling import arguments
+from plimsoll.scaling.base import LossScaler
+from plimsoll.scaling.state.persistence import SavedState
 
 
 class StaticScaler(LossScaler):

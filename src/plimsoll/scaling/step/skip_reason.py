@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from plimsoll import kernels
-from plimsoll.scaling._gradients import Gradient, gather
+from plimsoll.scaling.step.gradients import Gradient, gather
 
 
 def blame(optimizer: Any, losses: Iterable[Tensor]) -> str:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.errors import StateError
-from plimsoll.scaling import _layer_forward as forwards
-from plimsoll.scaling._layer_edges import OUTSIDE, Edge, Leave, Shift, mark, marked
-from plimsoll.scaling._layer_mode import ForwardMode, refuse_compiled, tensors_in
-from plimsoll.scaling._layer_units import Layers, refuse_sharded
+from plimsoll.scaling.layerwise import scaled_forward
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, Shift, mark, marked
+from plimsoll.scaling.layerwise.forward_mode import ForwardMode, refuse_compiled, tensors_in
+from plimsoll.scaling.layerwise.scaled_modules import Layers, refuse_sharded
 from plimsoll.watch.hooks.module_taps import ModuleHook
 
 _frames = threading.local()
@@ -38,7 +38,7 @@ class Before(ModuleHook):
         self.layers = layers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        layers, mode = self.layers, forwards.present()
+        layers, mode = self.layers, scaled_forward.present()
         _stack().append(frame := _Frame(module))  # first, for what follows after a raise too
         if not layers.on or (mode is not None and mode.layers is not layers):
             return
@@ -53,7 +53,7 @@ class Before(ModuleHook):
             if again:
                 _refuse_unknown_rerun(layers, module, args, kwargs)
             mode = ForwardMode(layers)
-            forwards.enter(mode)
+            scaled_forward.enter(mode)
             frame.begins = True
         frame.mode = mode
         unit = layers.number.get(id(module), mode.units[-1])
@@ -87,7 +87,7 @@ class After(ModuleHook):
             self._see(output, self.layers.number[id(module)])
         if not frame.begins:
             return None
-        forwards.leave(frame.mode)
+        scaled_forward.leave(frame.mode)
         return None if output is None or self.layers.plain else left(output, frame.mode)
 
     def _see(self, output: Any, unit: int) -> None:
