@@ -13,9 +13,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plimsoll.emulate import _frames, _kernels
-from plimsoll.emulate._autocast import Autocast
-from plimsoll.emulate._lists import CUDA
+from plimsoll.emulate.autocast import Autocast
+from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.dispatch import operation_kernels, thread_frame
 from plimsoll.errors import ArgumentError
 from tests.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE, made
 
@@ -237,7 +237,7 @@ def test_contexts_nest_and_are_taken_back() -> None:
             assert product() is FP32
         assert product() is FP16
     assert product() is FP32
-    assert not any(_frames.current() or key.on for key in (_kernels.hearing_some(),))
+    assert not any(thread_frame.current() or key.on for key in (operation_kernels.hearing_some(),))
 
 
 def test_an_exception_takes_it_back() -> None:
@@ -286,7 +286,7 @@ def test_a_weight_is_cast_once_until_it_changes_or_its_gradient_comes() -> None:
     w, x = nn.Parameter(torch.eye(2)), torch.ones(1, 2)
     with Autocast():
         first = (x @ w) @ w
-        cache = _frames.current().cache
+        cache = thread_frame.current().cache
         assert len(cache) == 1
         first.sum().backward()
         assert len(cache) == 0
@@ -300,7 +300,7 @@ def test_a_weight_is_cast_once_until_it_changes_or_its_gradient_comes() -> None:
     assert len(cache) == 0
     with Autocast(cache=False):
         x @ w
-        assert _frames.current().cache is None
+        assert thread_frame.current().cache is None
 
 
 def test_the_cache_keeps_no_model_alive() -> None:
@@ -310,7 +310,7 @@ def test_the_cache_keeps_no_model_alive() -> None:
         gone = weakref.ref(net.weight)
         del net
         gc.collect()
-        assert gone() is None or len(_frames.current().cache) > 0
+        assert gone() is None or len(thread_frame.current().cache) > 0
     gc.collect()
     assert gone() is None
 

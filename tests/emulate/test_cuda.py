@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import plimsoll as pl
-from plimsoll.emulate._autocast import Autocast
-from plimsoll.emulate._lists import CUDA
+from plimsoll.emulate.autocast import Autocast
+from plimsoll.emulate.casting.operation_lists import CUDA
 from tests.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
-from plimsoll.emulate import _frames
+from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError, FormatError
 from tests.emulate.calls import LOW, NO_CPU_KERNEL, made
 
@@ -363,7 +363,7 @@ def test_contexts_nest_decorate_end_with_exceptions_and_hold_for_one_thread() ->
     e = pl.emulate("fp16")
     with e, e:
         assert product() is FP16
-    assert found == [FP32] and product() is FP32 and _frames.current() is None
+    assert found == [FP32] and product() is FP32 and thread_frame.current() is None
     assert pl.emulate("bf16")(product)() is BF16 and product() is FP32
 
 

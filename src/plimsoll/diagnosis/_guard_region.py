@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.emulate import CUDA, Autocast, _frames, emulate
+from plimsoll.emulate import CUDA, Autocast, emulate
+from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.watch.hooks.compiled_taps import inlined_only
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -58,7 +59,7 @@ inlined_only(_Region.enter, _Region.leave)
 
 def _bf16(kind: str) -> contextlib.AbstractContextManager[Any]:
     """BF16 in the way of what is in force around: an emulation, the lists of `Autocast`, or torch's autocast."""
-    if _frames.current() is not None:
+    if thread_frame.current() is not None:
         return emulate("bf16") if kind == "cpu" else Autocast(CUDA, torch.bfloat16)
     # Without the cache, which is by weight alone: one that is used in FP16 too would be found in that.
     return torch.autocast(kind, torch.bfloat16, cache_enabled=False)

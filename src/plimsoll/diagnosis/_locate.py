@@ -25,7 +25,7 @@ from plimsoll.diagnosis._locate_told import label, told
 from plimsoll.diagnosis._locate_trail import Origin, Reached, blamed
 from plimsoll.diagnosis._locate_witness import Witness
 from plimsoll.diagnosis.optimizer_settings import BadSetting, bad_settings
-from plimsoll.emulate import _frames
+from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
@@ -204,7 +204,7 @@ class _Search:
 
 
 def _check_surroundings() -> None:
-    if _frames.current() is not None:
+    if thread_frame.current() is not None:
         raise ArgumentError(
             "locate: expected `with plimsoll.emulate(...)` inside the closure; got a call inside of it, where torch's "
             "own operations cannot be looked at. Put the context around what the closure computes."

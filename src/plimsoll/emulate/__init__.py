@@ -9,11 +9,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from plimsoll.emulate._autocast import Autocast as Autocast
-from plimsoll.emulate._counts import Operations as Operations
-from plimsoll.emulate._emulate import emulate as emulate
-from plimsoll.emulate._emulation import Emulation as Emulation
-from plimsoll.emulate._lists import CUDA as CUDA, OperationLists as OperationLists
+from plimsoll.emulate.autocast import Autocast as Autocast
+from plimsoll.emulate.casting.operation_lists import CUDA as CUDA, OperationLists as OperationLists
+from plimsoll.emulate.context import Emulation as Emulation
+from plimsoll.emulate.entry import emulate as emulate
+from plimsoll.emulate.operation_counts import Operations as Operations
 
 
 class _Room(ModuleType):

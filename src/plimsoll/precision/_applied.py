@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.emulate._planned import rules_of
+from plimsoll.emulate.plan_context import rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.precision._computing import Computing, check_policy

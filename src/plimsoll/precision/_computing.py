@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from plimsoll.emulate._autocast import Autocast
-from plimsoll.emulate._emulate import emulate, of_module
-from plimsoll.emulate._lists import OperationLists
-from plimsoll.emulate._regions import Regions, Switch, is_native
+from plimsoll.emulate.autocast import Autocast
+from plimsoll.emulate.casting.operation_lists import OperationLists
+from plimsoll.emulate.entry import emulate, of_module
+from plimsoll.emulate.module_regions import Regions, Switch, is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, ModulePlan, get
 from plimsoll.precision._levels import DTYPES, Level

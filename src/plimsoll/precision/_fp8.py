@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plimsoll.emulate._modules import cast_floating, named_modules
-from plimsoll.emulate._regions import Switch
+from plimsoll.emulate.module_regions import Switch
+from plimsoll.emulate.module_tree import cast_floating, named_modules
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from plimsoll.emulate._regions import is_native
+from plimsoll.emulate.module_regions import is_native
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Linear
 from plimsoll.fp8._product import has_units

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from plimsoll.emulate._regions import is_native
+from plimsoll.emulate.module_regions import is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, Format, ModulePlan, Plan, get
 

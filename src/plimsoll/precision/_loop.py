@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.emulate._modules import cast_floating
+from plimsoll.emulate.module_tree import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision import _checkpoint as checkpoint
 from plimsoll.precision._applied import Applied, check_stage

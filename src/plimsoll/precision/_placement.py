@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.emulate._modules import callers, cast_floating, has_forward, named_modules
+from plimsoll.emulate.module_tree import callers, cast_floating, has_forward, named_modules
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision._levels import DTYPES
 from plimsoll.watch.hooks.compiled_taps import inlined_only

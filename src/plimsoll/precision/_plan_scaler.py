@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.emulate._planned import ROOT, rules_of
-from plimsoll.emulate._regions import is_native
+from plimsoll.emulate.module_regions import is_native
+from plimsoll.emulate.plan_context import ROOT, rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.precision._computing import device_of
 from plimsoll.precision._schedule import Schedule, Stage

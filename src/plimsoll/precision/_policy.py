@@ -9,9 +9,9 @@ from rich.table import Table
 from torch import nn
 
 from plimsoll import formats
-from plimsoll.emulate._lists import CUDA, Category, OperationLists
-from plimsoll.emulate._modules import named_modules
-from plimsoll.emulate._planned import ROOT, check_matches
+from plimsoll.emulate.casting.operation_lists import CUDA, Category, OperationLists
+from plimsoll.emulate.module_tree import named_modules
+from plimsoll.emulate.plan_context import ROOT, check_matches
 from plimsoll.errors import ArgumentError
 from plimsoll.fp8._recipe import checked
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from plimsoll.emulate._planned import plan_of
+from plimsoll.emulate.plan_context import plan_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.precision._levels import Level, level_named, level_of_plan

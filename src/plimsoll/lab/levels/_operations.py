@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plimsoll.emulate._counts import name_of
+from plimsoll.emulate.operation_counts import name_of
 from plimsoll.lab.levels._model import SmallNet, loss_of
 from plimsoll.precision import Policy, prepare
 

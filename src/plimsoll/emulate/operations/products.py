@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plimsoll.emulate import _frames
-from plimsoll.emulate._recipe import Recipe
-from plimsoll.emulate._wide import narrow, widen
+from plimsoll.emulate.dispatch import thread_frame
+from plimsoll.emulate.operations.fp32_operations import narrow, widen
+from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import Role
 
 _OF_LAYER: tuple[Role, Role] = ("activations", "weights")
@@ -55,7 +55,7 @@ class Products:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def rules(self) -> dict[str, _frames.Rule]:
+    def rules(self) -> dict[str, thread_frame.Rule]:
         """Name to rule."""
         forms = {
             "mm": self._matmul, "bmm": self._matmul, "mv": self._matmul, "dot": self._matmul, "vdot": self._matmul,
@@ -122,7 +122,7 @@ def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     return product + (added if beta == 1 else beta * added)
 
 
-def _rule(form: Any) -> _frames.Rule:
+def _rule(form: Any) -> thread_frame.Rule:
     """A form of wide tensors as a rule: widened before, narrowed after; of mixed dtypes it leaves torch to complain."""
 
     def rule(op: Any, args: Any, kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plimsoll.emulate._products import Products, common_dtype
-from plimsoll.emulate._wide import narrow, widen
+from plimsoll.emulate.operations.fp32_operations import narrow, widen
+from plimsoll.emulate.operations.products import Products, common_dtype
 
 
 class Attention:

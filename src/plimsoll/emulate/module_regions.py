@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.emulate._modules import callers, cast_floating, named_modules
+from plimsoll.emulate.module_tree import callers, cast_floating, named_modules
 from plimsoll.formats import ModulePlan
 from plimsoll.watch.hooks.compiled_taps import inlined_only
 

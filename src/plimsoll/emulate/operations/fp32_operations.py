@@ -15,8 +15,8 @@ from typing import Any, cast as typed
 import torch
 from torch import Tensor
 
-from plimsoll.emulate import _frames
-from plimsoll.emulate._recurrent import lstm
+from plimsoll.emulate.dispatch import thread_frame
+from plimsoll.emulate.operations.lstm import lstm
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _aten: Any = torch.ops.aten
@@ -113,9 +113,9 @@ def _embedding(op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001  (a rule
     return typed("Any", _Embedding).apply(weight, indices, padding, by_frequency)
 
 
-def rules() -> dict[str, _frames.Rule]:
+def rules() -> dict[str, thread_frame.Rule]:
     """What an emulation of a 16-bit format puts in the place of torch's operations, by name."""
-    found: dict[str, _frames.Rule] = dict.fromkeys((*PRODUCTS, *CONVOLUTIONS, *_BACKWARDS), wide)
+    found: dict[str, thread_frame.Rule] = dict.fromkeys((*PRODUCTS, *CONVOLUTIONS, *_BACKWARDS), wide)
     found |= dict.fromkeys(_IN_PLACE, _in_place)
     found |= dict.fromkeys(_OUT, _into_out)
     found |= dict.fromkeys(_STATISTICS, _wide_first)

@@ -9,17 +9,18 @@ from types import TracebackType
 
 import torch
 
-from plimsoll.emulate import _contexts, _frames, _wide
-from plimsoll.emulate._attention import Attention
-from plimsoll.emulate._autocast import casting, mha_in_python
-from plimsoll.emulate._convolutions import Convolutions
-from plimsoll.emulate._counts import Counts, Operations
-from plimsoll.emulate._frames import Frame, Rule
-from plimsoll.emulate._lists import OperationLists
-from plimsoll.emulate._products import Products
-from plimsoll.emulate._recipe import Recipe
-from plimsoll.emulate._recurrent import lstm
-from plimsoll.emulate._rounded import Everywhere, Rounded, within
+from plimsoll.emulate.autocast import casting, mha_in_python
+from plimsoll.emulate.casting.operation_lists import OperationLists
+from plimsoll.emulate.dispatch import frame_entry, thread_frame
+from plimsoll.emulate.dispatch.thread_frame import Frame, Rule
+from plimsoll.emulate.operation_counts import Counts, Operations
+from plimsoll.emulate.operations import fp32_operations
+from plimsoll.emulate.operations.attention import Attention
+from plimsoll.emulate.operations.convolutions import Convolutions
+from plimsoll.emulate.operations.lstm import lstm
+from plimsoll.emulate.operations.products import Products
+from plimsoll.emulate.operations.rounded_results import Everywhere, Rounded, within
+from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import get
 from plimsoll.watch.hooks import torch_hooks
 
@@ -72,27 +73,27 @@ class Emulation(contextlib.ContextDecorator):
 
     @contextlib.contextmanager
     def _context(self) -> Generator[None]:
-        around = _frames.current() or Frame()
+        around = thread_frame.current() or Frame()
         rules = {} if self._low is torch.float32 and self._recipe is None else {**around.rules, **self._rules}
         with contextlib.ExitStack() as stack:
             eager = stack.enter_context(eagerly())
             formats = self._recipe.of_results if self._recipe is not None and self._selected == "all" else {}
             frame = replace(around, rules=rules, witness=self._witness(), eager=eager, formats=formats)
             stack.enter_context(mha_in_python())
-            stack.enter_context(_contexts.entered(frame))
+            stack.enter_context(frame_entry.entered(frame))
             if self._low is not None:
                 lists = None if self._low is torch.float32 else self._lists
                 stack.enter_context(casting(lists, self._low))
             yield
 
-    def _witness(self) -> _frames.Witness:
+    def _witness(self) -> thread_frame.Witness:
         if self._recipe is not None and self._selected == "all":
             return Everywhere(self._counts, Rounded(self._recipe))
         return self._counts
 
 
 def _formats_now() -> Mapping[str, str]:
-    frame = _frames.current()
+    frame = thread_frame.current()
     return {} if frame is None else frame.formats
 
 
@@ -100,7 +101,7 @@ torch_hooks.emulated.append(_formats_now)
 
 
 def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | frozenset[str]") -> dict[str, Rule]:
-    found: dict[str, Rule] = {} if low in (None, torch.float32) else _wide.rules()
+    found: dict[str, Rule] = {} if low in (None, torch.float32) else fp32_operations.rules()
     if recipe is None:
         return found
     products = _product_rules(recipe)
@@ -123,7 +124,7 @@ def _product_rules(recipe: Recipe) -> dict[str, Rule]:
     products = Products(recipe)
     found = products.rules() | Convolutions(recipe).rules()
     found |= {"scaled_dot_product_attention": Attention(products), "lstm": lstm}
-    return {name: _frames.in_forward(rule) for name, rule in found.items()}
+    return {name: thread_frame.in_forward(rule) for name, rule in found.items()}
 
 
 def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -> dict[str, Rule]:
@@ -131,7 +132,7 @@ def _selected_rules(name: str, products: Mapping[str, Rule], rounded: Rounded) -
         return {name: within(products)}
     if name in products:
         return {name: products[name]}
-    rule = _frames.in_forward(rounded.alone)
+    rule = thread_frame.in_forward(rounded.alone)
     return {name: rule} | ({f"{name}_": rule} if hasattr(torch.ops.aten, f"{name}_") else {})
 
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from plimsoll.emulate import _checkpoints
-from plimsoll.emulate._casts import CastCache
-from plimsoll.emulate._counts import Counts
-from plimsoll.emulate._frames import NO_LISTS, Frame, categories_of, graph_task, local, nesting
-from plimsoll.emulate._kernels import hear, key_of
+from plimsoll.emulate.casting.argument_casts import CastCache
+from plimsoll.emulate.dispatch import activation_checkpoints
+from plimsoll.emulate.dispatch.operation_kernels import hear, key_of
+from plimsoll.emulate.dispatch.thread_frame import NO_LISTS, Frame, categories_of, graph_task, local, nesting
+from plimsoll.emulate.operation_counts import Counts
 from plimsoll.errors import ArgumentError
 
 _dispatch_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_stack  # noqa: SLF001
@@ -28,7 +28,7 @@ def entered(frame: Frame) -> Generator[Frame]:
     frame = replace(frame, without_lists=replace(frame, lists=NO_LISTS, categories={}, without_lists=None))
     key = key_of(frame)
     hear(key, frame.lists, tuple(frame.rules))
-    _checkpoints.patch(_remembering)
+    activation_checkpoints.patch(_remembering)
     restore = _switch(before, frame)
     local.frame, local.silent = frame, False
     try:
@@ -36,7 +36,7 @@ def entered(frame: Frame) -> Generator[Frame]:
     finally:
         local.frame, local.silent = before, silent
         restore()
-        _checkpoints.unpatch()
+        activation_checkpoints.unpatch()
 
 
 def _without_witness(frame: Frame) -> Frame:

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from plimsoll.emulate import _contexts, _frames
-from plimsoll.emulate._counts import Operations
-from plimsoll.emulate._emulation import Emulation, eagerly
-from plimsoll.emulate._frames import Frame
-from plimsoll.emulate._modules import named_modules
-from plimsoll.emulate._regions import NATIVE, Regions, is_native
+from plimsoll.emulate.context import Emulation, eagerly
+from plimsoll.emulate.dispatch import frame_entry, thread_frame
+from plimsoll.emulate.dispatch.thread_frame import Frame
+from plimsoll.emulate.module_regions import NATIVE, Regions, is_native
+from plimsoll.emulate.module_tree import named_modules
+from plimsoll.emulate.operation_counts import Operations
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, ModulePlan, Plan
 from plimsoll.watch.names import clean, unwrapped
@@ -71,7 +71,7 @@ class PlannedEmulation(Emulation):
             self._entered += 1
         stack = contextlib.ExitStack()
         eager = stack.enter_context(eagerly())
-        stack.enter_context(_contexts.entered(replace(_frames.current() or Frame(), again=self, eager=eager)))
+        stack.enter_context(frame_entry.entered(replace(thread_frame.current() or Frame(), again=self, eager=eager)))
         self._local.open = (*self._local.open, stack)
         return self
 

@@ -5,9 +5,9 @@ from typing import Any, cast as typed
 
 from torch import Tensor
 
-from plimsoll.emulate import _frames, _kernels
-from plimsoll.emulate._counts import Counts
-from plimsoll.emulate._recipe import Recipe
+from plimsoll.emulate.dispatch import operation_kernels, thread_frame
+from plimsoll.emulate.operation_counts import Counts
+from plimsoll.emulate.recipe import Recipe
 
 
 class Rounded:
@@ -20,7 +20,7 @@ class Rounded:
         """The rule for an operation that runs as torch runs it."""
         return self.result(op(*args, **kwargs), args)
 
-    def after(self, rule: _frames.Rule) -> _frames.Rule:
+    def after(self, rule: thread_frame.Rule) -> thread_frame.Rule:
         """The rule, its result rounded too."""
 
         def rounded(op: Any, args: Any, kwargs: Any) -> Any:
@@ -53,17 +53,17 @@ class Everywhere:
 
     def native(self, op: Any, arguments: Any, result: Any) -> Any:
         """Rounds what torch has computed."""
-        if _frames.in_backward() or not any(map(_floating, arguments)):
+        if thread_frame.in_backward() or not any(map(_floating, arguments)):
             return self._counts.native(op, arguments, result)
         self._counts.ruled(op)
         return self._rounded.result(result, arguments)
 
 
-def within(rules: Mapping[str, _frames.Rule]) -> _frames.Rule:
+def within(rules: Mapping[str, thread_frame.Rule]) -> thread_frame.Rule:
     """The rule for an operation that is made of others, to which these rules apply."""
 
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        return _kernels.aloud(op, args, kwargs, rules)
+        return operation_kernels.aloud(op, args, kwargs, rules)
 
     return run
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plimsoll.emulate import _frames
-from plimsoll.emulate._products import common_dtype
-from plimsoll.emulate._recipe import Multiply, Recipe
-from plimsoll.emulate._wide import narrow, widen
+from plimsoll.emulate.dispatch import thread_frame
+from plimsoll.emulate.operations.fp32_operations import narrow, widen
+from plimsoll.emulate.operations.products import common_dtype
+from plimsoll.emulate.recipe import Multiply, Recipe
 
 _aten: Any = torch.ops.aten
 
@@ -167,7 +167,7 @@ class Convolutions:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def rules(self) -> dict[str, _frames.Rule]:
+    def rules(self) -> dict[str, thread_frame.Rule]:
         """Name to rule. conv2d and the like are made of `convolution`, and heard there."""
         return {"convolution": self._convolution, "_convolution": self._convolution, "conv_tbc": self._conv_tbc}
 

@@ -14,10 +14,10 @@ from types import TracebackType
 
 import torch
 
-from plimsoll.emulate import _contexts, _frames
-from plimsoll.emulate._casts import CastCache
-from plimsoll.emulate._frames import Frame
-from plimsoll.emulate._lists import CUDA, OperationLists
+from plimsoll.emulate.casting.argument_casts import CastCache
+from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists
+from plimsoll.emulate.dispatch import frame_entry, thread_frame
+from plimsoll.emulate.dispatch.thread_frame import Frame
 from plimsoll.errors import ArgumentError
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -67,14 +67,14 @@ class Autocast(contextlib.ContextDecorator):
 @contextlib.contextmanager
 def casting(lists: OperationLists | None, low: torch.dtype, *, cache: bool = True) -> Generator[Frame]:
     """The lists in force over whatever the contexts around ask for; None takes those around out of force."""
-    around = _frames.current() or Frame()
+    around = thread_frame.current() or Frame()
     if lists is None:
         frame = replace(around, lists=OperationLists())
     else:
-        _frames.refuse_torch_autocast("around")
+        thread_frame.refuse_torch_autocast("around")
         kept = around.cache or CastCache()
         frame = replace(around, lists=lists, low=low, cache=kept if cache else None)
-    with mha_in_python(), _contexts.entered(frame):
+    with mha_in_python(), frame_entry.entered(frame):
         try:
             yield frame
         finally:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.emulate._emulation import Emulation
-from plimsoll.emulate._lists import CUDA, OperationLists, operation_name
-from plimsoll.emulate._planned import PlannedEmulation, check_alone, plan_of
-from plimsoll.emulate._recipe import Recipe, recipe
-from plimsoll.emulate._regions import is_native
+from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists, operation_name
+from plimsoll.emulate.context import Emulation
+from plimsoll.emulate.module_regions import is_native
+from plimsoll.emulate.plan_context import PlannedEmulation, check_alone, plan_of
+from plimsoll.emulate.recipe import Recipe, recipe
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan, Plan, get
 

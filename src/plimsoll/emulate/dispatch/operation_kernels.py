@@ -13,11 +13,11 @@ from typing import Any, cast as typed
 
 import torch
 
-from plimsoll.emulate._casts import cast, promoted
-from plimsoll.emulate._counts import computes
-from plimsoll.emulate._frames import Frame, Rule, categories_of, local
-from plimsoll.emulate._keys import Key
-from plimsoll.emulate._lists import Category, OperationLists
+from plimsoll.emulate.casting.argument_casts import cast, promoted
+from plimsoll.emulate.casting.operation_lists import Category, OperationLists
+from plimsoll.emulate.dispatch.dispatch_key import Key
+from plimsoll.emulate.dispatch.thread_frame import Frame, Rule, categories_of, local
+from plimsoll.emulate.operation_counts import computes
 from plimsoll.errors import ArgumentError
 
 

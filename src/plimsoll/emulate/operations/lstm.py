@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (as everyone calls it)
 from torch import Tensor
 
-from plimsoll.emulate import _kernels
+from plimsoll.emulate.dispatch import operation_kernels
 
 State = tuple[Tensor, Tensor]
 
@@ -24,7 +24,7 @@ def lstm(op: Any, args: Any, kwargs: Any) -> Any:
     each = 4 if biased else 2
     if kwargs or len(weights) != layers * (2 if both_ways else 1) * each:
         return NotImplemented
-    return _kernels.aloud(_packed if packed else _padded, args, {})
+    return operation_kernels.aloud(_packed if packed else _padded, args, {})
 
 
 def _padded(
