@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from plimsoll.unit import _formulas
-from plimsoll.unit._nonlinear import gated, largest, nonlinear, off_centre
-from plimsoll.unit._probabilities import along, attention_curves, log_variance, moments, softmax_curves
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.nonlinear import gated, largest, nonlinear, off_centre
+from plimsoll.unit.factors.softmax_moments import along, attention_curves, log_variance, moments, softmax_curves
 
 MULTS = (0.05, 0.5, 1.0, 2.0, 5.0)
 
@@ -148,17 +148,15 @@ def test_curves_of_attention_are_means_over_queries_and_rows() -> None:
 
 
 def test_factors_of_products() -> None:
-    assert _formulas.linear(256, 64).output == 1 / 16 and _formulas.linear(256, 64).inputs == (1 / 8,)
-    assert _formulas.readout(256, 64).output == 1 / 256
-    assert _formulas.matmul(64, 8 * 64, 64 * 16, 8 * 16).inputs == pytest.approx((16**-0.5, 8**-0.5))
-    assert _formulas.convolution(9 * 4, 9 * 16, 4).inputs == (1 / 6,)
-    assert _formulas.embedding(100, 25) == 2.0 and _formulas.dropout(0.75) == 0.5
-    assert _formulas.cross_entropy(5) == 2.5 and _formulas.MSE == 8**-0.5
-    assert _formulas.total((0.6, -0.8), (1, 4)).inputs == pytest.approx((1 / 0.6, 0.5 / 0.8))
+    assert formulas.linear(256, 64).output == 1 / 16 and formulas.linear(256, 64).inputs == (1 / 8,)
+    assert formulas.readout(256, 64).output == 1 / 256
+    assert formulas.matmul(64, 8 * 64, 64 * 16, 8 * 16).inputs == pytest.approx((16**-0.5, 8**-0.5))
+    assert formulas.convolution(9 * 4, 9 * 16, 4).inputs == (1 / 6,)
+    assert formulas.embedding(100, 25) == 2.0 and formulas.dropout(0.75) == 0.5
+    assert formulas.cross_entropy(5) == 2.5 and formulas.MSE == 8**-0.5
+    assert formulas.total((0.6, -0.8), (1, 4)).inputs == pytest.approx((1 / 0.6, 0.5 / 0.8))
 
 
 def test_nothing_to_sum_has_a_factor_of_one() -> None:
-    assert (
-        _formulas.root(0) == _formulas.embedding(10, 0) == _formulas.embedding(0, 0) == _formulas.cross_entropy(1) == 1
-    )
-    assert _formulas.dropout(1.0) == _formulas.readout(0, 3).output == _formulas.matmul(0, 0, 0, 4).output == 1
+    assert formulas.root(0) == formulas.embedding(10, 0) == formulas.embedding(0, 0) == formulas.cross_entropy(1) == 1
+    assert formulas.dropout(1.0) == formulas.readout(0, 3).output == formulas.matmul(0, 0, 0, 4).output == 1

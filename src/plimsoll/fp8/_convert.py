@@ -9,8 +9,9 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.fp8._choice import Globs, Left, explicit, is_sharded, modules_of, why_not
 from plimsoll.fp8._linear import Linear
 from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
-from plimsoll.unit import _formulas, nn as unit_nn
-from plimsoll.unit.functional._products import resolved
+from plimsoll.unit import nn as unit_nn
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.functional.products import resolved
 
 
 def convert(
@@ -94,7 +95,7 @@ def _recipe(name: str, module: nn.Linear, scaling: Scaling, history: int, margin
         return recipe
     factors = NO_FACTORS
     if isinstance(module, unit_nn.Linear):
-        formula = _formulas.readout if isinstance(module, unit_nn.LinearReadout) else _formulas.linear
+        formula = formulas.readout if isinstance(module, unit_nn.LinearReadout) else formulas.linear
         ideal = formula(module.in_features, module.out_features)
         factors = resolved("fp8.convert", module.constraint, module.factors, ideal)
     return Recipe(scaling=scaling, history=history, margin=margin, factors=factors)

@@ -17,11 +17,11 @@ from plimsoll.fp8._product import is_autocasting
 from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
 from plimsoll.kernels.operators.fp8_cast import keep, padded
-from plimsoll.unit import _formulas
-from plimsoll.unit._constraints import Constraint
-from plimsoll.unit._formulas import Factors, root
-from plimsoll.unit._kinds import tag
-from plimsoll.unit.functional._products import resolved
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.constraints import Constraint
+from plimsoll.unit.factors.formulas import Factors, root
+from plimsoll.unit.functional.products import resolved
+from plimsoll.unit.optim.parameter_kinds import tag
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PASSING = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # what no copy and no pickle takes along
@@ -89,7 +89,7 @@ class Linear(nn.Linear):
     ) -> None:
         scaling = checked("fp8.Linear", scaling, history, margin)
         if scaling == "unit" or factors is not None:
-            factors = resolved("fp8.Linear", constraint, factors, _formulas.linear(in_features, out_features))
+            factors = resolved("fp8.Linear", constraint, factors, formulas.linear(in_features, out_features))
         recipe = Recipe(scaling=scaling, history=history, margin=margin, factors=factors or NO_FACTORS)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.take_recipe(recipe)

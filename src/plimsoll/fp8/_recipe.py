@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit._formulas import Factors
+from plimsoll.unit.factors.formulas import Factors
 
 Scaling = Literal["unit", "tensor"]
 _NAMES: tuple[str, ...] = get_args(Scaling)

@@ -19,8 +19,8 @@ from plimsoll.report._figure_words import joined, power, powers, safe
 from plimsoll.report._theme import BLUE, GREY, ORANGE, RED
 from plimsoll.text import counted
 from plimsoll.unit import Audit, Reading
-from plimsoll.unit._audit_drawing import register
-from plimsoll.unit._audit_rows import DIRECTIONS, FORMATS, Direction
+from plimsoll.unit.auditing.figure_hook import register
+from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plimsoll.unit import functional as functional, nn as nn, optim as optim
-    from plimsoll.unit._audit import audit as audit
-    from plimsoll.unit._audit_compare import Comparison as Comparison, Pair as Pair
-    from plimsoll.unit._audit_result import Audit as Audit
-    from plimsoll.unit._audit_rows import Reading as Reading, Row as Row
-    from plimsoll.unit._changes import Left as Left
-    from plimsoll.unit._convert import convert as convert
-    from plimsoll.unit._converted import Converted as Converted, Folded as Folded
-    from plimsoll.unit._fold import fold as fold
-    from plimsoll.unit._fold_plan import Kept as Kept
-    from plimsoll.unit._kinds import (
+    from plimsoll.unit.auditing.audit_model import audit as audit
+    from plimsoll.unit.auditing.comparison import Comparison as Comparison, Pair as Pair
+    from plimsoll.unit.auditing.result import Audit as Audit
+    from plimsoll.unit.auditing.rows import Reading as Reading, Row as Row
+    from plimsoll.unit.changes import Left as Left
+    from plimsoll.unit.conversion.convert_model import convert as convert
+    from plimsoll.unit.conversion.converted_modules import Converted as Converted, Folded as Folded
+    from plimsoll.unit.folding.fold_model import fold as fold
+    from plimsoll.unit.folding.fold_plan import Kept as Kept
+    from plimsoll.unit.optim.parameter_kinds import (
         kinds_of as kinds_of,
         tag as tag,
         tag_depth as tag_depth,
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 _ROOMS = ("functional", "nn", "optim")
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
-    "Audit": "_audit_result",
-    "Comparison": "_audit_compare",
-    "Pair": "_audit_compare",
-    "Reading": "_audit_rows",
-    "Row": "_audit_rows",
-    "audit": "_audit",
-    "Converted": "_converted",
-    "Folded": "_converted",
-    "Kept": "_fold_plan",
-    "Left": "_changes",
-    "convert": "_convert",
-    "fold": "_fold",
-    "kinds_of": "_kinds",
-    "tag": "_kinds",
-    "tag_depth": "_kinds",
-    "tag_fan_in": "_kinds",
+    "Audit": "auditing.result",
+    "Comparison": "auditing.comparison",
+    "Pair": "auditing.comparison",
+    "Reading": "auditing.rows",
+    "Row": "auditing.rows",
+    "audit": "auditing.audit_model",
+    "Converted": "conversion.converted_modules",
+    "Folded": "conversion.converted_modules",
+    "Kept": "folding.fold_plan",
+    "Left": "changes",
+    "convert": "conversion.convert_model",
+    "fold": "folding.fold_model",
+    "kinds_of": "optim.parameter_kinds",
+    "tag": "optim.parameter_kinds",
+    "tag_depth": "optim.parameter_kinds",
+    "tag_fan_in": "optim.parameter_kinds",
 }
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit._analysis import Analysis, analyse
-from plimsoll.unit._capture import Captured, capture
-from plimsoll.unit._changes import Factor, NodeChange, ParameterChange, Scale
-from plimsoll.unit._constraints import Constraint
-from plimsoll.unit._graph import base_name, operation_of
+from plimsoll.unit.analysis.analyzer import Analysis, analyse
+from plimsoll.unit.capture.captured_program import Captured, capture
+from plimsoll.unit.capture.gradient_graph import base_name, operation_of
+from plimsoll.unit.changes import Factor, NodeChange, ParameterChange, Scale
+from plimsoll.unit.factors.constraints import Constraint
 from tests.unit.models import MODELS
 
 

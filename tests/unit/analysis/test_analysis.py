@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit import _formulas
-from plimsoll.unit._analysis import Analysis, analyse
-from plimsoll.unit._capture import capture
-from plimsoll.unit._changes import ONE, Factor, NodeChange
-from plimsoll.unit._clusters import clusters, free_edges
-from plimsoll.unit._nonlinear import nonlinear, off_centre
+from plimsoll.unit.analysis.analyzer import Analysis, analyse
+from plimsoll.unit.capture.captured_program import capture
+from plimsoll.unit.capture.fused_functions import clusters, free_edges
+from plimsoll.unit.changes import ONE, Factor, NodeChange
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.nonlinear import nonlinear, off_centre
 from tests.unit.analysis.interpreter import analysed, captured
 from tests.unit.models import MODELS
 
@@ -80,7 +80,7 @@ def test_a_product_of_activations_counts_what_each_sums_over() -> None:
     analysis = of(Of(lambda m, x: (x @ m.w) @ (x @ m.v).transpose(1, 2), w=(8, 32), v=(8, 32)), torch.randn(4, 6, 8))
     change = [one for one in analysis.changes.values() if one.operation == "matmul"][-1]
     # Both operands come from x: no bridges, so one factor of 32, 6 and 6.
-    expected = _formulas.root(32) ** (1 / 3) * 6 ** (-0.5 * 2 / 3)
+    expected = formulas.root(32) ** (1 / 3) * 6 ** (-0.5 * 2 / 3)
     assert change.output.forward == change.inputs[0].backward == change.inputs[1].backward
     factor = change.output.forward
     assert factor.value * 6.0**factor.power == pytest.approx(expected)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.unit._capture import capture
-from plimsoll.unit._graph import flow, operation_of
+from plimsoll.unit.capture.captured_program import capture
+from plimsoll.unit.capture.gradient_graph import flow, operation_of
 from tests.unit.models import MODELS, DataDependent
 
 

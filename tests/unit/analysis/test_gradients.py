@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plimsoll.unit._analysis import Analysis, analyse
-from plimsoll.unit._capture import Captured, capture
-from plimsoll.unit._changes import NodeChange
+from plimsoll.unit.analysis.analyzer import Analysis, analyse
+from plimsoll.unit.capture.captured_program import Captured, capture
+from plimsoll.unit.changes import NodeChange
 from tests.unit.analysis.interpreter import analysed, back, captured, drawn, inputs_of, run
 from tests.unit.models import MODELS
 
@@ -72,7 +72,7 @@ def test_a_wrong_factor_is_seen() -> None:
     """The proof can fail: one factor of its own on an edge that is no bridge."""
     from dataclasses import replace
 
-    from plimsoll.unit._changes import Factor, Scale
+    from plimsoll.unit.changes import Factor, Scale
 
     graph, analysis = captured("gpt"), analysed("gpt")
     wrong = dict(analysis.changes)

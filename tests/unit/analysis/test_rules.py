@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
-from plimsoll.unit._analysis import analyse
-from plimsoll.unit._capture import capture
+from plimsoll.unit.analysis.analyzer import analyse
+from plimsoll.unit.capture.captured_program import capture
 from tests.unit.analysis.interpreter import back, drawn, inputs_of, run
 
 IMAGES, ROWS, SEQUENCES = (16, 8, 12, 12), (512, 24), (32, 12, 16)

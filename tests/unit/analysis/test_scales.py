@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plimsoll.unit._changes import ParameterChange
+from plimsoll.unit.changes import ParameterChange
 from tests.unit.analysis.interpreter import analysed, back, captured, drawn, inputs_of, run
 from tests.unit.models import MODELS
 

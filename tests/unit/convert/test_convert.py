@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
-from plimsoll.unit._capture import capture
-from plimsoll.unit._kinds import traits_of
+from plimsoll.unit.capture.captured_program import capture
+from plimsoll.unit.optim.parameter_kinds import traits_of
 from tests import processes
 from tests.unit.models import GPT, MODELS, DataDependent, MatmulMLP
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit._analysis import analyse
-from plimsoll.unit._capture import capture
-from plimsoll.unit._convert import built
+from plimsoll.unit.analysis.analyzer import analyse
+from plimsoll.unit.capture.captured_program import capture
+from plimsoll.unit.conversion.convert_model import built
 from tests.unit.analysis.interpreter import run
 from tests.unit.models import MODELS
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plimsoll.unit._convert import convert
-from plimsoll.unit._fold import fold
+from plimsoll.unit.conversion.convert_model import convert
+from plimsoll.unit.folding.fold_model import fold
 from tests.unit.models import MODELS
 
 

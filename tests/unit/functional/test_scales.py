@@ -1,6 +1,6 @@
 """Every function gives unit scale forward and backward, within a bound that is computed from what was measured.
 
-The bound is Student's: so many standard errors (`plimsoll.unit._measured`) that one sound value of a million exceeds
+The bound is Student's: so many standard errors (`plimsoll.unit.factors.measured_scales`) that one sound value of a million exceeds
 it. What a formula leaves out is stated beside its case, as a share.
 """
 
@@ -13,9 +13,9 @@ from scipy import stats
 from torch import Tensor
 
 import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
-from plimsoll.unit import _formulas
-from plimsoll.unit._measured import Scale, scales
-from plimsoll.unit._probabilities import moments
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.measured_scales import Scale, scales
+from plimsoll.unit.factors.softmax_moments import moments
 
 RUNS = 24
 BOUND = float(stats.t.ppf(1 - 1e-6 / 2, RUNS - 1))
@@ -228,7 +228,7 @@ def test_the_gradient_of_equal_logits_is_exactly_at_unit_scale(classes: int) -> 
     likely = torch.full((100, classes), -1.0, requires_grad=True)
     U.nll_loss(likely, torch.zeros(100, dtype=torch.long)).backward()
     assert likely.grad.square().mean().item() == pytest.approx(1, rel=1e-5)
-    assert _formulas.cross_entropy(classes) == pytest.approx(classes / (classes - 1) ** 0.5)
+    assert formulas.cross_entropy(classes) == pytest.approx(classes / (classes - 1) ** 0.5)
 
 
 def test_other_losses() -> None:

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit import nn as unn
-from plimsoll.unit._formulas import Factors
-from plimsoll.unit._kinds import kinds_of
+from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.optim.parameter_kinds import kinds_of
 
 # Name to a module and an input of unit scale, large enough that a standard deviation is sure to 3 %.
 MODULES = {

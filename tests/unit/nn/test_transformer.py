@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import nn as unn
-from plimsoll.unit._kinds import kinds_of, traits_of
 from plimsoll.unit.optim import AdamW
+from plimsoll.unit.optim.parameter_kinds import kinds_of, traits_of
 
 WIDTH, HEADS, LENGTH, BATCH = 16, 4, 6, 3
 LAYER = {"dim_feedforward": 32, "dropout": 0.0, "activation": "gelu", "batch_first": True}

@@ -6,8 +6,8 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import nn as unn
-from plimsoll.unit._kinds import Trait, kinds_of, tag, tag_depth, tag_fan_in, traits_of
 from plimsoll.unit.optim import SGD, Adam, AdamW, lr_factor
+from plimsoll.unit.optim.parameter_kinds import Trait, kinds_of, tag, tag_depth, tag_fan_in, traits_of
 
 
 def model(width=64, hidden=256):

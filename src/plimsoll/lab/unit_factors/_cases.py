@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
-from plimsoll.unit import _formulas
-from plimsoll.unit._formulas import Factors
-from plimsoll.unit._nonlinear import largest, nonlinear
-from plimsoll.unit._probabilities import along, attention_curves, softmax_curves
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.factors.nonlinear import largest, nonlinear
+from plimsoll.unit.factors.softmax_moments import along, attention_curves, softmax_curves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ def cases() -> tuple[Case, ...]:
 
 
 def _product(b: int, m: int, n: int) -> Case:
-    ideal = _formulas.linear(m, n)
+    ideal = formulas.linear(m, n)
     directions = (
         Direction(name="output", formula="m^-1/2", factor=ideal.output),
         Direction(name="input", formula="n^-1/2", factor=ideal.inputs[0]),
-        Direction(name="weight", formula="b^-1/2", factor=_formulas.root(b)),
+        Direction(name="weight", formula="b^-1/2", factor=formulas.root(b)),
     )
     return Case(
         operation="linear",
@@ -71,13 +71,13 @@ def _product(b: int, m: int, n: int) -> Case:
 
 def _convolution(channels: int, stride: int) -> Case:
     side, out = 33, 2 * channels
-    ideal = _formulas.convolution(9 * channels, 9 * out, stride**2)
+    ideal = formulas.convolution(9 * channels, 9 * out, stride**2)
     places = 4 * ((side - 3) // stride + 1) ** 2
     directions = (
         Direction(name="output", formula="fan_in^-1/2", factor=ideal.output),
         # Next to the border a gradient has fewer terms: 31 of 33 a dimension.
         Direction(name="input", formula="(out/stride)^-1/2", factor=ideal.inputs[0], left_out=0.07),
-        Direction(name="weight", formula="positions^-1/2", factor=_formulas.root(places)),
+        Direction(name="weight", formula="positions^-1/2", factor=formulas.root(places)),
     )
     return Case(
         operation="conv2d", shape=f"{channels} to {out}, /{stride}",
@@ -108,7 +108,7 @@ def _pointwise(name: str, mult: float) -> Case:
 
 def _softmax(n: int) -> Case:
     spread, slope, _ = (along(curve, n) for curve in softmax_curves(1.0))
-    ideal = _formulas.softmax(n, 1.0, spread, slope)
+    ideal = formulas.softmax(n, 1.0, spread, slope)
     directions = (
         Direction(name="output", formula="~ n (e - 1)^-1/2", factor=ideal.output, left_out=3e-4),
         Direction(name="input", formula="~ n e^-1/2", factor=ideal.inputs[0], left_out=3e-4),
@@ -124,7 +124,7 @@ def _softmax(n: int) -> Case:
 
 def _attention(s: int, width: int, causal: bool) -> Case:
     squares, slope, weighted = (along(curve, s) for curve in attention_curves(1.0, width, causal))
-    ideal = _formulas.attention(width**-0.5, width, 1.0, 1.0, squares, slope, weighted)
+    ideal = formulas.attention(width**-0.5, width, 1.0, 1.0, squares, slope, weighted)
     # A key is not independent of its own weight, which the formula for the query's gradient leaves out.
     known = (("query", "1 / rms of slopes", 0.02), ("key", "likewise", 2e-3), ("value", "as the output", 2e-3))
     directions = (
@@ -139,7 +139,7 @@ def _attention(s: int, width: int, causal: bool) -> Case:
 
 
 def _layer_norm() -> Case:
-    rows = _formulas.root(512)
+    rows = formulas.root(512)
     directions = (
         Direction(name="output", formula="1", factor=1.0, left_out=1e-4),
         Direction(name="input", formula="1", factor=1.0, left_out=0.02),
@@ -160,7 +160,7 @@ def _layer_norm() -> Case:
 
 
 def _embedding() -> Case:
-    factor = _formulas.embedding(500, 400)
+    factor = formulas.embedding(500, 400)
 
     def plain(table: Tensor) -> Tensor:
         return F.embedding(torch.randint(500, (400,), device=table.device), table)
@@ -174,7 +174,7 @@ def _embedding() -> Case:
 
 def _sum() -> Case:
     directions = (
-        Direction(name="output", formula="n^-1/2", factor=_formulas.root(3)),
+        Direction(name="output", formula="n^-1/2", factor=formulas.root(3)),
         *(Direction(name="term", formula="1", factor=1.0) for _ in range(3)),
     )
     return Case(
@@ -187,7 +187,7 @@ def _sum() -> Case:
 
 
 def _dropout() -> Case:
-    factor = _formulas.dropout(0.3)
+    factor = formulas.dropout(0.3)
     directions = tuple(Direction(name=name, formula="(1 - p)^1/2", factor=factor) for name in ("output", "input"))
     return Case(
         operation="dropout",
@@ -199,7 +199,7 @@ def _dropout() -> Case:
 
 
 def _maximum() -> Case:
-    ideal: Factors = _formulas.maximum_pool(largest(4), 4)
+    ideal: Factors = formulas.maximum_pool(largest(4), 4)
     directions = (
         Direction(name="output", formula="1 / std of largest", factor=ideal.output),
         Direction(name="input", formula="stride^1/2", factor=ideal.inputs[0]),
@@ -218,7 +218,7 @@ def _cross_entropy(classes: int) -> Case:
         labels = torch.randint(classes, (x.shape[0],), device=x.device)
         return F.cross_entropy(x * 1e-3, labels, reduction="sum") * 1e3
 
-    logits = Direction(name="logits", formula="s (s - 1)^-1/2", factor=_formulas.cross_entropy(classes), left_out=1e-5)
+    logits = Direction(name="logits", formula="s (s - 1)^-1/2", factor=formulas.cross_entropy(classes), left_out=1e-5)
     return Case(
         operation="cross_entropy",
         shape=f"{classes} alike",
@@ -232,7 +232,7 @@ def _squared_error() -> Case:
     def plain(x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(x, y, reduction="sum")
 
-    both = (Direction(name=name, formula="8^-1/2", factor=_formulas.MSE) for name in ("input", "target"))
+    both = (Direction(name=name, formula="8^-1/2", factor=formulas.MSE) for name in ("input", "target"))
     return Case(
         operation="mse_loss",
         shape="(128, 128)",

@@ -18,7 +18,7 @@ from plimsoll.lab._experiment import Bench, Experiment
 from plimsoll.lab._measures import largest
 from plimsoll.lab._result import Measured
 from plimsoll.lab.unit_factors._cases import Case, Direction, cases
-from plimsoll.unit._measured import Scale, scales
+from plimsoll.unit.factors.measured_scales import Scale, scales
 
 RUNS, FULL_RUNS = 96, 960
 _DOUBT = 1e-6  # how often a sound row exceeds its bound

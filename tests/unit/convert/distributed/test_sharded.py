@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plimsoll.unit._kinds import kinds_of
+from plimsoll.unit.optim.parameter_kinds import kinds_of
 from tests import processes
 from tests.unit.convert.distributed.problem import batch, converted
 

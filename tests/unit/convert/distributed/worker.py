@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import plimsoll as pl
-from plimsoll.unit._kinds import kinds_of
+from plimsoll.unit.optim.parameter_kinds import kinds_of
 from tests.unit.convert.distributed.problem import batch, converted
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
+from plimsoll.unit.optim.parameter_kinds import kinds_of
 from tests import processes
 from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from plimsoll.unit._kinds import kinds_of
 from plimsoll.unit.optim import AdamW
+from plimsoll.unit.optim.parameter_kinds import kinds_of
 from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
 
 

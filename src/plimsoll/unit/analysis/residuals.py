@@ -1,0 +1,155 @@
+"""Residual additions: which additions join a branch to the path it left, and how both are weighted.
+
+A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. Its gradient would be small by sqrt(tau) all the way
+through; so it enters the branch unscaled and is multiplied by sqrt(tau) where it leaves it, at the branch's start.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import networkx as nx
+from torch import fx
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit.capture.gradient_graph import Flow, base_name
+from plimsoll.unit.changes import Port
+from plimsoll.unit.rules.operation import VIEWS, Ideal
+
+Tau = float | Mapping[str, float] | None
+_KEEPING = VIEWS | {"dropout"}
+_ATTENTION = frozenset({"scaled_dot_product_attention", "softmax", "_softmax"})
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A residual addition: where the skip path began, which port brings it, and the branch's weight."""
+
+    addition: str
+    start: str
+    skip: Port
+    branch: Port
+    tau: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The residual additions of a graph, and of every node inside a branch the potential c and the depth.
+
+    The depth is how many branches join the same path; those of paths within branches multiply.
+    """
+
+    joins: dict[str, Join] = field(default_factory=dict[str, Join])
+    potential: dict[str, float] = field(default_factory=dict[str, float])
+    depth: dict[str, int] = field(default_factory=dict[str, int])
+
+    def weighted(self, name: str, ideal: Ideal) -> Ideal:
+        """The rule's word on a node, with the weights of a residual addition where it is one."""
+        join = self.joins.get(name)
+        if join is None:
+            return ideal
+        weights = {join.skip: (1 - join.tau) ** 0.5, join.branch: join.tau**0.5}
+        return replace(ideal, weights=weights, why=f"residual ({join.kind}), tau {join.tau:.4g}")
+
+
+def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:
+    """The residual additions of `graph`, weighted by `tau`; those `inside` an operation written in several are none."""
+    _check(tau)
+    found = Residuals()
+    depth: dict[str, int] = {}
+    for name, node in graph.nodes.items():
+        join = None if name in inside else _join(node, graph, tau, depth)
+        if join is None:
+            continue
+        found.joins[name] = join
+        _enter(join, graph, found.potential)
+    _count(found, graph)
+    return found
+
+
+def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join | None:
+    edges = graph.into[node.name] if node.op == "call_function" else []
+    if base_name(node) != "add" or len(edges) != 2:
+        return None
+    for skip, branch in (edges, edges[::-1]):
+        start = _behind(skip.source, branch.source, graph)
+        if start is not None:
+            depth[node.name] = depth.get(start, 0) + 1
+            kind = _kind(start, branch.source, graph)
+            return Join(node.name, start, skip.port, branch.port, _tau(tau, kind, depth[node.name]), kind)
+    return None
+
+
+def _behind(skip: str, branch: str, graph: Flow) -> str | None:
+    """The node that both the skip path and the branch leave from: back from `skip` through views and dropout."""
+    before = nx.ancestors(graph.directed, branch)
+    while skip not in before:
+        edges = graph.into[skip]
+        if base_name(graph.nodes[skip]) not in _KEEPING or len(edges) != 1:
+            return None
+        skip = edges[0].source
+    return None if graph.is_parameter(skip) else skip
+
+
+def _region(start: str, end: str, graph: Flow) -> set[str]:
+    """Every node on a way from `start` to `end`, the start left out."""
+    return (nx.descendants(graph.directed, start) & nx.ancestors(graph.directed, end)) | {end}
+
+
+def _kind(start: str, end: str, graph: Flow) -> str:
+    operations = {base_name(graph.nodes[name]) for name in _region(start, end, graph)}
+    if operations & _ATTENTION:
+        return "attention"
+    return "mlp" if operations & _PRODUCTS else "other"
+
+
+def _tau(tau: Tau, kind: str, k: int) -> float:
+    if tau is None:
+        return 1 / (k + 1)
+    return tau[kind] if isinstance(tau, Mapping) else tau
+
+
+def _inside(join: Join, graph: Flow) -> set[str]:
+    """Every node of the branch."""
+    end = next(edge.source for edge in graph.into[join.addition] if edge.port == join.branch)
+    return _region(join.start, end, graph)
+
+
+def _count(found: Residuals, graph: Flow) -> None:
+    """Notes how many branches there are beside each: additions of one path lead from one to the next."""
+    begun: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    for name, join in found.joins.items():
+        begun[name] = begun.get(join.start, join.start)
+        lengths[begun[name]] = lengths.get(begun[name], 0) + 1
+    for name, join in found.joins.items():
+        for node in _inside(join, graph):
+            found.depth[node] = found.depth.get(node, 1) * lengths[begun[name]]
+
+
+def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
+    region = _inside(join, graph)
+    leaving = [
+        edge for name in region for edge in graph.out_of[name]
+        if edge.target not in region and (edge.target, edge.port) != (join.addition, join.branch)
+    ]  # fmt: skip
+    if leaving:  # another use of the branch's inside: its gradient has to be at the same scale as outside
+        return
+    for name in region:
+        potential[name] = potential.get(name, 1.0) / join.tau**0.5
+
+
+def _check(tau: Tau) -> None:
+    given = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
+    for kind, value in cast("Mapping[str, object]", given).items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
+            raise ArgumentError(
+                f"convert: expected residual_tau to lie between 0 and 1; got {value!r}"
+                f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all alike."
+            )
+    if isinstance(tau, Mapping) and set(tau) != {"attention", "mlp", "other"}:
+        raise ArgumentError(
+            f"convert: expected residual_tau for the kinds attention, mlp and other; got {sorted(tau)}. Name all three."
+        )

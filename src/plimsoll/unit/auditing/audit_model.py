@@ -1,0 +1,232 @@
+"""`audit`: the scale of every tensor of one forward and backward, and of every gradient."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
+from plimsoll.unit.auditing.result import Audit
+from plimsoll.unit.auditing.rows import Row
+from plimsoll.unit.auditing.state_guard import gradients_kept, lent
+from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
+from plimsoll.watch.shadow.fp32_replay import fresh_inputs, tensors_of
+
+_LOSS = "loss"
+
+
+def audit(
+    model: nn.Module,
+    example: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    every: bool = False,
+) -> Audit:
+    """The scale of every operation of one forward and backward of any module, converted or not.
+
+    Each operation's result, each floating input and each parameter is measured, and so is its gradient: exactly, whole
+    (`plimsoll.measure`). A module of `unit`, or a function of `unit.functional`, is one operation, its factors
+    included. The model is in the mode that it is in, training or not, and computes what it would compute without
+    `audit`, bit for bit; compiled models run eagerly. Nothing is left changed: gradients, buffers, modules' attributes
+    and random generators are as they were, and watches record nothing.
+
+    Args:
+        model: any module whose parameters are here and whole.
+        example: a tensor; a tuple of positional arguments; or a mapping of keyword arguments.
+        loss: takes what the model gives and returns a scalar. None: the `loss` that the model gives, or its output
+            where that is a scalar; else every floating output is given a gradient of random normal values.
+        every: also rows for operations that only move values (views, copies, joins) or make them of none.
+
+    Raises `ArgumentError` for what cannot be run, and `UnsupportedTensorError` for parameters without values here.
+    Errors of the model itself are passed on.
+
+    >>> torch.manual_seed(0); found = audit(nn.Linear(256, 64), torch.randn(128, 256))
+    <...>
+    >>> [(row.name, round(row.forward_std, 2), round(row.backward_std, 2)) for row in found.operations]
+    [('model linear', 0.58, 1.0)]
+    """
+    root = _checked(model, loss)
+    args, kwargs = _arguments(example)
+    judges = [root, *([loss] if isinstance(loss, nn.Module) else [])]
+    observer = Observer(_run.__code__)
+    devices = {x.device for module in judges for x in module.parameters()}
+    inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), wide=False))
+    devices |= {x.device for x in tensors_of(inputs)}
+    parameters = list(root.named_parameters())
+    with lent(judges, devices) as leaves:
+        given = [observer.take(name.removeprefix(".") or "input", x) for name, x in tensors_in(_as_one(*inputs))]
+        names = _module_names(root, loss)
+        _run(observer, root, inputs, loss)
+        own = [(clean(name), leaves[id(p)]) for name, p in parameters]
+        rows = _rows(observer.entries, len(given), names, has_loss=loss is not None)
+        found = [*rows, *_of_parameters(own, len(rows))]
+    shown = [row for row in found if every or not row.moved]
+    return Audit(
+        model=type(root).__name__, rows=tuple(shown), training=root.training, unmeasured=tuple(observer.unmeasured)
+    )
+
+
+def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], loss: Any) -> None:
+    """Forward and backward."""
+    with observer.listening():
+        output = root(*inputs[0], **inputs[1])
+        value = None if loss is None else _scalar(loss(output))
+    ends = _ends(output) if value is None else [(value, None)]
+    trained = [(x, g) for x, g in ends if x.requires_grad]
+    if not trained:
+        return
+    tensors = [x for x, _ in trained]
+    with gradients_kept(tensors, root.parameters()):
+        torch.autograd.backward(tensors, [g for _, g in trained])
+
+
+def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Where the backward begins without a loss, each tensor with its gradient."""
+    given: Any = _own_loss(output)
+    for end in cast("tuple[Any, ...]", (given, output)):
+        if isinstance(end, Tensor) and end.numel() == 1 and end.is_floating_point():
+            return [(end, None)]
+    outputs = [x for _, x in tensors_in(output)]
+    if not outputs:
+        raise ArgumentError(
+            f"audit: expected a model that gives a floating tensor; got {_kind(output)}. Give a loss that makes a "
+            "scalar of it."
+        )
+    return [(x, _normal(x, number)) for number, x in enumerate(outputs)]
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that a model gives among others, as those of transformers do."""
+    return (
+        cast("Mapping[str, Any]", output).get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    )
+
+
+def _scalar(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+        return value
+    said = f"a tensor ({value.dtype}, {tuple(value.shape)})" if isinstance(value, Tensor) else type(value).__name__
+    raise ArgumentError(
+        f"audit: expected loss to return a floating scalar; got {said}. Reduce it: loss.mean(), or output['loss']."
+    )
+
+
+def _normal(x: Tensor, number: int) -> Tensor:
+    """Random normal values for a gradient, whose generator is none of the process's."""
+    generator = torch.Generator("cpu").manual_seed(number)
+    drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(device=x.device, dtype=x.dtype)
+
+
+def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, has_loss: bool) -> list[Row]:
+    calls: dict[tuple[str, str, int, bool], int] = {}
+    rows: list[Row] = []
+    for position, entry in enumerate(entries):
+        assert entry.forward is not None
+        module = names.get(id(entry.place.module))
+        if module is None:
+            inside = entry.place.module
+            module = type(inside).__name__ if inside is not None else _LOSS if has_loss else ROOT
+        kind = "input" if position < inputs else "operation"
+        module = ROOT if kind == "input" else module
+        key = (module, entry.operation, entry.output, entry.moved)
+        calls[key] = calls.get(key, -1) + 1
+        rows.append(
+            Row(
+                position=position, kind=kind, operation=entry.operation, module=module, call=calls[key],
+                output=entry.output, source=entry.place.source, shape=entry.shape, dtype=_name(entry.dtype),
+                moved=entry.moved, forward=entry.forward, backward=entry.backward, absence=entry.absence,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _of_parameters(parameters: Sequence[tuple[str, Tensor]], position: int) -> Iterator[Row]:
+    for number, (name, leaf) in enumerate(parameters):
+        module, _, own = name.rpartition(".")
+        forward = spectrum_of(leaf)
+        if forward is None:
+            continue
+        yield Row(
+            position=position + number, kind="parameter", operation=own, module=module or ROOT, shape=tuple(leaf.shape),
+            dtype=_name(leaf.dtype), forward=forward, backward=None if leaf.grad is None else spectrum_of(leaf.grad),
+            absence=None if leaf.grad is not None else "never came" if leaf.requires_grad else "frozen",
+        )  # fmt: skip
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _module_names(root: nn.Module, loss: object) -> dict[int, str]:
+    """Each module's path, by its identity; the first one where it has several."""
+    found: dict[int, str] = {}
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", root.named_modules()):
+        found.setdefault(id(module), clean(name) or ROOT)
+    if isinstance(loss, nn.Module):
+        for name, module in cast("Iterator[tuple[str, nn.Module]]", loss.named_modules()):
+            found.setdefault(id(module), f"{_LOSS}.{name}" if name else _LOSS)
+    return found
+
+
+def _as_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs or (args[0] if len(args) == 1 else args)
+
+
+def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, tuple):
+        return cast("tuple[Any, ...]", example), {}
+    if isinstance(example, Mapping):
+        named = dict(cast("Mapping[Any, Any]", example))
+        if all(isinstance(name, str) for name in named):
+            return (), named
+    raise ArgumentError(
+        f"audit: expected example to be a tensor, a tuple of arguments or a mapping of keyword arguments; got "
+        f"{_kind(cast('object', example))}. Give a batch as the model is called with it: (x, y) for model(x, y)."
+    )
+
+
+def _checked(model: object, loss: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"audit: expected a torch.nn.Module; got {type(model).__name__}. Give the model itself.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError(
+            "audit: expected a module that runs in Python; got a TorchScript one, whose operations cannot be seen. "
+            "Give the module that it was made from."
+        )
+    if loss is not None and not callable(loss):
+        raise ArgumentError(
+            f"audit: expected loss to be None or a function of the model's output; got {type(loss).__name__}. Write "
+            "loss=lambda output: ... ."
+        )
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "audit: expected a place where gradients can be computed; got torch.inference_mode. Call it outside."
+        )
+    root = unwrapped(model)
+    for name, p in root.named_parameters():
+        _check_parameter(name, p)
+    return root
+
+
+def _check_parameter(name: str, p: Tensor) -> None:
+    if nn.parameter.is_lazy(p):
+        said, advice = "one that is not initialised yet", "Run a batch through the model first."
+    elif p.is_meta:
+        said, advice = (
+            "one on the meta device, without values",
+            "Materialise it: model.to_empty(device=...), and draw it.",
+        )
+    elif hasattr(p, "_local_tensor"):
+        said, advice = "a DTensor, of which a part is elsewhere", "Audit the model before it is sharded."
+    else:
+        return
+    raise UnsupportedTensorError(f"audit: expected parameters with their values here; got {name!r}, {said}. {advice}")

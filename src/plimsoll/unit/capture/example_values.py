@@ -1,0 +1,96 @@
+"""Values of what carries no gradient: masks, positions, tables of angles, as the example gives them.
+
+Measured factors need them: a softmax behind a causal mask has another scale than one without. Nothing here depends on a
+parameter, so a model without values (on the meta device) only lacks its buffers.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from plimsoll.unit.capture.captured_program import Captured
+from plimsoll.unit.capture.gradient_graph import size_at_example, value_of
+
+
+class NoValueError(Exception):
+    """A tensor whose values are not known: on the meta device, or of an operation that cannot be run by itself."""
+
+
+class Values:
+    """Values of the nodes that carry no gradient, each computed when it is first asked for, on the CPU."""
+
+    def __init__(self, captured: Captured, carrying: frozenset[str]) -> None:
+        self._carrying = carrying
+        self._known: dict[str, Any] = {}
+        self._given = _given(captured)
+        self._module = captured.program.graph_module
+        self._remembered: dict[str, Any] = {}
+
+    def remembered(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for a key."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        return self._remembered[key]
+
+    def of(self, argument: Any) -> Any:
+        """An argument of a node with every node in it replaced by its value."""
+        return map_arg(argument, self._node)
+
+    def _node(self, node: fx.Node) -> Any:
+        if node.name not in self._known:
+            self._known[node.name] = self._computed(node)
+        return self._known[node.name]
+
+    def _computed(self, node: fx.Node) -> Any:
+        known = value_of(node)
+        if known is not None and not isinstance(known, (Tensor, list, tuple)):
+            return size_at_example(known) if isinstance(known, torch.SymInt) else known
+        if node.name in self._carrying:
+            raise NoValueError(node.name)
+        if node.op == "placeholder":
+            return self._given_value(node)
+        if node.op == "get_attr":  # the inside of a region without gradients or under autocast
+            return self._module.get_submodule(str(node.target))
+        if node.op != "call_function" or isinstance(node.target, str):
+            raise NoValueError(node.name)
+        arguments, keywords = self._ready(node)
+        with torch.no_grad():
+            return node.target(*arguments, **keywords)
+
+    def _ready(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
+        arguments = self.of(node.args)
+        keywords = {name: value for name, value in self.of(node.kwargs).items() if name != "pin_memory"}
+        if "device" in keywords:
+            keywords["device"] = torch.device("cpu")
+        if node.target is operator.getitem or not arguments:
+            return arguments, keywords
+        # What is written in place is written to a copy: a buffer stays as it is.
+        return pytree.tree_map(_copied, arguments), keywords
+
+    def _given_value(self, node: fx.Node) -> Any:
+        value = self._given.get(node.name)
+        if isinstance(value, Tensor) and value.device.type == "meta":
+            raise NoValueError(node.name)
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _given(captured: Captured) -> dict[str, Any]:
+    inputs = iter(pytree.tree_leaves((captured.args, dict(captured.kwargs))))
+    program = captured.program
+    given: dict[str, Any] = {}
+    for spec in program.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
+            given[name] = next(inputs, None)
+        elif spec.target is not None:
+            given[name] = program.state_dict.get(spec.target, program.constants.get(spec.target))
+    return given

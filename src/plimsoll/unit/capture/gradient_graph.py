@@ -1,0 +1,222 @@
+"""The graph that gradients flow through, and which of its edges are bridges.
+
+Its nodes are the operations whose results carry a gradient: from the parameters and the floating-point inputs to the
+outputs. A factor on one edge may differ forward and backward only if no other path joins the edge's ends: if the edge
+is a bridge of the undirected graph. Two edges between the same operations are no bridges, so it is a multigraph.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from plimsoll.unit.capture.captured_program import Captured
+from plimsoll.unit.changes import Port
+
+# Results that hang on their inputs by steps, or on purpose pass no gradient back.
+_NO_GRADIENT = frozenset(
+    {
+        "detach", "alias_detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign", "round", "floor",
+        "ceil", "isnan", "isinf", "isfinite", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
+        "randn_like", "bernoulli", "new_zeros", "new_ones", "new_full", "new_empty", "heaviside", "one_hot",
+    }
+)  # fmt: skip
+SINK = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor on its way: from the operation that made it to a port of one that takes it."""
+
+    source: str
+    target: str
+    port: Port
+
+
+def operation_of(node: fx.Node) -> str:
+    """The name of a node's operation without overload: "linear", "add", "getitem"; of an in-place one too ("add_")."""
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def base_name(node: fx.Node) -> str:
+    """The operation's name, whether it writes in place or not."""
+    name = operation_of(node)
+    return name.removesuffix("_") if not name.startswith("_") else name
+
+
+def value_of(node: fx.Node) -> object:
+    """What the capture knows of a node's result: a fake tensor, a list of them, or a number."""
+    return node.meta.get("val")
+
+
+def size_at_example(size: object) -> int:
+    """A size as the example has it, where the capture left it open."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint if hint is not None else size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's result as the example has it."""
+    value = value_of(node)
+    return tuple(size_at_example(size) for size in value.shape) if isinstance(value, Tensor) else ()
+
+
+def is_open(node: fx.Node, dim: int) -> bool:
+    """Whether the capture left a size open, so that it follows what comes."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and fixed_size(value.shape[dim]) is None
+
+
+def fixed_size(size: object) -> int | None:
+    """A size that the model fixes, whatever comes; None for an open one. Export may write a fixed one as a symbol."""
+    if isinstance(size, torch.SymInt):
+        return cast("int | None", size.node.maybe_as_int())
+    return int(size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+
+
+def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
+    """Every node that `node` takes as an argument, and at which port.
+
+    Tensors that are broadcast against each other (in a loss) come out as they went in: each is its own member's.
+    """
+    for position, argument in enumerate(node.args):
+        if isinstance(argument, fx.Node) and operation_of(argument) == "broadcast_tensors":
+            yield position, cast("list[fx.Node]", argument.args[0])[cast("int", node.args[1])]
+        elif isinstance(argument, fx.Node):
+            yield position, argument
+        elif isinstance(argument, (list, tuple)):
+            for member, one in enumerate(argument):
+                if isinstance(one, fx.Node):
+                    yield (position, member), one
+    for keyword, argument in node.kwargs.items():
+        if isinstance(argument, fx.Node):
+            yield keyword, argument
+
+
+def _floats(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_floats(one) for one in cast("list[object]", value))
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The nodes that carry a gradient, the edges between them, and which of the edges are bridges.
+
+    - `edges`: in the order of the program. `outputs`: the names of the results that gradients start from: the scalar
+      ones where the model returns any (a loss), otherwise all. `parameters`: the names of their placeholders, and those
+      in the model. `carrying`: all that carries a gradient, also what no output depends on.
+    """
+
+    nodes: dict[str, fx.Node]
+    edges: tuple[Edge, ...]
+    outputs: tuple[str, ...]
+    parameters: dict[str, str]
+    carrying: frozenset[str]
+
+    @cached_property
+    def into(self) -> dict[str, list[Edge]]:
+        """The edges that end at each node."""
+        found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
+        for edge in self.edges:
+            found[edge.target].append(edge)
+        return found
+
+    @cached_property
+    def out_of(self) -> dict[str, list[Edge]]:
+        """The edges that begin at each node."""
+        found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
+        for edge in self.edges:
+            found[edge.source].append(edge)
+        return found
+
+    @cached_property
+    def directed(self) -> "nx.DiGraph[str]":
+        """The graph as a networkx one, parallel edges as one."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
+        return graph
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether the node of that name is a parameter."""
+        return name in self.parameters
+
+
+def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
+    """The edges that no other path goes around, in whatever direction."""
+    edges = tuple(edges)
+    between: dict[frozenset[str], list[Edge]] = {}
+    for edge in edges:
+        between.setdefault(frozenset((edge.source, edge.target)), []).append(edge)
+    plain: nx.Graph[str] = nx.Graph()
+    plain.add_edges_from((edge.source, edge.target) for edge in edges)
+    found: set[Edge] = set()
+    for source, target in nx.bridges(plain):
+        parallel = between[frozenset((source, target))]
+        if len(parallel) == 1:
+            found.add(parallel[0])
+    return frozenset(found)
+
+
+def flow(captured: Captured) -> Flow:
+    """The graph of `captured` that gradients flow through."""
+    graph = captured.graph
+    carrying = _carrying(captured)
+    outputs = _outputs(graph, carrying)
+    reaching = _reaching(graph, carrying, outputs)
+    nodes = {node.name: node for node in graph.nodes if node.name in reaching}
+    edges = [
+        Edge(source.name, node.name, port)
+        for node in nodes.values()
+        for port, source in tensor_ports(node)
+        if source.name in nodes and node.op == "call_function"
+    ]
+    edges += [Edge(name, SINK, position) for position, name in enumerate(outputs)]
+    parameters = {name: target for name, target in captured.parameters.items() if name in nodes}
+    return Flow(nodes, tuple(edges), outputs, parameters, frozenset(carrying))
+
+
+def _carrying(captured: Captured) -> set[str]:
+    roots = set(captured.parameters) | set(captured.inputs)
+    carrying: set[str] = set()
+    for node in captured.graph.nodes:
+        if not _floats(value_of(node)):
+            continue
+        if node.op == "placeholder":
+            if node.name in roots:
+                carrying.add(node.name)
+        elif base_name(node) not in _NO_GRADIENT and any(one.name in carrying for _, one in tensor_ports(node)):
+            carrying.add(node.name)
+    return carrying
+
+
+def _leaves(argument: object) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for one in argument:  # pyright: ignore[reportUnknownVariableType]
+            yield from _leaves(one)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _outputs(graph: fx.Graph, carrying: set[str]) -> tuple[str, ...]:
+    last = next(iter(reversed(graph.nodes)))
+    found = dict.fromkeys(node.name for node in _leaves(last.args[0]) if node.name in carrying)
+    by_name = {node.name: node for node in graph.nodes}
+    scalars = tuple(
+        name for name in found if not shape_of(by_name[name]) and isinstance(value_of(by_name[name]), Tensor)
+    )
+    return scalars or tuple(found)
+
+
+def _reaching(graph: fx.Graph, carrying: set[str], outputs: tuple[str, ...]) -> set[str]:
+    reaching = set(outputs)
+    for node in reversed(graph.nodes):
+        if node.name in reaching:
+            reaching |= {one.name for _, one in tensor_ports(node) if one.name in carrying}
+    return reaching

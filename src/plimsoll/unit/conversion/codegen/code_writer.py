@@ -1,0 +1,206 @@
+"""The code of a converted module: its part of the graph as a Python function.
+
+Code is text: it is what a reader sees (`Part.code`), what pickles, and what torch.compile traces. Values are called as
+their operations, afresh in each module, so that the blocks of a deep model have one and the same code. A value is
+deleted after its last use, as a hand-written forward would write over it.
+"""
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from plimsoll.unit.changes import Factor, Port, Scale
+from plimsoll.unit.conversion.codegen.call_tree import Call, own_path
+from plimsoll.unit.conversion.codegen.code_text import call_text, constant_text
+from plimsoll.unit.conversion.codegen.size_expressions import Sizes, size_text, tensors_in
+from plimsoll.unit.conversion.codegen.steps import DEVICE_TYPE, Here, Recipe, Ref, Step, WhenTraining
+
+# Names that a value must not take: those that the text uses, and Python's.
+_USED = (
+    "self",
+    "torch",
+    "operator",
+    "math",
+    "scaled",
+    "size_factor",
+    "_inputs",
+    "call",
+    "args",
+    "len",
+    "sorted",
+    "next",
+)
+_RESERVED = frozenset({*_USED, *keyword.kwlist})
+
+
+class Writer:
+    """Writes the body of one call; `local` says what each value is called in it."""
+
+    def __init__(self, recipe: Recipe, call: Call, versions: Mapping[Call, int]) -> None:
+        self._recipe, self._call, self._versions = recipe, call, versions
+        self._sizes = Sizes(recipe)
+        self._taken: set[str] = set(_RESERVED)
+        self._at_hand: list[str] = []
+        self._lines: list[tuple[str, tuple[str, ...], set[str]]] = []  # text, contexts around it, values that it uses
+        self.local: dict[str, str] = {}
+
+    def named(self, value: str, wanted: str | None = None) -> str:
+        """What the value is called here, from now on."""
+        stem = re.sub(r"(_default|_tensor)?(_\d+)*$", "", wanted or value) or "value"
+        stem = stem if stem.isidentifier() and not stem.startswith("__") else "value"
+        name, count = stem, 1
+        while name in self._taken:
+            name, count = f"{stem}_{count}", count + 1
+        self._taken.add(name)
+        self.local[value] = name
+        self._at_hand.append(value)
+        return name
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Keeps names from being given to values."""
+        self._taken |= set(names)
+
+    def body(self, kept: Sequence[str] = ()) -> list[str]:
+        """The lines of all steps and calls; values of `kept` are not deleted, for what follows uses them."""
+        for item in self._call.items:
+            if isinstance(item, Step):
+                self._step(item)
+            else:
+                self._inner(item)
+        return self._finished({self.local[name] for name in kept if name in self.local})
+
+    def value(self, nest: Any, used: set[str]) -> str:
+        """Arguments as text; adds the local values that it needs to `used`."""
+        if isinstance(nest, Ref):
+            return self._ref(nest.name, used)
+        if nest is Here.TRAINING:
+            return "self.training"
+        if nest is Here.DEVICE:
+            return f"{self._anchor(used)}.device"
+        if isinstance(nest, WhenTraining):
+            return f"{nest.value!r} if self.training else 0.0"
+        if isinstance(nest, (list, tuple)):
+            return f"[{', '.join(self.value(one, used) for one in nest)}]"  # pyright: ignore[reportUnknownVariableType]
+        return constant_text(nest)
+
+    def _ref(self, name: str, used: set[str]) -> str:
+        if name in self.local:
+            used.add(self.local[name])
+            return self.local[name]
+        if self._sizes.is_number(name):
+            found = self._sizes.expression(name, self._at_hand)
+            used |= {self.local[one] for one in tensors_in(found)}
+            return size_text(found, self.local)
+        return attribute_text(self._own(name))
+
+    def _own(self, name: str) -> str:
+        source = self._recipe.sources[name]
+        if source.kind == "constant":
+            return source.paths[0]
+        paths = [path for path in (own_path(self._call.path, one) for one in source.paths) if path is not None]
+        return min(paths, key=lambda path: path.count("."))
+
+    def _anchor(self, used: set[str]) -> str:
+        """A tensor whose device is the module's."""
+        sources = self._recipe.sources
+        for name in self._at_hand:
+            step_sizes = self._sizes.of(name)
+            if step_sizes is not None and (name not in sources or sources[name].kind == "input"):
+                used.add(self.local[name])
+                return self.local[name]
+        return "next(self.parameters())"
+
+    def _step(self, step: Step) -> None:
+        used: set[str] = set()
+        change = step.change
+        inputs: Mapping[Port, Scale] = {} if change is None else change.inputs
+        args = [self._argument(one, i, inputs, used) for i, one in enumerate(step.args)]
+        kwargs = {key: self._argument(one, key, inputs, used) for key, one in step.kwargs.items()}
+        text = call_text(step.target, args, kwargs)
+        # Sizes of the result may be a factor's: then it has to have its name first.
+        own = change is not None and step.name in {change.output.forward.of, change.output.backward.of}
+        if change is None or not own:
+            text = self._scaled(text, change.output if change else None, used)
+            self._line(f"{self.named(step.name)} = {text}", step.regions, used)
+            return
+        name = self.named(step.name)
+        self._line(f"{name} = {text}", step.regions, used)
+        self._line(f"{name} = {self._scaled(name, change.output, used)}", step.regions, used | {name})
+
+    def _argument(self, nest: Any, port: Port, inputs: Mapping[Port, Scale], used: set[str]) -> str:
+        if isinstance(nest, (list, tuple)) and isinstance(port, int):
+            inside = [self._argument(one, (port, i), inputs, used) for i, one in enumerate(nest)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return f"[{', '.join(inside)}]"
+        return self._scaled(self.value(nest, used), inputs.get(port), used)
+
+    def _inner(self, call: Call) -> None:
+        used: set[str] = set()
+        given = [self.value(Ref(name), used) for name in call.inputs]
+        version = self._versions.get(call, 0)
+        if version:
+            given.append(f"call={version}")
+        path = own_path(self._call.path, call.path) or call.path
+        text = f"{attribute_text(path)}({', '.join(given)})"
+        names = [self.named(name) for name in call.outputs]
+        self._line(f"{', '.join(names)} = {text}" if names else text, (), used)
+
+    def _scaled(self, text: str, scale: Scale | None, used: set[str]) -> str:
+        if scale is None or (scale.forward.is_one and scale.backward.is_one):
+            return text
+        forward, backward = self._factor(scale.forward, used), self._factor(scale.backward, used)
+        if forward == backward:
+            return f"{text} * {forward}"
+        if scale.forward.of is not None or scale.backward.of is not None:
+            one = "None"  # for the compiler must not compare a number that sizes give with 1
+            alpha, beta = one if scale.forward.is_one else forward, one if scale.backward.is_one else backward
+            return f"sized({text}, {alpha}, {beta})"
+        return f"scaled({text}, {forward}, {backward})"
+
+    def _factor(self, factor: Factor, used: set[str]) -> str:
+        if factor.of is None:
+            return repr(float(factor.value))
+        tensor = self._ref(factor.of, used)
+        return f"size_factor({tensor}, {factor.dims!r}, {factor.power!r}, {factor.value!r})"
+
+    def _line(self, text: str, regions: tuple[str, ...], used: set[str]) -> None:
+        if any(DEVICE_TYPE in one for one in regions):
+            regions = tuple(one.replace(DEVICE_TYPE, f"{self._anchor(used)}.device.type") for one in regions)
+        self._lines.append((text, regions, used))
+
+    def _finished(self, kept: set[str]) -> list[str]:
+        """The lines, within their contexts, with what each is the last to use deleted after it."""
+        last: dict[str, int] = {}
+        for i, (text, _, used) in enumerate(self._lines):
+            made = text.split(" = ")[0].split(", ") if " = " in text else []
+            last |= dict.fromkeys([*used, *(name for name in made if name.isidentifier())], i)
+        lines: list[str] = []
+        around: tuple[str, ...] = ()
+        for i, (text, regions, _) in enumerate(self._lines):
+            if regions != around:
+                lines += [f"{'    ' * depth}with {one}:" for depth, one in enumerate(regions)]
+                around = regions
+            gone = [name for name, at in last.items() if at == i and name not in kept]
+            ended = f"; del {', '.join(gone)}" if gone else ""
+            lines.append("    " * len(regions) + text + ended)
+        return lines
+
+
+def attribute_text(path: str) -> str:
+    """A tensor or a module below `self`, by its dotted name.
+
+    >>> attribute_text("layers.0.weight"), attribute_text("code.weight")
+    ("self.layers._modules['0'].weight", "self._modules['code'].weight")
+    """
+    text = "self"
+    for i, name in enumerate(path.split(".")):
+        text += f"._modules[{name!r}]" if _hidden(name, first=i == 0) else f".{name}"
+    return text
+
+
+def _hidden(name: str, *, first: bool) -> bool:
+    """Whether `self.name` is no Python, or is something else than the module or tensor of that name."""
+    return not name.isidentifier() or (first and name in _PART_NAMES)
+
+
+_PART_NAMES = frozenset({"code", "coverage", "changes", "kept", "forward", "reset_parameters"})

@@ -1,0 +1,74 @@
+"""Normalisations at unit scale: their outputs are at unit scale already; the gradients of their parameters are sums."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (torch's custom)
+
+from plimsoll.unit.factors.formulas import root
+from plimsoll.unit.scaled_multiply import check_floating, multiplied
+
+
+def layer_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm`; the gradients of weight and bias are multiplied by rows^-1/2.
+
+    Output and input's gradient are at unit scale without a factor (the gradient to sqrt(1 - 2/n), since a norm removes
+    two of its n directions), and so there is no constraint. Likewise for the other norms.
+
+    Raises `UnsupportedTensorError` for tensors that are not floating point.
+    """
+    check_floating("layer_norm", input=input, weight=weight, bias=bias)
+    return F.layer_norm(input, normalized_shape, shared(weight, input), shared(bias, input), eps)
+
+
+def rms_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm`; the weight's gradient is multiplied by rows^-1/2. As `layer_norm`."""
+    check_floating("rms_norm", input=input, weight=weight)
+    return F.rms_norm(input, normalized_shape, shared(weight, input), eps)
+
+
+def group_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.group_norm`; its parameters' gradients are multiplied by positions^-1/2. As `layer_norm`."""
+    check_floating("group_norm", input=input, weight=weight, bias=bias)
+    return F.group_norm(input, num_groups, shared(weight, input), shared(bias, input), eps)
+
+
+def batch_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`; its parameters' gradients are multiplied by positions^-1/2. As `layer_norm`."""
+    check_floating("batch_norm", input=input, weight=weight, bias=bias)
+    weight, bias = shared(weight, input), shared(bias, input)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def shared(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """A parameter that every row of `x` uses: its gradient, a sum over them, comes out at unit scale."""
+    if parameter is None:
+        return None
+    terms = x.numel() // parameter.numel() if x.numel() and parameter.numel() else 0
+    return multiplied(parameter, 1.0, root(terms))

@@ -1,0 +1,134 @@
+"""Additions at unit scale: every sum is a weighted one, and residual branches have a weight of their own."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.constraints import Constraint, check_constraint, constrained
+from plimsoll.unit.scaled_multiply import check_floating, multiplied
+
+
+def add(
+    input: Tensor | float,  # noqa: A002  (torch's name)
+    other: Tensor | float,
+    *more: Tensor | float,
+    weights: Sequence[float] | None = None,
+    constraint: Constraint | None = "gmean",
+) -> Tensor:
+    """The sum of two or more independent terms at unit scale: n^-1/2 of their sum, or of a weighted one.
+
+    ``sum(w_i x_i) / sqrt(sum(w_i^2))``. With a constraint, forward and backward have one factor more, and gradients
+    keep the proportions of the weights; with None, every term's gradient is at unit scale itself.
+
+    A number, and a 0-d tensor among larger ones, move the sum and do not spread it. They have their weight in it, but
+    count neither in the norm of the weights nor in the constraint.
+
+    Args:
+        input: the first operand: a floating-point tensor or a number.
+        other: the second.
+        more: further ones; all of them broadcast as torch's, and one at least is a tensor.
+        weights: one for each operand, not zero; None: all alike.
+        constraint: how the factors of the sum and of all terms become one.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+
+    >>> add(torch.ones(2), torch.ones(2), constraint=None)
+    tensor([1.4142, 1.4142])
+    >>> add(torch.ones(2), 3.0), add(torch.ones(2), torch.tensor(3.0))
+    (tensor([4., 4.]), tensor([4., 4.]))
+    """
+    operands = (input, other, *more)
+    tensors = _tensors(operands)
+    check_constraint("add", constraint)
+    shape = broadcast(*(x.shape for x in tensors))
+    spreads = [isinstance(x, Tensor) and (x.dim() > 0 or not shape) for x in operands]
+    own = _normed(weights, spreads)
+    numel = math.prod(shape)
+    counts = (numel / x.numel() if isinstance(x, Tensor) and numel else 1.0 for x in operands)
+    ideal = formulas.total(own, tuple(counts))
+    alpha, *shared = constrained(constraint, ideal.output, *itertools.compress(ideal.inputs, spreads))
+    betas = ideal.inputs if constraint is None else shared[:1] * len(operands)
+    parts = [
+        multiplied(x, w * alpha, w * beta) if isinstance(x, Tensor) else x * w * alpha
+        for x, w, beta in zip(operands, own, betas, strict=True)
+    ]
+    return cast("Tensor", sum(parts[1:], start=parts[0]))
+
+
+def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
+    """`input` twice: for the branch, and for the skip connection; `residual_add` with the same tau puts them together.
+
+    The weight sqrt(tau) of the branch's gradient is applied here, at the branch's start, and not at its end: inside the
+    branch gradients are at unit scale. The gradient of the whole is exact.
+
+    Args:
+        input: floating point.
+        tau: the branch's share of the variance of the sum, between 0 and 1.
+
+    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    """
+    check_floating("residual_split", input=input)
+    check_tau("residual_split", tau)
+    return multiplied(input, 1.0, math.sqrt(tau)), input
+
+
+def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
+    """``sqrt(tau) * branch + sqrt(1 - tau) * skip``: at unit scale where both are, and independent.
+
+    The branch's gradient is not multiplied here: `residual_split` does it.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> branch, skip = residual_split(x, tau=0.36)
+    >>> residual_add(branch * 2, skip, tau=0.36).backward()
+    >>> x.grad  # 0.6 * 2 + 0.8
+    tensor([2.])
+    """
+    check_floating("residual_add", branch=branch, skip=skip)
+    check_tau("residual_add", tau)
+    return multiplied(branch, math.sqrt(tau), 1.0) + skip * math.sqrt(1 - tau)
+
+
+def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
+    """The shape that all of them broadcast to."""
+    return cast("Sequence[int]", torch.broadcast_shapes(*shapes))
+
+
+def check_tau(operation: str, tau: object) -> None:
+    """Refuses what is no share."""
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < 1:
+        raise ArgumentError(
+            f"{operation}: expected tau between 0 and 1, the branch's share of the variance; got {tau!r} "
+            f"({type(tau).__name__}). 0.5 gives branch and skip the same."
+        )
+
+
+def _tensors(operands: Sequence[Tensor | float]) -> list[Tensor]:
+    """The operands that are tensors, all operands checked."""
+    tensors = {f"operand {i}": x for i, x in enumerate(operands) if not _is_number(x)}
+    check_floating("add", **cast("dict[str, Tensor]", tensors))
+    if not tensors:
+        raise ArgumentError(f"add: expected a tensor among the operands; got {operands!r}. Add numbers with +.")
+    return list(cast("dict[str, Tensor]", tensors).values())
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _normed(weights: Sequence[float] | None, spreads: Sequence[bool]) -> tuple[float, ...]:
+    """The weights, those of the operands that spread the sum made one in norm."""
+    count = len(spreads)
+    own = (1.0,) * count if weights is None else tuple(weights)
+    if len(own) != count or not all(w and math.isfinite(w) for w in own):
+        raise ArgumentError(
+            f"add: expected {count} finite weights, one for each operand, none of them zero; got {weights!r}. Leave a "
+            "term out that is to have no weight."
+        )
+    norm = math.sqrt(sum(w * w for w in itertools.compress(own, spreads)))
+    return tuple(w / norm for w in own)

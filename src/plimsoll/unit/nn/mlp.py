@@ -1,0 +1,107 @@
+"""Two products with an activation between them, whose factors are shared over the whole chain.
+
+On a residual branch every operation has another way round it. It is enough, though, that the product of all forward
+factors along the branch equals that of the backward ones: no tensor inside leaves it elsewhere. So both products of a
+chain that ends as wide as it began keep their ideal factors: those of one are those of the other, mirrored.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from plimsoll.errors import ArgumentError
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.constraints import Constraint, check_constraint, constrained
+from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
+from plimsoll.unit.nn.dropout import Dropout
+from plimsoll.unit.nn.linear import Linear
+
+_BY_NAME: dict[str, Any] = {"relu": ReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
+_BY_FUNCTION: dict[Any, Any] = {
+    F.relu: ReLU, torch.relu: ReLU, F.gelu: GELU, F.silu: SiLU, F.tanh: Tanh, torch.tanh: Tanh, torch.sigmoid: Sigmoid,
+}  # fmt: skip
+_UNIT = tuple(_BY_NAME.values())
+
+
+class MLP(nn.Module):
+    """Linear, activation, dropout, Linear at unit scale.
+
+    With a constraint, the chain's forward and backward factors have the same product, and both layers keep their ideal
+    ones where `out_features` is `in_features`; otherwise the last one makes up the difference.
+
+    Args:
+        in_features: width of the input.
+        hidden_features: width between; None: four times the input's.
+        out_features: width of the output; None: the input's.
+        activation: a name ("gelu", "relu", "silu", "tanh", "sigmoid"), torch's function, or a module of `unit.nn`.
+        dropout: probability behind the activation.
+        bias: whether the layers have one.
+        device: where the parameters are made.
+        dtype: theirs.
+        constraint: how the product of the forward factors and that of the backward ones become one; None: each ideal.
+
+    Raises `ArgumentError`.
+
+    >>> MLP(64)(torch.randn(8, 64)).shape
+    torch.Size([8, 64])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        activation: object = "gelu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        constraint: Constraint | None = "gmean",
+    ) -> None:
+        super().__init__()
+        hidden = 4 * in_features if hidden_features is None else hidden_features
+        out = in_features if out_features is None else out_features
+        self.linear1, self.linear2 = chained(in_features, hidden, out, bias, constraint, device, dtype)
+        self.activation = activation_from("MLP", activation, constraint)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """The second product of the activation of the first."""
+        return self.linear2(self.dropout(self.activation(self.linear1(input))))
+
+
+def chained(
+    width: int,
+    hidden: int,
+    out: int,
+    bias: bool,
+    constraint: Constraint | None,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Linear, Linear]:
+    """Two layers whose forward and backward factors have the same product under a constraint."""
+    check_constraint("MLP", constraint)
+    up, down = formulas.linear(width, hidden), formulas.linear(hidden, out)
+    forward, backward = constrained(constraint, up.output * down.output, up.inputs[0] * down.inputs[0])
+    down = Factors(output=forward / up.output, inputs=(backward / up.inputs[0],))
+    settings: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype, "constraint": constraint}
+    return Linear(width, hidden, factors=up, **settings), Linear(hidden, out, factors=down, **settings)
+
+
+def activation_from(operation: str, given: object, constraint: Constraint | None) -> nn.Module:
+    """The unit-scaled module of an activation that was given by name, as torch's function, or as such a module."""
+    if isinstance(given, _UNIT):
+        return cast("nn.Module", given)
+    if isinstance(given, str) and given in _BY_NAME:
+        return _BY_NAME[given](constraint=constraint)
+    if callable(given) and given in _BY_FUNCTION:
+        return _BY_FUNCTION[given](constraint=constraint)
+    raise ArgumentError(
+        f"{operation}: expected activation to be one of {', '.join(_BY_NAME)}, torch's function of one, or a module of "
+        f"plimsoll.unit.nn; got {given!r}. The factors of another function are not known: measure them in a module of "
+        "your own."
+    )

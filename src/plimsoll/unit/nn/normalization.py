@@ -1,0 +1,107 @@
+"""Normalisations: their weights begin at one and their biases at zero, as torch's do; the gradients get factors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.unit import functional as U  # noqa: N812
+from plimsoll.unit.optim.parameter_kinds import tag
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale. Arguments and state are torch's."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        tag(self, weight="norm", bias="bias")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.layer_norm`."""
+        return U.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` whose weight's gradient is at unit scale. Arguments and state are torch's."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        tag(self, weight="norm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `unit.functional.rms_norm`."""
+        return U.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale. Arguments and state are torch's."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        tag(self, weight="norm", bias="bias")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.group_norm`."""
+        return U.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` whose parameters' gradients are at unit scale. Arguments, buffers and state are torch's.
+
+    In evaluation it divides by the running deviation: its output is at unit scale as far as that follows the data.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        tag(self, weight="norm", bias="bias")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """As torch's, with parameters whose gradients are scaled: buffers are counted and averaged as it does."""
+        self._check_input_dim(input)
+        mean, var = self.running_mean, self.running_var
+        own = self.training or (mean is None and var is None)
+        momentum = self._counted() if self.training else self.momentum
+        if self.training and not self.track_running_stats:
+            mean = var = None
+        return U.batch_norm(
+            input, mean, var, self.weight, self.bias, own, 0.0 if momentum is None else momentum, self.eps
+        )
+
+    def _counted(self) -> float | None:
+        """Counts the batch, and gives the share that it has in the running statistics."""
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return self.momentum
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

@@ -1,0 +1,172 @@
+"""Rules by measurement: softmax, attention, pooling, activations without a formula, and clusters of operations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from plimsoll.unit.capture.example_values import NoValueError, Values
+from plimsoll.unit.capture.fused_functions import Cluster
+from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, operation_of, shape_of
+from plimsoll.unit.changes import Factor, Port
+from plimsoll.unit.factors.measured_factors import Measured, measured
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, following
+
+ENTRY: Port = "entry"  # the port of a cluster
+
+
+def by_measurement(site: Site) -> Ideal:
+    """The rule of an operation that is measured by itself."""
+    node = site.node
+    found = _measured([node], {one.name: one for one in site.ports.values()}, site.values, site.means)
+    if found is None:
+        return left(site, "no formula, and its scale cannot be measured")
+    gradients: dict[Port, Factor] = {}
+    for port, source in site.ports.items():
+        if source.name in found.gradients:
+            gradients[port] = Factor(value=1 / found.gradients[source.name])
+    return Ideal(
+        operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients,
+        mean=found.centre,
+    )  # fmt: skip
+
+
+def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str, float]) -> Ideal:
+    """The rule of several operations that are one; what cannot be measured is left as it is."""
+    inside = [node for name, node in flow.nodes.items() if name in cluster.nodes]
+    last = flow.nodes[cluster.exit]
+    found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
+    if found is None or cluster.entry not in found.gradients:
+        why = "written in several operations, and their scale cannot be measured"
+        return Ideal(operation=base_name(last), why="left as it is", rigid=True, left=why)
+    output, back = Factor(value=1 / found.std), Factor(value=1 / found.gradients[cluster.entry])
+    if base_name(last) in ("softmax", "_softmax"):
+        output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
+    return Ideal(
+        operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output,
+        gradients={ENTRY: back}, mean=found.centre,
+    )  # fmt: skip
+
+
+def left(site: Site, why: str) -> Ideal:
+    """The word on an operation that stays as it is."""
+    return Ideal(operation=site.operation, why="left as it is", rigid=True, left=why)
+
+
+def _measured(
+    nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: Values, means: Mapping[str, float]
+) -> Measured | None:
+    """The scales of operations one after the other; what has been measured once (in another layer) is not again."""
+
+    def run(inputs: Mapping[str, Tensor]) -> Any:
+        known: dict[str, Any] = dict(inputs)
+        for node in nodes:
+            known[node.name] = _call(node, known, values)
+        return known[nodes[-1].name]
+
+    def measure() -> Measured | None:
+        try:
+            found = measured(run, {name: shape_of(node) for name, node in sources.items()}, centres)
+        except NoValueError:
+            return None
+        except (RuntimeError, NotImplementedError):  # an operation that has no float64, or no backward
+            return None
+        return found and replace(found, gradients={order[name]: one for name, one in found.gradients.items()})
+
+    centres = {name: means.get(name, 0.0) for name in sources}
+    order = {name: str(position) for position, name in enumerate(sources)}
+    found = values.remembered(_signature(nodes, sources) + repr(list(centres.values())), measure)
+    names = list(sources)
+    return found and replace(found, gradients={names[int(one)]: scale for one, scale in found.gradients.items()})
+
+
+def _signature(nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node]) -> str:
+    """What operations are, whatever their nodes are called: what goes in, and what carries no gradient, by its name."""
+    called = {name: f"in{position}" for position, name in enumerate(sources)}
+    called |= {node.name: f"at{position}" for position, node in enumerate(nodes)}
+    shapes = [shape_of(node) for node in sources.values()]
+    return repr(
+        (shapes, [(str(node.target), _named(node.args, called), _named(node.kwargs, called)) for node in nodes])
+    )
+
+
+def _named(arguments: Any, called: Mapping[str, str]) -> str:
+    def name(node: fx.Node) -> str:
+        return called.get(node.name, f"given {node.name}")
+
+    return repr(cast("object", map_arg(arguments, name)))
+
+
+def _call(node: fx.Node, known: Mapping[str, Any], values: Values) -> Any:
+    """One operation on what is known, in float64 throughout; in place of what it would write to, a copy."""
+
+    def value(one: fx.Node) -> Any:
+        if one.name in known:
+            return known[one.name]
+        fixed = values.of(one)
+        return fixed.double() if isinstance(fixed, Tensor) and fixed.is_floating_point() else fixed
+
+    args = cast("tuple[Any, ...]", map_arg(node.args, value))
+    kwargs = cast("dict[str, Any]", map_arg(node.kwargs, value))
+    name = operation_of(node)
+    if name in ("to", "_to_copy", "float", "type_as"):
+        return args[0]
+    if name != base_name(node):
+        args = (args[0].clone(), *args[1:])
+    return cast("Callable[..., Any]", node.target)(*args, **kwargs)
+
+
+def _by_length(softmax: fx.Node, source: fx.Node, factor: Factor) -> Factor:
+    """A softmax's factor, measured at the example's length, as it grows with an open one."""
+    axis = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim", -1)
+    shape = shape_of(source)
+    if not isinstance(axis, int) or shape != shape_of(softmax) or not is_open(source, axis % len(shape)):
+        return factor
+    return following(source, (axis,), 1.0, factor.value / shape[axis])
+
+
+def _softmax(site: Site) -> Ideal:
+    ideal = by_measurement(site)
+    if ideal.left or site.operation == "log_softmax":
+        return ideal
+    source = site.ports[0]
+    gradients = {port: _by_length(site.node, source, factor) for port, factor in ideal.gradients.items()}
+    output = _by_length(site.node, source, ideal.output)
+    return replace(ideal, why="by measurement, times the length", output=output, gradients=gradients)
+
+
+def _attention(site: Site) -> Ideal:
+    """Attention averages values: its factors grow as the root of the length."""
+    ideal = by_measurement(site)
+    if ideal.left:
+        return ideal
+    key = site.node.args[1]
+    if not isinstance(key, fx.Node) or not is_open(key, len(shape_of(key)) - 2):
+        return ideal
+    length = shape_of(key)[-2]
+    output, *backs = (
+        following(key, (-2,), 0.5, factor.value * length**-0.5) for factor in (ideal.output, *ideal.gradients.values())
+    )
+    gradients = dict(zip(ideal.gradients, backs, strict=True))
+    return replace(ideal, why="by measurement, times the root of the length", output=output, gradients=gradients)
+
+
+_POINTWISE = (
+    "elu", "selu", "celu", "leaky_relu", "hardtanh", "relu6", "hardswish", "hardsigmoid", "softplus", "mish",
+    "logsigmoid", "log_sigmoid", "exp", "expm1", "sin", "cos", "abs", "pow", "square", "clamp", "clamp_min",
+    "clamp_max", "softsign", "hardshrink", "softshrink", "tanhshrink", "threshold", "erf", "atan", "asinh",
+    "maximum", "minimum", "prelu", "logcumsumexp", "logaddexp", "glu", "cumsum",
+)  # fmt: skip
+_POOLING = (
+    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "amax", "amin",
+    "logsumexp", "lp_pool2d",
+)  # fmt: skip
+
+MEASURED: dict[str, Rule] = {
+    **dict.fromkeys((*_POINTWISE, *_POOLING), by_measurement),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax"), _softmax),
+    "scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,146 @@
+"""What a rule says of one operation: the factors that it would have if nothing else used its tensors."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from plimsoll.unit.capture.example_values import Values
+from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, shape_of
+from plimsoll.unit.changes import ONE, Factor, Port
+from plimsoll.unit.factors.constraints import Constraint, constrained
+from plimsoll.unit.factors.formulas import root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """The factors of an operation by itself.
+
+    - `output`: multiplies the output forward. `gradients`: multiplies the gradient of each port; 1 for those not named.
+    - `weights`: multiplies an input forward, as in a weighted sum.
+    - `incoming`: multiplies the gradient that comes to the output: of a loss, whose own gradient is 1.
+    - `mean`: the output's mean against its standard deviation: not zero behind a ReLU. A product sums second moments,
+      and an activation depends on where its input lies, so what comes next takes it into account.
+    - `rigid`: whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
+    - `left`: why the operation is left as it is; None where it is not.
+    """
+
+    operation: str
+    why: str
+    output: Factor = ONE
+    gradients: dict[Port, Factor] = field(default_factory=dict[Port, Factor])
+    weights: dict[Port, float] = field(default_factory=dict[Port, float])
+    incoming: Factor = ONE
+    mean: float = 0.0
+    rigid: bool = False
+    left: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """An operation in its surroundings, as a rule sees it.
+
+    - `ports`: the nodes whose tensors carry a gradient. `means`: the mean of every node before this one.
+    """
+
+    node: fx.Node
+    flow: Flow
+    ports: dict[Port, fx.Node]
+    means: Mapping[str, float]
+    values: Values
+
+    @property
+    def operation(self) -> str:
+        """The operation's name."""
+        return base_name(self.node)
+
+    def argument(self, position: int, name: str, default: object = None) -> object:
+        """An argument by its position or its keyword."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        return self.node.kwargs.get(name, default)
+
+    def port(self, position: int, name: str) -> Port | None:
+        """The port of an argument, if a tensor that carries a gradient comes in there."""
+        port: Port = position if position < len(self.node.args) else name
+        return port if port in self.ports else None
+
+    def is_parameter(self, port: Port) -> bool:
+        """Whether a parameter comes in at a port, as it is or seen otherwise (transposed, sliced)."""
+        return parameter_behind(self.ports[port], self.flow) is not None
+
+    def mean(self, node: object) -> float:
+        """The mean of an argument against its standard deviation; 0 for what carries no gradient."""
+        return self.means.get(node.name, 0.0) if isinstance(node, fx.Node) else 0.0
+
+    def moment(self, node: object) -> float:
+        """The root of an argument's second moment against its standard deviation."""
+        return (1 + self.mean(node) ** 2) ** 0.5
+
+
+# Operations that show a tensor otherwise, or some of its values, and change none.
+VIEWS = frozenset(
+    {
+        "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten",
+        "unflatten", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "getitem", "narrow",
+        "to", "clone", "alias", "_to_copy", "type_as", "movedim", "moveaxis", "swapaxes", "swapdims", "view_as",
+        "reshape_as", "flip", "roll", "index_select", "float", "half", "bfloat16", "double", "tensor_split",
+        "numpy_T", "mT", "adjoint", "matrix_H", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+        "_unsafe_view", "rot90", "index", "gather", "detach_copy", "take_along_dim", "diagonal", "tril", "triu",
+        "lift_fresh_copy", "native_channel_shuffle", "unfold",
+    }
+)  # fmt: skip
+
+Rule = Callable[[Site], Ideal]
+
+
+def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
+    """The placeholder of the parameter that a node shows, through views; None where it is no parameter."""
+    while node.op == "call_function" and base_name(node) in VIEWS | {"expand"} and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.name if flow.is_parameter(node.name) else None
+
+
+def following(node: fx.Node, dims: Sequence[int], power: float, value: float = 1.0) -> Factor:
+    """``value * n ** power``, n the product of sizes of a node's tensor: those left open as they come, others fixed."""
+    shape = shape_of(node)
+    dims = [dim % len(shape) for dim in dims]
+    value *= _power(math.prod(shape[dim] for dim in dims if not is_open(node, dim)), power)
+    kept = tuple(dim for dim in dims if is_open(node, dim))
+    return Factor(value=value, of=node.name, dims=kept, power=power) if kept and power else Factor(value=value)
+
+
+def _power(n: int, power: float) -> float:
+    return root(n) ** (-2 * power)
+
+
+def number(factor: Factor, nodes: Mapping[str, fx.Node]) -> float:
+    """A factor's value at the example's sizes."""
+    if factor.of is None:
+        return factor.value
+    shape = shape_of(nodes[factor.of])
+    return factor.value * _power(math.prod(shape[dim] for dim in factor.dims), factor.power)
+
+
+def times(factor: Factor, value: float) -> Factor:
+    """A factor multiplied by a number."""
+    return factor if value == 1 else replace(factor, value=factor.value * value)
+
+
+def mean(constraint: Constraint, factors: Sequence[Factor], nodes: Mapping[str, fx.Node]) -> Factor:
+    """The one factor that stands for several.
+
+    A geometric mean follows the batch as its members do; other means, and members that follow different tensors, are
+    taken at the example's sizes.
+    """
+    if constraint == "to_output_scale" or len(factors) == 1:
+        return factors[0]
+    if constraint == "to_grad_input_scale":
+        return factors[1]
+    followed = {(one.of, one.dims) for one in factors if one.of is not None}
+    if constraint == "gmean" and len(followed) == 1:
+        of, dims = next(iter(followed))
+        value = math.prod(one.value for one in factors) ** (1 / len(factors))
+        return Factor(value=value, of=of, dims=dims, power=sum(one.power for one in factors) / len(factors))
+    return Factor(value=constrained(constraint, *(number(one, nodes) for one in factors))[0])
