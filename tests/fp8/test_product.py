@@ -6,8 +6,8 @@ from torch import Tensor
 
 from plimsoll import fp8
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.fp8 import _product
-from plimsoll.fp8._cast import by_formula
+from plimsoll.fp8 import products
+from plimsoll.fp8.casting import by_formula
 from plimsoll.kernels import fp8_cast
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -23,7 +23,7 @@ def codes(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_one_rounding_after_sums_in_float32(pair: tuple[torch.dtype, torch.dtype], out: torch.dtype) -> None:
     a, b, bias = codes(16, 64, pair[0]), codes(32, 64, pair[1], 1), torch.randn(32)
     scales = torch.tensor(0.37), torch.tensor(2.0**-4)
-    found = _product.product(a, b, *scales, bias, out, fast=True)
+    found = products.product(a, b, *scales, bias, out, fast=True)
     sums = a.float() @ b.float().t()
     assert torch.equal(found, (sums * (scales[0] * scales[1]) + bias.to(out)).to(out))
     exact = a.double() @ b.double().t() * scales[0].double() * scales[1].double() + bias.to(out).double()
@@ -35,9 +35,9 @@ def test_one_rounding_after_sums_in_float32(pair: tuple[torch.dtype, torch.dtype
 def test_torchs_own_product_for_cpus_is_near(pair: tuple[torch.dtype, torch.dtype]) -> None:
     a, b = codes(16, 64, pair[0]), codes(32, 64, pair[1], 1)
     one, scale = torch.ones(()), torch.tensor(0.37)
-    ours = _product.reference(a, b, scale, one, None, torch.float32)
-    for other in (_product.scaled_mm, _product.public_scaled_mm):
-        if other is _product.public_scaled_mm and not hasattr(torch.nn.functional, "scaled_mm"):
+    ours = products.reference(a, b, scale, one, None, torch.float32)
+    for other in (products.scaled_mm, products.public_scaled_mm):
+        if other is products.public_scaled_mm and not hasattr(torch.nn.functional, "scaled_mm"):
             continue
         found = other(a, b.t(), scale, one, None, torch.float32, False)
         torch.testing.assert_close(found, ours, rtol=1e-5, atol=1e-5)
@@ -45,9 +45,9 @@ def test_torchs_own_product_for_cpus_is_near(pair: tuple[torch.dtype, torch.dtyp
 
 def test_empty_products() -> None:
     one, bias = torch.ones(()), torch.arange(16.0)
-    found = _product.product(codes(16, 0, E4), codes(16, 0, E4), one, one, bias, torch.bfloat16, fast=False)
+    found = products.product(codes(16, 0, E4), codes(16, 0, E4), one, one, bias, torch.bfloat16, fast=False)
     assert torch.equal(found, bias.bfloat16().expand(16, 16))
-    assert _product.product(codes(0, 16, E4), codes(32, 16, E4), one, one, None, torch.float32, fast=False).shape == (
+    assert products.product(codes(0, 16, E4), codes(32, 16, E4), one, one, None, torch.float32, fast=False).shape == (
         0,
         32,
     )
@@ -114,8 +114,8 @@ def test_all_products_of_a_layer_keep_to_what_devices_ask(monkeypatch: pytest.Mo
         checked.append((a.dtype, b.dtype))
         return original(a, b, *rest)
 
-    original = _product.reference
-    monkeypatch.setattr(_product, "reference", strict)
+    original = products.reference
+    monkeypatch.setattr(products, "reference", strict)
     for sizes in ((64, 32), (50, 21), (1, 1)):
         for batch in (16, 7, 1):
             x = torch.randn(batch, sizes[0], requires_grad=True)

@@ -245,11 +245,11 @@ def test_delayed_scales_follow_the_last_steps() -> None:
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_weights_are_cast_once_for_all_micro_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from plimsoll.fp8 import _linear
+    from plimsoll.fp8 import linear
     from plimsoll.precision._fp8 import Layers
 
-    cast, calls = counted(_linear.hold)
-    monkeypatch.setattr(_linear, "hold", cast)
+    cast, calls = counted(linear.hold)
+    monkeypatch.setattr(linear, "hold", cast)
     found = []
     for held in (False, True):
         if not held:

@@ -14,8 +14,8 @@ from torch import nn
 from plimsoll.emulate.module_regions import is_native
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Linear
-from plimsoll.fp8._product import has_units
-from plimsoll.fp8._recipe import Recipe
+from plimsoll.fp8.products import has_units
+from plimsoll.fp8.recipe import Recipe
 from plimsoll.precision._computing import device_of
 from plimsoll.precision._fp8 import FP8, InPlace, own_class
 from plimsoll.precision._policy import Policy

@@ -13,7 +13,7 @@ from plimsoll.emulate.casting.operation_lists import CUDA, Category, OperationLi
 from plimsoll.emulate.module_tree import named_modules
 from plimsoll.emulate.plan_context import ROOT, check_matches
 from plimsoll.errors import ArgumentError
-from plimsoll.fp8._recipe import checked
+from plimsoll.fp8.recipe import checked
 
 PlanFP8 = Literal["auto", "multiplied", "emulated"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.formats import E4M3, E5M2, Format
-from plimsoll.fp8._scales import absmax_of, scale_for
+from plimsoll.fp8.scales import absmax_of, scale_for
 
 BACKWARD = ("fp8_gradient_history", "fp8_gradient_absmax", "fp8_gradient_step")
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 from torch import nn
 
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.fp8._choice import Globs, Left, explicit, is_sharded, modules_of, why_not
-from plimsoll.fp8._linear import Linear
-from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
+from plimsoll.fp8.layer_choice import Globs, Left, explicit, is_sharded, modules_of, why_not
+from plimsoll.fp8.linear import Linear
+from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.unit import nn as unit_nn
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.functional.products import resolved

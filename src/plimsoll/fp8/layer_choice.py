@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.fp8._linear import Linear
+from plimsoll.fp8.linear import Linear
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit import nn as unit_nn
 

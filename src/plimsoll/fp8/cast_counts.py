@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.fp8._scales import ROLES, Role
+from plimsoll.fp8.scales import ROLES, Role
 
 
 class Counting(NamedTuple):

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3
-from plimsoll.fp8 import _history as history_of
-from plimsoll.fp8._cached import check_unchanged, version_of
-from plimsoll.fp8._cast import Held, hold
-from plimsoll.fp8._counting import Counting, check_counting
-from plimsoll.fp8._function import Constants, Fp8Product, Marks
-from plimsoll.fp8._product import is_autocasting
-from plimsoll.fp8._recipe import NO_FACTORS, Recipe, Scaling, checked
-from plimsoll.fp8._scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
+from plimsoll.fp8 import delayed_scaling
+from plimsoll.fp8.autograd_function import Constants, Fp8Product, Marks
+from plimsoll.fp8.cast_counts import Counting, check_counting
+from plimsoll.fp8.casting import Held, hold
+from plimsoll.fp8.products import is_autocasting
+from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
+from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
+from plimsoll.fp8.weight_cache import check_unchanged, version_of
 from plimsoll.kernels.operators.fp8_cast import keep, padded
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.constraints import Constraint
@@ -105,7 +105,7 @@ class Linear(nn.Linear):
             self.register_buffer("fp8_scales", torch.ones(2, device=device), persistent=False)
             self.register_buffer("fp8_gradient_scale", torch.ones((), device=device), persistent=False)
         if recipe.history:
-            history_of.add_buffers(self, recipe.history, device)
+            delayed_scaling.add_buffers(self, recipe.history, device)
 
     def casts(self) -> dict[Role, tuple[str, float | Tensor]]:
         """What is cast, by role: the format's name, and the scale that values are multiplied by before.
@@ -156,7 +156,7 @@ class Linear(nn.Linear):
         first = self.fp8_first
         with torch.no_grad():
             if recipe.history and training:
-                history_of.begin_forward(self)
+                delayed_scaling.begin_forward(self)
                 if not torch.compiler.is_compiling():  # no side effect where a compiler checkpoints
                     self.fp8_first = False
             weight = self._hold_weight(training, training and x.requires_grad, first)
@@ -211,7 +211,7 @@ class Linear(nn.Linear):
         if recipe.scaling == "unit":
             return None
         if recipe.history:
-            scale = keep(history_of.forward_scale(self, index, x, training, first, recipe.margin))
+            scale = keep(delayed_scaling.forward_scale(self, index, x, training, first, recipe.margin))
         else:
             scale = scale_for(absmax_of(x), E4M3, recipe.margin)
         self.get_buffer("fp8_scales")[index].copy_(scale)
@@ -240,7 +240,7 @@ class Linear(nn.Linear):
         marks = Marks(self.get_buffer("fp8_gradient_scale"), bank=bank, row=row)
         if not recipe.history:
             return marks
-        history, absmax, step = (self.get_buffer(name) for name in history_of.BACKWARD)
+        history, absmax, step = (self.get_buffer(name) for name in delayed_scaling.BACKWARD)
         forward_step = keep(self.get_buffer("fp8_step"))
         return marks._replace(history=history, absmax=absmax, step=step, forward_step=forward_step)
 
