@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll as pl
 from plimsoll.cli import _run
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._levels import ALIASES, LEVELS
-from plimsoll.precision._unmodified import UNCHANGED, Unmodified, level_for_scripts
+from plimsoll.precision.levels.catalogue import ALIASES, LEVELS
+from plimsoll.precision.scripts.script_precision import UNCHANGED, Unmodified, level_for_scripts
 from plimsoll.runs import Run
 from tests.cli.test_run import SCRIPTS, python, said, watched
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.precision._communication import Carrier, GradientCompression, compress_gradients
+from plimsoll.precision.training.gradient_compression import Carrier, GradientCompression, compress_gradients
 
 SIZE = 4096
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}

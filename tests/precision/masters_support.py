@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.precision.weights.base import SixteenBitOptimizer
 
 FORMATS = {"fp16": (torch.float16, False), "bf16": (torch.bfloat16, False), "bf16, compact": (torch.bfloat16, True)}
 formats = pytest.mark.parametrize(("dtype", "compact"), FORMATS.values(), ids=FORMATS)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.precision._communication import GradientCompression, compress_gradients
+from plimsoll.precision.training.gradient_compression import GradientCompression, compress_gradients
 from tests import processes
 
 RANK = Path(__file__).with_name("communication_rank.py")

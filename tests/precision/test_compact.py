@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._compact_bits import join, split
-from plimsoll.precision._masters import MasterWeights
+from plimsoll.precision.weights.master_weights import MasterWeights
+from plimsoll.precision.weights.split_bits import join, split
 
 # Lower halves at which something changes: the ends, the middle, each power of two and its neighbours.
 LOW = sorted({(edge + near) & 0xFFFF for edge in [0, *(1 << n for n in range(17))] for near in (-1, 0, 1)})

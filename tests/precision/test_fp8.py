@@ -246,7 +246,7 @@ def test_delayed_scales_follow_the_last_steps() -> None:
 @pytest.mark.parametrize("name", LEVELS)
 def test_weights_are_cast_once_for_all_micro_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from plimsoll.fp8 import linear
-    from plimsoll.precision._fp8 import Layers
+    from plimsoll.precision.levels.fp8_layers import Layers
 
     cast, calls = counted(linear.hold)
     monkeypatch.setattr(linear, "hold", cast)
@@ -366,12 +366,12 @@ def test_layers_that_are_fp8_already_are_taken_and_left() -> None:
 
 
 def test_a_failure_on_the_way_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plimsoll.precision import _applied
+    from plimsoll.precision.levels import active_level
 
     model = plain_model()
     before = fabric(model)
     with monkeypatch.context() as patched:
-        patched.setattr(_applied, "Computing", lambda *_: 1 / 0)
+        patched.setattr(active_level, "Computing", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(model, adamw(model), "fp8-tensor")
     assert fabric(model) == before

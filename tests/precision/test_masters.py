@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plimsoll.precision._masters import MasterWeights
+from plimsoll.precision.weights.master_weights import MasterWeights
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import plimsoll as pl
-from plimsoll.precision import _computing, prepare
-from plimsoll.precision._tf32 import has_tf32, tf32
+from plimsoll.precision import prepare
+from plimsoll.precision.levels import arithmetic
+from plimsoll.precision.levels.tf32 import has_tf32, tf32
 from tests.precision.training import adamw, batches, loss_of, net, run
 
 
@@ -41,7 +42,7 @@ def test_it_can_be_nested_and_leaves_the_older_flags_readable() -> None:
 
 
 def test_on_hardware_that_has_it_forward_backward_and_evaluation_are_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_computing, "has_tf32", lambda device: True)
+    monkeypatch.setattr(arithmetic, "has_tf32", lambda device: True)
     model = net()
     optimizer = adamw(model)
     loop = prepare(model, optimizer, "tf32")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.precision import prepare
-from plimsoll.precision._replay import variables_of
+from plimsoll.precision.training.batch_replay import variables_of
 from plimsoll.scaling.dynamic import DynamicScaler
 from tests.precision.training import SCALED, adamw, batches, contents, counted, loss_of, net, overflowing, run_closures
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.precision import KahanWeights, StochasticWeights
-from plimsoll.precision._masters_base import SixteenBitOptimizer
-from plimsoll.precision._stochastic import mixed
+from plimsoll.precision.weights.base import SixteenBitOptimizer
+from plimsoll.precision.weights.stochastic import mixed
 
 KINDS: dict[str, Callable[..., SixteenBitOptimizer]] = {"stochastic": StochasticWeights, "Kahan": KahanWeights}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

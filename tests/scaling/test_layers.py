@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision._masters import MasterWeights
+from plimsoll.precision.weights.master_weights import MasterWeights
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling.layerwise.edge_marks import marked
 from tests.scaling.layer_models import D, Written, linears, made, needs_wide_gradients

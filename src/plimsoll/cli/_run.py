@@ -125,7 +125,7 @@ class _Session:
             from plimsoll.watch.model_finder import Finder
 
             if self._precision is not None:
-                from plimsoll.precision._unmodified import Unmodified
+                from plimsoll.precision.scripts.script_precision import Unmodified
 
                 self._arithmetic = Unmodified(self._precision, _say_once)
             self._finder = Finder(
@@ -207,7 +207,7 @@ def _say_once(line: str) -> None:
 
 def _refuse(precision: str) -> None:
     """Raises for a level that a script cannot be trained at as it is; only then is torch imported before the script."""
-    from plimsoll.precision._unmodified import level_for_scripts
+    from plimsoll.precision.scripts.script_precision import level_for_scripts
 
     level_for_scripts(precision)
 

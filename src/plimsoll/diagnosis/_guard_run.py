@@ -39,7 +39,7 @@ class Skip(Remedy):
         if self.training.loop is not None:
             self.training.loop.skip_next(f"the guard left it out: {order.finding}")
             return
-        from plimsoll.precision._interventions import DropsGradients
+        from plimsoll.precision.training.loop_control import DropsGradients
 
         beside = self.training.beside
         if beside.model is not None:

@@ -152,9 +152,9 @@ def copied(value: Any) -> Any:
 
 def _random() -> Any:
     """The room of precision's reading of generators, loaded when it is first needed."""
-    from plimsoll.precision import _checkpoint
+    from plimsoll.precision.training import checkpoint
 
-    return _checkpoint
+    return checkpoint
 
 
 def check_parts(given: object) -> None:

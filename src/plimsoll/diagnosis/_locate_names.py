@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from plimsoll.diagnosis._locate_tensors import known_tensors, memory_of
-from plimsoll.precision._replay import variables_of
+from plimsoll.precision.training.batch_replay import variables_of
 from plimsoll.watch.names import ROOT, clean, unwrapped
 
 

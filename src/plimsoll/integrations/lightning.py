@@ -14,9 +14,9 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.formats import ModulePlan
 from plimsoll.integrations._session import Session
-from plimsoll.precision._computing import Computing, device_of
-from plimsoll.precision._levels import level_named
-from plimsoll.precision._policy import Policy
+from plimsoll.precision.levels.arithmetic import Computing, device_of
+from plimsoll.precision.levels.catalogue import level_named
+from plimsoll.precision.levels.policy import Policy
 from plimsoll.scaling import DynamicScaler
 from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped

@@ -11,7 +11,7 @@ from plimsoll.errors import NotRecordedError
 from plimsoll.lab._measures import columns, median
 from plimsoll.lab._result import Training
 from plimsoll.lab.adam._train import BRANCH, Kind, Setup
-from plimsoll.precision._remedies_adam import largest_ratio
+from plimsoll.precision.workarounds.adam_guard import largest_ratio
 from plimsoll.runs import Run
 
 BOUND = largest_ratio(0.9, 0.999)  # learning rates that an update of Adam's has at most, in exact arithmetic: 7.27

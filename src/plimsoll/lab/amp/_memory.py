@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from plimsoll.lab.amp._networks import Network, moved
 from plimsoll.precision import Loop, prepare
-from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.precision.weights.base import SixteenBitOptimizer
 
 _BATCHES = (16, 32)  # FP8 products pad to multiples of 16 rows, where none are padded
 _GIBI = 2.0**30

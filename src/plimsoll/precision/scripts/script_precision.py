@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.precision._computing import Computing, device_of
-from plimsoll.precision._distributed import is_fully_sharded, is_sharded
-from plimsoll.precision._fp8 import Layers
-from plimsoll.precision._levels import ALIASES, LEVELS, Level
-from plimsoll.precision._loop import PREPARED
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._tf32 import has_tf32, tf32
-from plimsoll.precision._unmodified_seat import Forward, Widen, patched, seat_of
-from plimsoll.precision._unseen import Unseen, patched_backward
+from plimsoll.precision.distributed import is_fully_sharded, is_sharded
+from plimsoll.precision.levels.arithmetic import Computing, device_of
+from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
+from plimsoll.precision.levels.fp8_layers import Layers
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.tf32 import has_tf32, tf32
+from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, patched, seat_of
+from plimsoll.precision.scripts.transparent_scaling import Unseen, patched_backward
+from plimsoll.precision.training.loop import PREPARED
 from plimsoll.watch.hooks.module_taps import ModuleHook
 from plimsoll.watch.names import unwrapped
 

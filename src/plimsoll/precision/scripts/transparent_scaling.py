@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import PlimsollError
-from plimsoll.precision._unseen_leaves import roots as roots_of, seeds as seeds_of, true_at_leaves
+from plimsoll.precision.scripts.leaf_scaling import roots as roots_of, seeds as seeds_of, true_at_leaves
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.step.gradients import Gradient, Gradients
 

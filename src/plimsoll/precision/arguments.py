@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._levels import Level
-from plimsoll.precision._masters_base import SixteenBitOptimizer
-from plimsoll.precision._placement import has_borders
+from plimsoll.precision.levels.catalogue import Level
+from plimsoll.precision.levels.placement import has_borders
+from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.static import StaticScaler
 from plimsoll.watch.names import unwrapped

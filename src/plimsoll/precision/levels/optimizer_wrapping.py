@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plimsoll.precision._kahan import KahanWeights
-from plimsoll.precision._levels import Update
-from plimsoll.precision._masters import MasterWeights
-from plimsoll.precision._masters_base import SixteenBitOptimizer
-from plimsoll.precision._stochastic import StochasticWeights
+from plimsoll.precision.levels.catalogue import Update
+from plimsoll.precision.weights.base import SixteenBitOptimizer
+from plimsoll.precision.weights.kahan import KahanWeights
+from plimsoll.precision.weights.master_weights import MasterWeights
+from plimsoll.precision.weights.stochastic import StochasticWeights
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
 Optimizer = torch.optim.Optimizer

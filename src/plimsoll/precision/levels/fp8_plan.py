@@ -16,9 +16,9 @@ from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Linear
 from plimsoll.fp8.products import has_units
 from plimsoll.fp8.recipe import Recipe
-from plimsoll.precision._computing import device_of
-from plimsoll.precision._fp8 import FP8, InPlace, own_class
-from plimsoll.precision._policy import Policy
+from plimsoll.precision.levels.arithmetic import device_of
+from plimsoll.precision.levels.fp8_layers import FP8, InPlace, own_class
+from plimsoll.precision.levels.policy import Policy
 
 
 class PlannedLayers(InPlace):

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
-from plimsoll.precision._masters_checks import refuse_changed
-from plimsoll.precision._masters_groups import bare_step
-from plimsoll.precision._masters_stores import Compact, Full, Store
+from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision.weights.checks import refuse_changed
+from plimsoll.precision.weights.groups import bare_step
+from plimsoll.precision.weights.stores import Compact, Full, Store
 
 
 class MasterWeights(SixteenBitOptimizer):

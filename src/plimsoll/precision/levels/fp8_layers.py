@@ -22,9 +22,9 @@ from plimsoll.emulate.module_tree import cast_floating, named_modules
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert
-from plimsoll.precision._computing import device_of
-from plimsoll.precision._distributed import is_sharded_itself
-from plimsoll.precision._policy import Policy
+from plimsoll.precision.distributed import is_sharded_itself
+from plimsoll.precision.levels.arithmetic import device_of
+from plimsoll.precision.levels.policy import Policy
 from plimsoll.unit import nn as unit_nn
 from plimsoll.watch.hooks.compiled_taps import inlined_only
 from plimsoll.watch.names import clean

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._levels import DTYPES, Level
+from plimsoll.precision.levels.catalogue import DTYPES, Level
 
 
 def is_ddp(model: nn.Module) -> bool:

@@ -19,9 +19,9 @@ from plimsoll.emulate.entry import emulate, of_module
 from plimsoll.emulate.module_regions import Regions, Switch, is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, ModulePlan, get
-from plimsoll.precision._levels import DTYPES, Level
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._tf32 import has_tf32, tf32
+from plimsoll.precision.levels.catalogue import DTYPES, Level
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.tf32 import has_tf32, tf32
 
 Context = contextlib.AbstractContextManager[Any]
 

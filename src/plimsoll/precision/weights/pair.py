@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from plimsoll.precision._masters_scratch import Scratch
-from plimsoll.precision._masters_stores import Store
+from plimsoll.precision.weights.scratch import Scratch
+from plimsoll.precision.weights.stores import Store
 
 _FLOAT32_BYTES = 4
 

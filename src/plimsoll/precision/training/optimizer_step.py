@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._gradients import clip, global_norm, gradients_of
-from plimsoll.precision._masters_base import SixteenBitOptimizer
+from plimsoll.precision.training.gradient_norm import clip, global_norm, gradients_of
+from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.step_outcome import StepOutcome
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from plimsoll.emulate.plan_context import rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
-from plimsoll.precision._computing import Computing, check_policy
-from plimsoll.precision._distributed import is_fully_sharded, level_on
-from plimsoll.precision._fp8 import InPlace, Layers, chosen_layers, other_rules
-from plimsoll.precision._fp8_plan import PlannedLayers, are_multiplied, planned_layers
-from plimsoll.precision._levels import DTYPES, Level
-from plimsoll.precision._masters_base import SixteenBitOptimizer
-from plimsoll.precision._placement import CastOutputs, Placement, module_formats
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._schedule import Stage
-from plimsoll.precision._updates import put_state_in_the_weights_dtype, wrapped
+from plimsoll.precision.distributed import is_fully_sharded, level_on
+from plimsoll.precision.levels.arithmetic import Computing, check_policy
+from plimsoll.precision.levels.catalogue import DTYPES, Level
+from plimsoll.precision.levels.fp8_layers import InPlace, Layers, chosen_layers, other_rules
+from plimsoll.precision.levels.fp8_plan import PlannedLayers, are_multiplied, planned_layers
+from plimsoll.precision.levels.optimizer_wrapping import put_state_in_the_weights_dtype, wrapped
+from plimsoll.precision.levels.placement import CastOutputs, Placement, module_formats
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.schedule import Stage
+from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.watch.names import unwrapped
 
 _SMALLEST_FP16 = 2.0**-24

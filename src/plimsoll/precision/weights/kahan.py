@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from plimsoll.precision._compact_bits import in_blocks
-from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
-from plimsoll.precision._masters_stores import Entry, Store, round_to, value_of
-from plimsoll.precision._stochastic import refuse_float16
+from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision.weights.split_bits import in_blocks
+from plimsoll.precision.weights.stochastic import refuse_float16
+from plimsoll.precision.weights.stores import Entry, Store, round_to, value_of
 
 
 class KahanWeights(SixteenBitOptimizer):

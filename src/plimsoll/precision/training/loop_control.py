@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision._applied import Applied
-from plimsoll.precision._plan_scaler import begin_at, scaler_of
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._schedule import Precision, Schedule, schedule_of
-from plimsoll.precision._stepping import Stepped
+from plimsoll.precision.levels.active_level import Applied
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.schedule import Precision, Schedule, schedule_of
+from plimsoll.precision.training.optimizer_step import Stepped
+from plimsoll.precision.training.plan_scaler import begin_at, scaler_of
 from plimsoll.scaling.step_outcome import StepOutcome
 
 Optimizer = torch.optim.Optimizer

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._masters_pair import Pair
-from plimsoll.precision._masters_stores import Entry
+from plimsoll.precision.weights.pair import Pair
+from plimsoll.precision.weights.stores import Entry
 
 
 def entries_of(pairs: Mapping[int, Pair]) -> dict[int, Entry]:

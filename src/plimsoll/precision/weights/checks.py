@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.precision._masters_pair import Pair
+from plimsoll.precision.weights.pair import Pair
 from plimsoll.rounding.dtensors import is_sharded
 
 

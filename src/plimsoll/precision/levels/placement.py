@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plimsoll.emulate.module_tree import callers, cast_floating, has_forward, named_modules
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.precision._levels import DTYPES
+from plimsoll.precision.levels.catalogue import DTYPES
 from plimsoll.watch.hooks.compiled_taps import inlined_only
 
 # The common base of batch and instance norms of any dimension is torch's own.

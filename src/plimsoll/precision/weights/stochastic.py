@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._masters_base import CHUNK_BYTES, SixteenBitOptimizer
-from plimsoll.precision._masters_stores import Entry, Store, round_to, value_of
+from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer
+from plimsoll.precision.weights.stores import Entry, Store, round_to, value_of
 from plimsoll.rounding import cast
 
 _WORD = (1 << 64) - 1

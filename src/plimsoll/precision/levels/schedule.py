@@ -14,7 +14,7 @@ from typing import Any, cast
 from plimsoll.emulate.plan_context import plan_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
-from plimsoll.precision._levels import Level, level_named, level_of_plan
+from plimsoll.precision.levels.catalogue import Level, level_named, level_of_plan
 
 Precision = str | os.PathLike[str] | Plan | Sequence[tuple[int, Any]]
 

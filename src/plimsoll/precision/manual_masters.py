@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._masters_pair import in_float32
-from plimsoll.precision._masters_stores import round_to
+from plimsoll.precision.weights.pair import in_float32
+from plimsoll.precision.weights.stores import round_to
 
 _NARROW = (torch.float16, torch.bfloat16)
 

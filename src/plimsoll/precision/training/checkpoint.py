@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision._computing import device_of
+from plimsoll.precision.levels.arithmetic import device_of
 from plimsoll.watch.shadow.rng_state import put, state_of
 
 SCHEMA = 1

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._arguments import (
+from plimsoll.precision.arguments import (
     check_model,
     check_numbers,
     check_scaler,
@@ -14,9 +14,9 @@ from plimsoll.precision._arguments import (
     check_unprepared,
     optimizers_of,
 )
-from plimsoll.precision._loop import PREPARED, Loop
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._schedule import Precision, Schedule, schedule_of
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.schedule import Precision, Schedule, schedule_of
+from plimsoll.precision.training.loop import PREPARED, Loop
 from plimsoll.watch import Watch
 from plimsoll.watch.handle import watch as begin_watch
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plimsoll.precision._compact_bits import in_blocks, join, round_away, split
+from plimsoll.precision.weights.split_bits import in_blocks, join, round_away, split
 from plimsoll.rounding import cast
 
 Entry = dict[str, Tensor]

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from plimsoll.emulate.module_tree import cast_floating
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision import _checkpoint as checkpoint
-from plimsoll.precision._applied import Applied, check_stage
-from plimsoll.precision._computing import device_of
-from plimsoll.precision._distributed import any_rank, gradients_stay, level_on, process_group
-from plimsoll.precision._interventions import Interventions
-from plimsoll.precision._levels import level_named
-from plimsoll.precision._plan_scaler import begin_at, check_scaling, scaler_of
-from plimsoll.precision._policy import Policy
-from plimsoll.precision._replay import Batch
-from plimsoll.precision._schedule import Schedule, Stage
-from plimsoll.precision._stepping import Stepped, lowered, step_plainly, step_scaled
+from plimsoll.precision.distributed import any_rank, gradients_stay, level_on, process_group
+from plimsoll.precision.levels.active_level import Applied, check_stage
+from plimsoll.precision.levels.arithmetic import device_of
+from plimsoll.precision.levels.catalogue import level_named
+from plimsoll.precision.levels.policy import Policy
+from plimsoll.precision.levels.schedule import Schedule, Stage
+from plimsoll.precision.training import checkpoint
+from plimsoll.precision.training.batch_replay import Batch
+from plimsoll.precision.training.loop_control import Interventions
+from plimsoll.precision.training.optimizer_step import Stepped, lowered, step_plainly, step_scaled
+from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, scaler_of
 from plimsoll.scaling.layerwise.scaler import LayerScaler
 from plimsoll.scaling.step_outcome import StepOutcome
 from plimsoll.watch import Watch

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision._masters_checkpoint import checked_entries, entries_of
-from plimsoll.precision._masters_checks import check_optimizer, refuse_changed, refuse_sharded
-from plimsoll.precision._masters_groups import bare_step, only, put_state, swapped
-from plimsoll.precision._masters_pair import Pair, chunks
-from plimsoll.precision._masters_scratch import Scratch
-from plimsoll.precision._masters_stores import Store
-from plimsoll.precision._masters_total import total_norm
+from plimsoll.precision.weights.checkpoint import checked_entries, entries_of
+from plimsoll.precision.weights.checks import check_optimizer, refuse_changed, refuse_sharded
+from plimsoll.precision.weights.groups import bare_step, only, put_state, swapped
+from plimsoll.precision.weights.pair import Pair, chunks
+from plimsoll.precision.weights.scratch import Scratch
+from plimsoll.precision.weights.stores import Store
+from plimsoll.precision.weights.total_norm import total_norm
 
 CHUNK_BYTES = 1 << 24
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
