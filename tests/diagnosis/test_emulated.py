@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import plimsoll as pl
-from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.view import View
 
 
 def trained(folder: Path, *, divisor: float, steps: int = 12, every: int = 2, **emulated: str) -> pl.Run:

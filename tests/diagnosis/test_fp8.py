@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll import unit
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.diagnosis._cast_cells import cast_cells
-from plimsoll.diagnosis._rules_casts import UnitDrift
+from plimsoll.diagnosis.estimates.cast_cells import cast_cells
+from plimsoll.diagnosis.rules.casts import UnitDrift
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.runs import Run
 from tests.diagnosis.faults import eight

@@ -3,9 +3,9 @@
 import pytest
 
 from plimsoll.diagnosis import Finding, Limits, Look
-from plimsoll.diagnosis._finding import Action
-from plimsoll.diagnosis._guard_choice import Chooser, chain
-from plimsoll.diagnosis._guard_records import ACTIONS, Act, Order
+from plimsoll.diagnosis.finding import Action
+from plimsoll.diagnosis.guard.action_choice import Chooser, chain
+from plimsoll.diagnosis.guard.records import ACTIONS, Act, Order
 from plimsoll.errors import ArgumentError
 
 UNDERFLOW = ("raise_scale", "layer_scale", "to_bf16")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import View, plan
-from plimsoll.diagnosis._plan_judge import outward
+from plimsoll.diagnosis.planning.format_choice import outward
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import BlockFormat, Plan, get
 from plimsoll.runs import Run, RunWriter, Scalars

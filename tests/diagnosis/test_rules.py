@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plimsoll.diagnosis import RULES, Finding, Rule, View, diagnose, threshold
-from plimsoll.diagnosis._trend import looks, trend
+from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.diagnosis.faults import FAULTS, put, zeroed

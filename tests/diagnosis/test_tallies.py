@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from plimsoll.diagnosis._cells import Cells, read
-from plimsoll.diagnosis._noise import noise_and_signal
-from plimsoll.diagnosis._tallies import Populations
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.rounding_noise import noise_and_signal
+from plimsoll.diagnosis.tables.cells import Cells, read
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Spectrum

@@ -226,7 +226,7 @@ def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path
 
 
 def test_an_interval_of_blocks_is_shown_from_end_to_end_where_it_is_wide() -> None:
-    from plimsoll.diagnosis._whatif_result import _range
+    from plimsoll.diagnosis.what_if.result import _range
 
     assert _range(Interval(low=0.0, high=0.16, estimate=0.028)) == "0 % to 16 %"
     assert _range(Interval(low=0.0275, high=0.0285, estimate=0.028)) == "2.8 %"

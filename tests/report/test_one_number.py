@@ -14,10 +14,10 @@ import plimsoll
 from plimsoll import report
 from plimsoll.cli import app
 from plimsoll.diagnosis import View, diagnose, whatif
-from plimsoll.diagnosis._whatif_result import estimate_words, interval_words
-from plimsoll.diagnosis._windows import scales
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
 from plimsoll.diagnosis.remedies import is_of_scale, scale_remedy
-from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
+from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import collection_words, layer_name
 from plimsoll.lab._result import Training
 from plimsoll.report import _summary_words as words, html, markdown, summary

@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 import torch
 
 from plimsoll.diagnosis import View, diagnose, whatif
-from plimsoll.diagnosis._cells import Cells
-from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
+from plimsoll.diagnosis.tables.cells import Cells
+from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
 from plimsoll.report._live import Live
 from plimsoll.report._live_view import _COMPUTED, LiveView
 from plimsoll.runs import Event, Run, RunWriter
@@ -196,7 +196,7 @@ def test_cells_cut_and_joined_are_the_whole(tmp_path: Path) -> None:
         later_rows = View(Run(tmp_path / "run"))
         table = later_rows.run.table("activation_gradients", steps=slice(max(cut, 0), None))
         if len(first) and len(table):
-            from plimsoll.diagnosis._cells import from_table
+            from plimsoll.diagnosis.tables.cells import from_table
 
             same(joined(first, from_table("activation_gradients", table, whole.names), whole.names), whole)
     assert before(whole, 1000) is whole

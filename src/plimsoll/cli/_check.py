@@ -19,7 +19,7 @@ from plimsoll.text import counted, number, printable
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import Finding, View
-    from plimsoll.diagnosis._view import Ending
+    from plimsoll.diagnosis.view import Ending
 
 _COLOURS = {"alarm": "bold red", "warning": "yellow", "info": "dim"}
 

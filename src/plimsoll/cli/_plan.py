@@ -188,7 +188,7 @@ def _of_role(plan: "Plan", names: list[str], role: Role) -> str:
 def _print_reasons(plan: "Plan", target: Console) -> None:
     """Why modules are not in the target's formats; reasons that differ in numbers only are told once."""
     from plimsoll.diagnosis import grouped, shown
-    from plimsoll.diagnosis._plan import FALLBACKS
+    from plimsoll.diagnosis.planning.make_plan import FALLBACKS
 
     why: dict[str, list[str]] = {}
     for name, fmt in plan.formats.items():

@@ -9,15 +9,9 @@ with the parts of torch that a recorded run does not need.
 import importlib
 from typing import TYPE_CHECKING
 
-from plimsoll.diagnosis._diagnose import (
-    RULES as RULES,
-    diagnose as diagnose,
-    with_thresholds as with_thresholds,
-)
-from plimsoll.diagnosis._diff import diff as diff
-from plimsoll.diagnosis._divergence import Divergence as Divergence, Parting as Parting
-from plimsoll.diagnosis._fault import Fault as Fault, Operand as Operand, Source as Source
-from plimsoll.diagnosis._finding import (
+from plimsoll.diagnosis.comparison.compare_runs import diff as diff
+from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
+from plimsoll.diagnosis.finding import (
     SEVERITIES as SEVERITIES,
     Action as Action,
     Finding as Finding,
@@ -26,29 +20,35 @@ from plimsoll.diagnosis._finding import (
     grouped as grouped,
     shown as shown,
 )
-from plimsoll.diagnosis._plan import plan as plan
-from plimsoll.diagnosis._plan_check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
-from plimsoll.diagnosis._rule import Rule as Rule, threshold as threshold
-from plimsoll.diagnosis._view import View as View
-from plimsoll.diagnosis._whatif import whatif as whatif
-from plimsoll.diagnosis._whatif_result import Row as Row, WhatIf as WhatIf
-from plimsoll.diagnosis._windows import Stretch as Stretch
+from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
+from plimsoll.diagnosis.planning.check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
+from plimsoll.diagnosis.planning.make_plan import plan as plan
+from plimsoll.diagnosis.rules.base import Rule as Rule, threshold as threshold
+from plimsoll.diagnosis.rules.run_rules import (
+    RULES as RULES,
+    diagnose as diagnose,
+    with_thresholds as with_thresholds,
+)
+from plimsoll.diagnosis.view import View as View
+from plimsoll.diagnosis.what_if.answer import whatif as whatif
+from plimsoll.diagnosis.what_if.result import Row as Row, WhatIf as WhatIf
+from plimsoll.diagnosis.what_if.scale_windows import Stretch as Stretch
 
 if TYPE_CHECKING:
-    from plimsoll.diagnosis._guard import Guard as Guard
-    from plimsoll.diagnosis._guard_records import Act as Act, Limits as Limits, Look as Look
-    from plimsoll.diagnosis._locate import locate as locate
-    from plimsoll.diagnosis._locate_trigger import OnTrigger as OnTrigger, locate_on_trigger as locate_on_trigger
+    from plimsoll.diagnosis.guard.guard import Guard as Guard
+    from plimsoll.diagnosis.guard.records import Act as Act, Limits as Limits, Look as Look
+    from plimsoll.diagnosis.locating.locate_fault import locate as locate
+    from plimsoll.diagnosis.locating.on_trigger import OnTrigger as OnTrigger, locate_on_trigger as locate_on_trigger
 
 # Where each name for live training lives.
 _LIVE = {
-    "Act": "_guard_records",
-    "Guard": "_guard",
-    "Limits": "_guard_records",
-    "Look": "_guard_records",
-    "OnTrigger": "_locate_trigger",
-    "locate": "_locate",
-    "locate_on_trigger": "_locate_trigger",
+    "Act": "guard.records",
+    "Guard": "guard.guard",
+    "Limits": "guard.records",
+    "Look": "guard.records",
+    "OnTrigger": "locating.on_trigger",
+    "locate": "locating.locate_fault",
+    "locate_on_trigger": "locating.on_trigger",
 }
 
 

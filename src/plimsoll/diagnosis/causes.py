@@ -7,8 +7,8 @@ through the model, or in the "same module".
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from plimsoll.diagnosis._finding import Finding
-from plimsoll.diagnosis._rule import Rule, Where
+from plimsoll.diagnosis.finding import Finding
+from plimsoll.diagnosis.rules.base import Rule, Where
 
 
 def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plimsoll.diagnosis._finding import Action, Finding
-from plimsoll.diagnosis._scales import Scales
-from plimsoll.diagnosis._view import View
+from plimsoll.diagnosis.estimates.usable_scales import Scales
+from plimsoll.diagnosis.finding import Action, Finding
+from plimsoll.diagnosis.view import View
 from plimsoll.diagnosis.wording import first_of, layer_name
 from plimsoll.text import power
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plimsoll.diagnosis._finding import Finding, grouped, shown
+from plimsoll.diagnosis.finding import Finding, grouped, shown
 from plimsoll.text import counted
 
 # "Gradients" alone is never said: a run has two kinds, and they lose different shares.

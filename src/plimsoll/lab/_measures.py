@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
 
 Floats = NDArray[np.float64]
 _CONFIDENCE = 0.95

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plimsoll.diagnosis import Finding
-from plimsoll.diagnosis._finding import plain
+from plimsoll.diagnosis.finding import plain
 from plimsoll.lab._claim import Claim
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import grouped
-from plimsoll.diagnosis._cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.text import counted
 
 How = Literal["max", "min", "sum", "mean"]

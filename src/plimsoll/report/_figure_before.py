@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._plan_check import check_plan
+from plimsoll.diagnosis.planning.check import check_plan
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.report._figure_parts import Layout, Source, Trace, made, nothing, series_checked, view_of

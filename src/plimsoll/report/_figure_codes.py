@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cast_cells import CastCells, cast_cells
-from plimsoll.diagnosis._cells import Cells, Floats, Ints
+from plimsoll.diagnosis.estimates.cast_cells import CastCells, cast_cells
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
 from plimsoll.report._aggregate import Columns, histogram
 from plimsoll.report._figure_parts import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plimsoll.diagnosis._cells import Floats
+from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.errors import ArgumentError
 from plimsoll.report._aggregate import Rows, few
 from plimsoll.report._figure_parts import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import Format
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_parts import Layout, Trace

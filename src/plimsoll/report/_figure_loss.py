@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose, grouped
-from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_lanes import Lane, lanes
 from plimsoll.report._figure_parts import (

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.report._theme import GREY, MODEBAR_REMOVE, TEMPLATES

@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Cells, Floats, Ints
-from plimsoll.diagnosis._narrow import Narrow
-from plimsoll.diagnosis._scales import TOLERANCE, Scales
-from plimsoll.diagnosis._tallies import Populations
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.errors import FormatError
 from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report._aggregate import histogram

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format, get_element
 from plimsoll.report._aggregate import MOST_CELLS, MOST_COLUMNS, Columns

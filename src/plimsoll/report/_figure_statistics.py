@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Cells, Floats, Ints
-from plimsoll.diagnosis._modules import Modules
-from plimsoll.diagnosis._narrow import Narrow
-from plimsoll.diagnosis._view import log2
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import log2
 from plimsoll.formats import get_element
 from plimsoll.report._aggregate import How
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.diagnosis._cells import Floats
-from plimsoll.diagnosis.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import value_words
 from plimsoll.report._aggregate import Columns
 from plimsoll.report._figure_heatmap import view_formats

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Floats, Ints
+from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import get_element
 from plimsoll.report._aggregate import Columns, How
 from plimsoll.report._figure_parts import (

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Floats
-from plimsoll.diagnosis._scales import Scales
+from plimsoll.diagnosis.estimates.usable_scales import Scales
+from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import layer_name
 from plimsoll.formats import FP16
 from plimsoll.report._aggregate import Columns

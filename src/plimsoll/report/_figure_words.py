@@ -61,7 +61,7 @@ def power(exponent: float) -> str:
 
 
 def scale_range(low: int, high: int) -> str:
-    """Scales between two exponents, as `plimsoll.diagnosis._windows.scales` writes them."""
+    """Scales between two exponents, as `plimsoll.diagnosis.what_if.scale_windows.scales` writes them."""
     return power(low) if low == high else f"{power(low)} to {power(high)}"
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plimsoll.diagnosis._cells import Cells, Floats
-from plimsoll.diagnosis._narrow import Narrow
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.report._aggregate import MOST_CELLS, few
 from plimsoll.report._figure_heatmap import coloured, focused, row_labels, series_of
 from plimsoll.report._figure_parts import (

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll._version import __version__
 from plimsoll.diagnosis import Finding, View, shown
-from plimsoll.diagnosis._whatif_result import estimate_words, interval_words
-from plimsoll.diagnosis._windows import scales
+from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
+from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
 from plimsoll.extras import install_line

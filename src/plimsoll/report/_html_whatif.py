@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.diagnosis import View, shown, whatif
-from plimsoll.diagnosis._cells import Cells, Floats
-from plimsoll.diagnosis._tallies import Populations
-from plimsoll.diagnosis._whatif import SHIFTS
-from plimsoll.diagnosis._whatif_blocks import has_records
-from plimsoll.diagnosis._whatif_result import Row, WhatIf
-from plimsoll.diagnosis._windows import block_sentence, sentence
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.what_if.answer import SHIFTS
+from plimsoll.diagnosis.what_if.block_formats import has_records
+from plimsoll.diagnosis.what_if.result import Row, WhatIf
+from plimsoll.diagnosis.what_if.scale_windows import block_sentence, sentence
 from plimsoll.formats import MXFP4, MXFP8_E4M3, NVFP4, get_element
 from plimsoll.spectrum import Interval
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from plimsoll.diagnosis import View
-from plimsoll.diagnosis._cells import Cells, from_table
-from plimsoll.diagnosis._cells_joined import before, joined, size_bytes
-from plimsoll.diagnosis._narrow import Narrow
-from plimsoll.diagnosis._whatif import predictor_bytes
-from plimsoll.diagnosis._whatif_blocks import size_bytes as block_bytes
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.tables.cells import Cells, from_table
+from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
+from plimsoll.diagnosis.what_if.answer import predictor_bytes
+from plimsoll.diagnosis.what_if.block_formats import size_bytes as block_bytes
 from plimsoll.runs import Run
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage.parts import Part

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plimsoll.diagnosis import Finding, View, whatif
-from plimsoll.diagnosis._whatif import predictor_of
+from plimsoll.diagnosis.what_if.answer import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS

@@ -9,8 +9,8 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis import SEVERITIES, Finding, Severity, View, diagnose
-from plimsoll.diagnosis._cells import Floats
-from plimsoll.diagnosis._finding import plain
+from plimsoll.diagnosis.finding import plain
+from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.report._figure_parts import Source, view_of
 from plimsoll.report._verdict import State, leading_first, state_of, verdict
 from plimsoll.runs import Run

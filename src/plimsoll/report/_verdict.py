@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View
-from plimsoll.diagnosis._modules import Modules
+from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.report._verdict_said import Said, said
 from plimsoll.text import percent
 

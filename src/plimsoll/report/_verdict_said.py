@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plimsoll.diagnosis import Finding, View, shown
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.remedies import scale_remedy
-from plimsoll.diagnosis.underflow_rate import underflow_rate
 from plimsoll.diagnosis.wording import collection_words, how_many, layer_name
 from plimsoll.text import number, percent, power, steps
 

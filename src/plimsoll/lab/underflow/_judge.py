@@ -18,10 +18,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from plimsoll.diagnosis import View, diagnose
-from plimsoll.diagnosis._cells import Floats, Ints
-from plimsoll.diagnosis._narrow import share
-from plimsoll.diagnosis._rules_underflow import UnderflowHigh, UnderflowRising
-from plimsoll.diagnosis._trend import looks, trend
+from plimsoll.diagnosis.estimates.format_losses import share
+from plimsoll.diagnosis.rules.underflow import UnderflowHigh, UnderflowRising
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.lab._measures import columns
 from plimsoll.lab._result import Training
 from plimsoll.lab.underflow._train import Job, Setup

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
-from plimsoll.diagnosis._finding import plain
+from plimsoll.diagnosis.finding import plain
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs.storage.atomic_files import replacing
 

@@ -1,0 +1,104 @@
+"""`diff`: the first step and tensor where two runs part beyond what rounding explains (`_search` says how)."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from plimsoll.diagnosis.comparison.divergence import Divergence
+from plimsoll.diagnosis.comparison.divergence_search import AFTER_LOSS, AFTER_STEP, BEFORE_LOSS, Search
+from plimsoll.diagnosis.comparison.paired_matrices import Pair
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.tables.scale_search import said
+from plimsoll.diagnosis.view import View
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import BlockFormat, get, get_element
+from plimsoll.runs import Run
+
+
+def diff(
+    run_a: "Run | View | str | os.PathLike[str]",
+    run_b: "Run | View | str | os.PathLike[str]",
+    *,
+    tolerance: float = 0.05,
+    formats: Sequence[object] = (),
+    until: int | None = None,
+) -> Divergence:
+    """Where two runs part: FP32 and FP16, before and after an upgrade, one process and many.
+
+    Steps are aligned by their numbers and series by their names; give both runs the same data in the same order.
+
+    - `tolerance`: the share of a tensor's values that may be zero in one run only before that counts (T6: 5 %).
+    - `formats`: further formats that were computed in, where tensors do not show it (emulated ones, TF32).
+    - `until`: compare up to and with this step.
+
+    Raises `ArgumentError` where the runs have no series or no step in common, and `RunError` for a folder that is none.
+    """
+    if not 0 <= tolerance <= 1:
+        raise ArgumentError(f"diff: expected tolerance from 0 to 1; got {tolerance!r}. It is a share of values.")
+    views = (_view(run_a, until), _view(run_b, until))
+    owners: dict[str, int] = {}
+    rounding = _rounding(views, formats)
+    found = (Pair.of(name, views, owners, rounding) for name in (*BEFORE_LOSS, *AFTER_LOSS, *AFTER_STEP))
+    pairs = {pair.collection: pair for pair in found if pair is not None}
+    losses = _losses(views)
+    if not pairs and not len(losses[0]):
+        raise ArgumentError(
+            f"diff: expected runs with series and steps in common; got {views[0].run.path} and {views[1].run.path}, "
+            "which have none. Watch both with the same collections and the same every=."
+        )
+    search = Search(views, pairs, losses, len(owners), rounding, tolerance)
+    partings = search.first()
+    series = sum(len(pair.names) for pair in pairs.values()) + bool(len(losses[0]))
+    return Divergence(
+        a=str(views[0].run.path),
+        b=str(views[1].run.path),
+        first=partings[0] if partings else None,
+        partings=tuple(partings),
+        compared=(len(search.steps), series),
+        until_step=search.until_step,
+        drift=tuple(search.drift),
+        only_a=_only(views[0], views[1]),
+        only_b=_only(views[1], views[0]),
+        changed=tuple(_changed(views)),
+        notes=tuple(said(search.searches)),
+    )
+
+
+def _view(run: "Run | View | str | os.PathLike[str]", until: int | None) -> View:
+    if isinstance(run, View):
+        return run if until is None else View(run.run, until)
+    return View(run if isinstance(run, Run) else Run(run), until)
+
+
+def _losses(views: tuple[View, View]) -> tuple[Ints, Floats, Floats]:
+    """The steps at which both have a loss, and the losses."""
+    (steps_a, a), (steps_b, b) = (view.scalar("loss") for view in views)
+    steps, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
+    return steps, a[at_a], b[at_b]
+
+
+def _rounding(views: tuple[View, View], named: Sequence[object]) -> float:
+    """Half a unit in the last place of the narrowest format in either run, or named."""
+    found = [get(fmt) for fmt in named]
+    elements = [fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in found]
+    for view in views:
+        for collection in view.run.tensors:
+            cells = view.cells(collection)
+            elements += [] if cells is None else [get_element(name, "diff") for name in cells.formats]
+    return max((fmt.epsilon / 2 for fmt in elements), default=2.0**-24)
+
+
+def _only(view: View, other: View) -> tuple[str, ...]:
+    theirs = {(c, n) for c, names in other.run.tensors.items() for n in names}
+    return tuple(f"{c} {n}" for c, names in view.run.tensors.items() for n in names if (c, n) not in theirs)
+
+
+def _changed(views: tuple[View, View]) -> Iterator[tuple[str, str, str]]:
+    """Settings and versions in which the runs differ."""
+    for title in ("versions", "settings"):
+        a, b = (cast("Mapping[str, Any]", view.run.manifest.get(title) or {}) for view in views)
+        for name in sorted({*a, *b}):
+            if a.get(name) != b.get(name):
+                yield f"{title}.{name}", str(a.get(name)), str(b.get(name))

@@ -1,0 +1,133 @@
+"""`Divergence`: where two runs part, as a sentence, a table, or data."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.text import number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# What parts: values (rounding does not explain it), zeros that a narrow format made of them or that have another cause,
+# NaN and infinities, steps that one scaler skipped, tensors of another size.
+Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting(NotebookRepr):
+    """One tensor (or scalar) at one step, of both runs.
+
+    `a` and `b` are what was compared: root mean squares for "values", numbers of non-finite values, shares of zeros,
+    skipped steps (0 or 1), or numbers of values. `distance` is how far apart they are, `allowed` how far rounding, and
+    what had parted before, may bring them.
+    """
+
+    kind: Kind
+    step: int
+    collection: str
+    name: str
+    a: float
+    b: float
+    distance: float
+    allowed: float
+    reason: str
+
+    def __str__(self) -> str:
+        """One line: the step, the tensor and how it parts."""
+        place = f"{self.collection.replace('_', ' ')} {shown(self.name)}".rstrip()
+        return f"step {self.step:,}, {place}: {self.reason}"
+
+    def to_dict(self) -> dict[str, object]:
+        """The parting as JSON-able data."""
+        facts = {"kind": self.kind, "step": self.step, "collection": self.collection, "name": self.name}
+        numbers = {"a": self.a, "b": self.b, "distance": self.distance, "allowed": self.allowed}
+        return {**facts, **{name: plain(value) for name, value in numbers.items()}, "reason": self.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(NotebookRepr):
+    """What `diff` found.
+
+    - `first`: the first tensor, in the order of computation, that parts; None if nothing does. `partings`: all of that
+      step that nothing before them explains.
+    - `compared`: how many steps and series both runs have; `until_step`: up to which step values were comparable (None:
+      none were compared). Chance parts any two trainings in time, so that from then on only zeros, NaN and skips count.
+    - `drift`: by step, how far apart the runs were before anything parted.
+    - `only_a`, `only_b`: series that one of them has; `changed`: settings and versions in which they differ.
+    - `notes`: sentences on what was not compared, and why.
+    """
+
+    a: str
+    b: str
+    first: Parting | None
+    partings: tuple[Parting, ...]
+    compared: tuple[int, int]
+    until_step: int | None
+    drift: tuple[tuple[int, float], ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """Where the runs part, in one sentence."""
+        if self.first is not None:
+            others = len(self.partings) - 1
+            more = f" ({others} more at that step)" if others else ""
+            what = self.first.collection.replace("_", " ")
+            place = f"{what} of {shown(self.first.name)}" if self.first.name else what
+            return f"They part at step {self.first.step:,}, first in {place}{more}: {self.first.reason}."
+        steps, series = self.compared
+        last = self.drift[-1][1] if self.drift else 0.0
+        if last == 0:
+            return f"They do not part: {series:,} series are alike at {steps:,} steps."
+        told = f"They do not part beyond what rounding explains, in {series:,} series at {steps:,} steps"
+        if self.until_step is not None and self.drift[-1][0] > self.until_step:
+            return f"{told}; since step {self.until_step:,} they are too far apart for values to be compared."
+        return f"{told}; at the end they are {number(last)} apart."
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as JSON-able data."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "parts": self.first is not None,
+            "sentence": self.sentence,
+            "first": None if self.first is None else self.first.to_dict(),
+            "partings": [each.to_dict() for each in self.partings],
+            "compared": {"steps": self.compared[0], "series": self.compared[1]},
+            "until_step": self.until_step,
+            "drift": [{"step": step, "distance": plain(distance)} for step, distance in self.drift],
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "changed": [{"name": name, "a": a, "b": b} for name, a, b in self.changed],
+            "notes": list(self.notes),
+        }
+
+    def table(self, most: int = 20, width: int | None = None) -> "Table":
+        """A table for the terminal: what parts at the first step, in the order of computation."""
+        from rich import box
+        from rich.table import Table
+
+        title = (
+            "They do not part" if self.first is None else f"At step {self.first.step:,}, in the order of computation"
+        )
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+                      pad_edge=False, width=width)  # fmt: skip
+        table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
+        for head in ("what", "A", "B", "apart", "allowed"):
+            table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
+        for each in self.partings[:most]:
+            numbers = (number(value) for value in (each.a, each.b, each.distance, each.allowed))
+            table.add_row(shown(f"{each.collection} {each.name}".rstrip()), each.kind, *numbers)
+        if len(self.partings) > most:
+            table.caption = f"and {len(self.partings) - most} more"
+            table.caption_justify = "left"
+        return table
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self.sentence

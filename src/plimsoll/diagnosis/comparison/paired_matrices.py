@@ -1,0 +1,149 @@
+"""Two runs' matrices of one collection, side by side: the same layers at the same steps, and how far they are apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import View
+from plimsoll.kernels import row_layout
+
+_NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Side:
+    """One run's numbers, layers x steps; NaN where it has none."""
+
+    count: Floats
+    rms: Floats
+    absmean: Floats
+    mean: Floats
+    zeros: Floats
+    nonfinite: Floats
+
+    @classmethod
+    def of(cls, cells: Cells, layers: Ints, places: Ints) -> "Side":
+        """The numbers of these layers at these steps, scales undone."""
+        chosen = np.ix_(layers, places)
+        with np.errstate(all="ignore"):
+            absmean = cells.total(cells.column("abssum") / cells.scale) / cells.finite
+            mean = cells.total(cells.column("sum") / cells.scale) / cells.finite
+        return cls(
+            count=cells.total_of("count")[chosen],
+            rms=cells.rms[chosen],
+            absmean=absmean[chosen],
+            mean=mean[chosen],
+            zeros=cells.zero_fraction[chosen],
+            nonfinite=cells.nonfinite[chosen],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """One collection of both runs, in the layers and steps that both have; layers in run a's order of computation.
+
+    `raw` is how far apart a layer's statistics are, by its own size; `apart` by the size of the largest tensor of the
+    same group (its module, or the module around that). Where a layer is but rounding noise, as the gradient of a key's
+    bias is, only the second one means anything. `chance` is the share of such values, in either run: what Adam makes of
+    them is as large as what it makes of any others.
+    """
+
+    collection: str
+    names: tuple[str, ...]
+    owners: Ints  # the parameter or module of each name, as a number that all pairs share
+    steps: Ints
+    a: Side
+    b: Side
+    raw: Floats
+    apart: Floats
+    chance: Floats
+
+    @classmethod
+    def of(cls, collection: str, views: tuple[View, View], owners: dict[str, int], rounding: float) -> "Pair | None":
+        """The pair; None where the runs have nothing of it in common."""
+        cells = [view.cells(collection) for view in views]
+        if cells[0] is None or cells[1] is None:
+            return None
+        one, other = cells[0], cells[1]
+        theirs = {name: i for i, name in enumerate(other.names)}
+        names = tuple(name for name in one.names if name in theirs)
+        steps, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
+        if not names or not len(steps):
+            return None
+        mine = {name: i for i, name in enumerate(one.names)}
+        mine_of, theirs_of = np.array([mine[name] for name in names]), np.array([theirs[name] for name in names])
+        a, b = Side.of(one, mine_of, at_one), Side.of(other, theirs_of, at_other)
+        groups = _groups(collection, names)
+        raw, apart = _distances(a, b, groups)
+        floor = _NOISE * rounding * few(a.count) * _largest(np.fmax(a.rms, b.rms), groups)
+        small = (_small(one, mine_of, at_one, floor), _small(other, theirs_of, at_other, floor))
+        numbers = np.array([owners.setdefault(_owner(collection, name), len(owners)) for name in names])
+        return cls(
+            collection=collection, names=names, owners=numbers, steps=steps, a=a, b=b, raw=raw, apart=apart,
+            chance=np.fmax(*small),
+        )  # fmt: skip
+
+
+def _distances(a: Side, b: Side, groups: Ints) -> tuple[Floats, Floats]:
+    """By own size, and by the group's; NaN where either run has nothing finite."""
+    with np.errstate(all="ignore"):
+        size = np.fmax(a.rms, b.rms)
+        gaps = (np.abs(getattr(a, n) - getattr(b, n)) for n in ("rms", "absmean", "mean"))
+        gap = np.maximum.reduce(list(gaps))  # NaN stays NaN
+        return _ratio(gap, size), _ratio(gap, _largest(size, groups))
+
+
+def few(count: Floats) -> Floats:
+    """By how much rounding weighs more in the statistics of few values, where errors do not cancel.
+
+    >>> few(np.array([1.0, 16.0, 1e6])).round(2).tolist()
+    [9.0, 3.0, 1.01]
+    """
+    return 1.0 + 8.0 / np.sqrt(np.maximum(count, 1.0))
+
+
+def _largest(size: Floats, groups: Ints) -> Floats:
+    """Of each layer, the size of the largest of its group."""
+    found = np.zeros((int(groups.max(initial=0)) + 1, size.shape[1]))
+    np.maximum.at(found, groups, np.nan_to_num(size))
+    return found[groups]
+
+
+def _small(cells: Cells, layers: Ints, places: Ints, limit: Floats) -> Floats:
+    """The share of each cell's values that are nonzero and lie below the binade of a limit."""
+    whole = np.zeros(cells.shape)
+    whole[np.ix_(layers, places)] = limit
+    of_row = whole[cells.layer, cells.at] * cells.scale
+    with np.errstate(all="ignore"):
+        binade = np.where(of_row > 0, np.floor(np.log2(of_row)), row_layout.LOWEST_BINADE).astype(np.int64)
+    below = cells.below_binade(binade)
+    with np.errstate(all="ignore"):
+        return (cells.total(below) / cells.total_of("count"))[np.ix_(layers, places)]
+
+
+def _ratio(gap: Floats, size: Floats) -> Floats:
+    return np.where(gap == 0, 0.0, gap / size)
+
+
+def _groups(collection: str, names: Sequence[str]) -> Ints:
+    """The number of each name's group: the module around its module, or the module itself at the top."""
+    found: dict[str, int] = {}
+    places = [found.setdefault(_group(collection, name), len(found)) for name in names]
+    return np.array(places, dtype=np.int64)
+
+
+def _group(collection: str, name: str) -> str:
+    owner = _owner(collection, name)
+    module = owner if _of_modules(collection) else owner.rpartition(".")[0] or owner
+    return module.rpartition(".")[0] or module
+
+
+def _owner(collection: str, name: str) -> str:
+    """The module whose input or output it is; or the parameter that it is the weight, gradient, update or state of."""
+    return name.rpartition(":")[0] if _of_modules(collection) else name.split(":", maxsplit=1)[0]
+
+
+def _of_modules(collection: str) -> bool:
+    return collection in ("activations", "activation_gradients")

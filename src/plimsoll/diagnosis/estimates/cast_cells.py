@@ -1,0 +1,124 @@
+"""What modules cast to a narrow format, as the cast sees it: recorded values times the cast's scale.
+
+A cast multiplies what is in memory, a loss scale included; so of a stored value only the cast's own scale counts. In
+these cells `scale` is what stored values carry beyond those that are cast, the cast's scale to the power of -1: then
+everything that is asked of cells, at shift 0, is asked of the values that the format gets.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import Format, get_element
+from plimsoll.runs import Cast
+from plimsoll.runs.reading.module_casts import COLLECTIONS as _OF_ROLE
+
+COLLECTIONS = tuple(_OF_ROLE.values())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CastCells:
+    """The series of a collection that are cast to one format.
+
+    `casts`: of each layer the last of its casts, which says module and role.
+    """
+
+    format: Format
+    cells: Cells
+    casts: dict[int, Cast]
+
+    @cached_property
+    def values(self) -> Populations:
+        """The values that the format gets."""
+        return Populations(cells=self.cells)
+
+    @cached_property
+    def saturated(self) -> Floats:
+        """Of each cell's nonzero values the part beyond the format's largest."""
+        return self._share(self.values.overflow(self.format, 0).estimate)
+
+    @cached_property
+    def flushed(self) -> Floats:
+        """Of each cell's nonzero values the part that rounds to zero."""
+        return self._share(self.values.lost(self.format, 0).estimate)
+
+    @cached_property
+    def coarse(self) -> Floats:
+        """Of each cell's nonzero values the part that rounds to zero, or keeps fewer digits than the format has."""
+        lost = self.values.lost(self.format, 0)
+        return self._share(lost.estimate + self.values.subnormal(self.format, 0, lost).estimate)
+
+    @cached_property
+    def room(self) -> Floats:
+        """By how many binades each cell's values could lie higher before the largest saturates; NaN without any."""
+        there = self.cells.nonzero > 0
+        return -self.cells.highest(np.where(there, -self.values.highest_shift(self.format).astype(np.float64), np.nan))
+
+    @cached_property
+    def sizes(self) -> Floats:
+        """The binade of each cell's root mean square as it is cast; NaN where all is zero."""
+        with np.errstate(all="ignore"):
+            return np.where(self.cells.rms > 0, np.log2(self.cells.rms), np.nan)
+
+    def scale_at(self, layer: int, place: int) -> float:
+        """The scale of a layer's cast at one of the steps."""
+        rows = self._rows(layer, place, place)
+        return float(1.0 / self.cells.scale[rows[-1]]) if len(rows) else float("nan")
+
+    def serving(self, layer: int, first: int, last: int, tolerance: float) -> float | None:
+        """The highest scale, one binade below saturation, that would have served a layer from a step to another.
+
+        A power of two times the last one used; None where it would flush `tolerance` of the values or more.
+        """
+        rows = self._rows(layer, first, last)
+        rows = rows[self.cells.nonzero[rows] > 0]
+        if not len(rows):
+            return None
+        only = Populations(cells=self.cells.of_rows(rows))
+        # Of scales that moved, each row's own is undone: what is sought is one for all of them.
+        used = np.log2(self.cells.scale[rows]) + np.log2(self.scale_at(layer, last))
+        moved = np.rint(used).astype(np.int64)
+        shift = int((only.highest_shift(self.format) - moved).min()) - 1
+        lost = only.lost(self.format, shift + moved).estimate.sum() / only.cells.nonzero.sum()
+        return None if lost >= tolerance else float(self.scale_at(layer, last) * 2.0**shift)
+
+    def _rows(self, layer: int, first: int, last: int) -> Ints:
+        cells = self.cells
+        found = np.flatnonzero((cells.layer == layer) & (cells.at >= first) & (cells.at <= last))
+        return found[np.argsort(cells.at[found], kind="stable")]
+
+    def _share(self, counts: Floats) -> Floats:
+        nonzero = self.cells.total(self.cells.nonzero)
+        with np.errstate(all="ignore"):
+            return np.where(nonzero > 0, self.cells.total(counts) / nonzero, np.nan)
+
+
+def cast_cells(view: View, collection: str, *, constant: bool = False) -> list[CastCells]:
+    """What of a collection is cast, by format; with `constant` only what is cast at scales that do not move."""
+    cells = view.cells(collection)
+    chosen = [c for c in view.casts if c.collection == collection and (c.constant or not constant)]
+    if cells is None:
+        return []
+    formats = dict.fromkeys(c.format for c in chosen)
+    found = [
+        _of_format(cells, get_element(name, "diagnose"), [c for c in chosen if c.format == name]) for name in formats
+    ]
+    return [each for each in found if len(each.cells)]
+
+
+def _of_format(cells: Cells, fmt: Format, chosen: list[Cast]) -> CastCells:
+    place = {name: i for i, name in enumerate(cells.names)}
+    scales = np.full(cells.shape, np.nan)
+    casts: dict[int, Cast] = {}
+    for each in chosen:
+        layer = place.get(each.name)
+        if layer is not None:
+            scales[layer] = np.where(np.isnan(scales[layer]), each.scale_at(cells.steps), scales[layer])
+            casts[layer] = each
+    of_row = scales[cells.layer, cells.at]
+    rows = np.flatnonzero(~np.isnan(of_row))
+    return CastCells(format=fmt, cells=replace(cells.of_rows(rows), scale=1.0 / of_row[rows]), casts=casts)

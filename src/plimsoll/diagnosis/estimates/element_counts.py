@@ -1,0 +1,223 @@
+"""How many values of each row a format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
+
+The same arithmetic as `plimsoll.spectrum.fit.population` and `_fit`, for all rows of a collection at once; tests compare
+the two. Magnitudes are ordinals there and here: the binade's exponent times 2^53, plus the position in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.formats import Format, get_element
+from plimsoll.kernels import row_layout
+from plimsoll.spectrum.fit.population import BINADE, lost_point, normal_point, overflow_point
+
+_END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more
+_FARTHEST = _END * BINADE
+_SHIFTS = 2200  # how far apart a row and a format can be: FP64's ends are 2,098 binades apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tallies:
+    """Numbers of values by row: at least `low`, at most `high`, about `estimate`."""
+
+    low: NDArray[Any]
+    high: NDArray[Any]
+    estimate: Floats
+
+    def out_of(self, total: Ints) -> "Tallies":
+        """The numbers of the others."""
+        return Tallies(low=total - self.high, high=total - self.low, estimate=total - self.estimate)
+
+    def minus(self, other: "Tallies", total: NDArray[Any]) -> "Tallies":
+        """The numbers in this and not in the other, which is a part of it."""
+        low = np.maximum(self.low - other.high, 0)
+        high = np.clip(self.high - other.low, 0, total)
+        return Tallies(low=low, high=high, estimate=np.clip(self.estimate - other.estimate, low, high))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Populations:
+    """The nonzero finite values of each row, with what is known of where in a binade they lie."""
+
+    cells: Cells
+
+    @cached_property
+    def first(self) -> Ints:
+        """The ordinal of the smallest stored magnitude."""
+        return ordinals(self.cells.column("absmin"))
+
+    @cached_property
+    def last(self) -> Ints:
+        """The ordinal of the largest stored magnitude."""
+        return ordinals(self.cells.column("absmax"))
+
+    @cached_property
+    def grids(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """The mantissa bits and quantum exponent of each row's grid, and whether the row is on it."""
+        known = [get_element(name, "diagnose") for name in self.cells.formats]
+        bits = np.array([fmt.mantissa_bits for fmt in known], dtype=np.int64)[self.cells.format]
+        quantum = np.array([fmt.quantum_exponent for fmt in known], dtype=np.int64)[self.cells.format]
+        on_grid = self.cells.nonzero > 0
+        for name in ("absmin", "absmax", "min", "max"):
+            on_grid = on_grid & _on_grid(self.cells.column(name), bits, quantum)
+        return bits, quantum, on_grid
+
+    def points(self, point: int, shift: int | Ints, scale: float | None = None) -> Ints:
+        """An ordinal of the true values times ``2**shift`` as one of each row's stored values; of any at a scale."""
+        binade, inside = self._moved(point, shift, scale)
+        return np.clip(binade, -_END, _END) * BINADE + inside
+
+    def _moved(self, point: int, shift: int | Ints, scale: float | None = None) -> tuple[Ints, Ints]:
+        """As `points`, the binade and the position in it, which are no int64 together for formats as wide as FP64."""
+        fraction, exponent = np.frexp(self.cells.scale if scale is None else np.array([scale]))
+        whole, position = divmod(point, BINADE)
+        binade = whole + (exponent - 1).astype(np.int64) - np.asarray(shift, dtype=np.int64)
+        inside = np.full(binade.shape, position, dtype=np.int64)
+        odd = fraction != 0.5  # a scale that is no power of two moves values within their binades
+        if odd.any():
+            mantissa = (1 + position / BINADE) * 2 * fraction[odd]
+            carried = mantissa >= 2
+            inside[odd] = ((np.where(carried, mantissa / 2, mantissa) - 1) * BINADE).astype(np.int64)
+            binade[odd] += carried
+        return binade, inside
+
+    def below(self, point: Ints, *, inclusive: bool) -> Tallies:
+        """How many magnitudes of each row are below the ordinal, or at it if `inclusive` (`Population.below`)."""
+        nonzero, limit = self.cells.nonzero, point + inclusive
+        all_of_it = self.last < limit
+        known = np.where(all_of_it, nonzero, 0).astype(np.float64)
+        rows = np.flatnonzero(~all_of_it & (self.first < limit) & (nonzero > 0))  # those that the ordinal divides
+        divided = self._divided(rows, point[rows], limit[rows])
+        found = Tallies(low=known, high=known.copy(), estimate=known.copy())
+        for whole, part in zip((found.low, found.high, found.estimate), divided, strict=True):
+            whole[rows] = part
+        return found
+
+    def _divided(self, rows: Ints, point: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
+        """At least, at most and about how many of some rows' magnitudes are below a limit that lies among them."""
+        cells, first, last = self.cells, self.first[rows], self.last[rows]
+        index = np.clip(limit // BINADE, row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINADES - 1)
+        place, begin, length = index - cells.lowest[rows], cells.start[rows], cells.length[rows]
+        held = np.clip(place, 0, length)
+        under = (cells.running[begin + held] - cells.running[begin]).astype(np.float64)
+        has = (place >= 0) & (place < length)
+        inside = np.where(has, cells.flat[np.where(has, begin + held, 0)] if len(cells.flat) else 0, 0)
+        start, stop = _extent(index, first, last)
+        fraction, exact = self._fraction(rows, start, stop, point, limit)
+        share = fraction * inside
+        low = under + np.where(exact, share, (start == first) & (inside > 0))
+        high = under + np.where(exact, share, inside - ((stop == last) & (inside > 0)))
+        estimate = np.clip(under + share, low, high)
+        none, whole = (inside == 0) | (limit <= start), (inside > 0) & (limit > stop)
+        low, high, estimate = (
+            np.where(whole, under + inside, np.where(none, under, each)) for each in (low, high, estimate)
+        )
+        return low, high, estimate
+
+    def _fraction(
+        self, rows: Ints, start: Ints, stop: Ints, point: Ints, limit: Ints
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """The part of the values from `start` to `stop` below `limit`; whether that is exact, being none or all."""
+        bits, quantum, on_grid = (each[rows] for each in self.grids)
+        binade = start // BINADE
+        one_binade = stop // BINADE == binade
+        spacing = np.maximum(binade - bits, quantum)
+        grid = on_grid & one_binade & (spacing <= binade)
+        with np.errstate(all="ignore"):
+            fraction = (point - start) / np.maximum(stop - start, 1)
+            wide = np.flatnonzero(~one_binade)
+            fraction[wide] = _over_binades(start[wide], stop[wide], point[wide])
+            step = BINADE >> np.clip(binade - spacing, 0, 53)
+            before = -(-start // step)  # ordinals of a binade are multiples of the step, since its start is one
+            on_it = (-(-limit // step) - before) / np.maximum(stop // step + 1 - before, 1)
+        fraction = np.clip(np.where(grid, on_it, fraction), 0.0, 1.0)
+        return fraction, grid & ((fraction == 0) | (fraction == 1))
+
+    # -- against a format
+
+    def lost(self, fmt: Format, shift: int | Ints) -> Tallies:
+        """How many values round to zero."""
+        return self.below(self.points(lost_point(fmt), shift), inclusive=True)
+
+    def subnormal(self, fmt: Format, shift: int | Ints, lost: Tallies) -> Tallies:
+        """How many values are held with less than full precision, and not lost."""
+        if not fmt.has_subnormals:
+            nothing = np.zeros(len(self.cells))
+            return Tallies(low=nothing, high=nothing, estimate=nothing)
+        small = self.below(self.points(normal_point(fmt), shift), inclusive=False)
+        return small.minus(lost, self.cells.nonzero)
+
+    def overflow(self, fmt: Format, shift: int | Ints) -> Tallies:
+        """How many values would exceed the format's largest one."""
+        point = self.points(overflow_point(fmt), shift)
+        return self.below(point, inclusive=not fmt.overflow_at_threshold).out_of(self.cells.nonzero)
+
+    def highest_shift(self, fmt: Format) -> Ints:
+        """The highest shift at which nothing of a row overflows; `_SHIFTS` for a row of zeros."""
+        binade, inside = self._moved(overflow_point(fmt) - fmt.overflow_at_threshold, 0)  # the largest that is held
+        room = binade - self.last // BINADE - (inside < self.last % BINADE)
+        return np.where(self.cells.nonzero > 0, room, _SHIFTS)
+
+    def lowest_shift(self, fmt: Format, tolerance: float) -> Ints:
+        """The lowest shift at which surely less than `tolerance` of a row's nonzero values is lost."""
+        return self.lowest_shift_of_groups(fmt, tolerance, np.arange(len(self.cells)), len(self.cells))
+
+    def lowest_shift_of_groups(
+        self, fmt: Format, tolerance: float, group: Ints, groups: int, hidden: Callable[[Ints], Floats] | None = None
+    ) -> Ints:
+        """The same of groups of rows together, `group` being the number of each row's; by bisection.
+
+        `hidden` says how many values beside those recorded would be lost at a shift of each row.
+        """
+        none = np.full(groups, -_SHIFTS, dtype=np.int64)
+        all_of = self.cells.nonzero + (0 if hidden is None else hidden(none[group]))
+        values = np.bincount(group, weights=all_of, minlength=groups)
+        low, high = none - 1, -none  # all is lost at `low`, nothing at `high`
+        while bool((high - low > 1).any()):
+            middle = (low + high) // 2
+            gone = self.lost(fmt, middle[group]).high + (0 if hidden is None else hidden(middle[group]))
+            serves = np.bincount(group, weights=gone, minlength=groups) < tolerance * values
+            high, low = np.where(serves, middle, high), np.where(serves, low, middle)
+        return np.where(values > 0, high, -_SHIFTS)
+
+
+def ordinals(x: Floats) -> Ints:
+    """The ordinals of positive floats; the end of all for NaN, Inf and what float64 holds as a subnormal."""
+    finite = np.isfinite(x) & (x > 0)
+    fraction, exponent = np.frexp(np.where(finite, x, 1.0))
+    result = np.clip(exponent.astype(np.int64) - 2, -1000, 1000) * BINADE + (fraction * 2 * BINADE).astype(np.int64)
+    return np.where(finite, result, np.where(x > 0, _FARTHEST, -_FARTHEST))
+
+
+def _on_grid(x: Floats, bits: Ints, quantum: Ints) -> NDArray[np.bool_]:
+    with np.errstate(all="ignore"):
+        spacing = np.maximum(np.frexp(x)[1].astype(np.int64) - 1 - bits, quantum)
+        units = np.ldexp(x, -np.clip(spacing, -1074, 1023).astype(np.int32))
+        return np.isfinite(units) & (units == np.floor(units))
+
+
+def _over_binades(start: Ints, stop: Ints, point: Ints) -> Floats:
+    """The part below a point where an end binade holds everything beyond it too: by magnitude, not by ordinal."""
+    unit = stop // BINADE
+
+    def magnitude(position: Ints) -> Floats:
+        exponent, rest = position // BINADE, position % BINADE
+        return np.ldexp(1 + rest / BINADE, np.clip(exponent - unit, -1074, 1023).astype(np.int32))
+
+    bottom = magnitude(start)
+    return (magnitude(point) - bottom) / (magnitude(stop) - bottom)
+
+
+def _extent(index: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The ordinals between which the values of one binade of each row lie, both ends included."""
+    start = index * BINADE
+    stop = start + BINADE - 1
+    bottom = index == row_layout.LOWEST_BINADE
+    top = index == row_layout.LOWEST_BINADE + row_layout.BINADES - 1
+    return np.where(bottom, first, np.maximum(start, first)), np.where(top, last, np.minimum(stop, last))

@@ -1,0 +1,163 @@
+"""What narrow formats did to the values that were recorded: an estimate of underflow that happened, cell by cell.
+
+An FP16 gradient has zeros for what FP16 could not hold, and zeros that are zero in any precision (ReLU, unused rows,
+masks). Three things tell them apart, the best first:
+
+1. a shadow step's counts, which are exact;
+2. the tail of what is left. Values that a format flushes have neighbours that it just holds: near the floor q (the
+   smallest value) magnitudes spread as x^(a-1), and the counts of [q, 4q) and [4q, 16q) give a, hence the number below
+   q/2. Structural zeros have no such neighbours. a = 1 is an even spread, what any smooth distribution has near zero;
+   the counts are weighted with a few values of such a spread, so that single values prove nothing;
+3. where nothing is left at all, what the layer last held, at the scale of now.
+
+The fraction is of what would be nonzero: lost / (lost + nonzero).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.formats import Format, get_element
+from plimsoll.spectrum.fit.population import BINADE
+
+_FLOOR_OF_FP32 = -126  # formats whose smallest value is above this power of two can be the ones to lose a value
+_PRIOR = 4.0  # values of an even spread that are added to the two counts
+_EXPONENTS = np.linspace(0.05, 3.0, 60)  # of the spread, x^a
+# Rounded values 1, 2, 3 and 4 ... 15 (in units of q) come from [0.5, 3.5) and [3.5, 15.5).
+_RATIOS = (15.5**_EXPONENTS - 3.5**_EXPONENTS) / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
+_BELOW = 0.5**_EXPONENTS / (3.5**_EXPONENTS - 0.5**_EXPONENTS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Narrow:
+    """What formats narrower than FP32 did to one collection.
+
+    `held`: of each row, the scale at which its format held the values (a loss scale; gradients that were unscaled since
+    are stored at scale 1 and were held at the loss scale).
+    """
+
+    cells: Cells
+    held: Floats
+
+    @cached_property
+    def known(self) -> list[Format]:
+        """The formats of `Cells.formats`."""
+        return [get_element(name, "diagnose") for name in self.cells.formats]
+
+    @cached_property
+    def censors(self) -> NDArray[np.bool_]:
+        """The rows whose format can have lost values that FP32 holds."""
+        narrow = [np.log2(fmt.smallest_subnormal) > _FLOOR_OF_FP32 for fmt in self.known]
+        return np.array(narrow, dtype=bool)[self.cells.format]
+
+    @cached_property
+    def lost(self) -> Floats:
+        """About how many values of each row underflowed; NaN where nothing can be told, 0 in formats that lose none."""
+        cells = self.cells
+        low, _ = self._tail
+        below = np.interp(self._ratio, _RATIOS, _BELOW)
+        zeros = cells.column("zeros").astype(np.float64)
+        found = np.minimum(zeros, low * below)
+        shadow = cells.column("underflowed")
+        found = np.where(np.isnan(shadow), found, shadow)
+        unknown = (cells.nonzero == 0) & np.isnan(shadow) & (zeros > 0)
+        return np.where(self.censors, np.where(unknown, np.nan, found), 0.0)
+
+    def hidden(self, fmt: Format, shift: NDArray[np.int64]) -> Floats:
+        """About how many of the values that underflowed a format would lose too, at a shift of the true values.
+
+        All at the shift that puts its floor where that of the rows' own format was, and below; above it they come back
+        as their spread says, and at least as an even spread does: what is left near the floor of a tensor that is
+        almost gone says too little.
+        """
+        higher = np.maximum(shift - self.floor_shift(fmt), 0.0)
+        spread = np.maximum(np.interp(self._ratio, _RATIOS, _EXPONENTS), 1.0)
+        return np.nan_to_num(self.lost) * 2.0 ** (-spread * higher)
+
+    def floor_shift(self, fmt: Format) -> Floats:
+        """Of each row, the shift at which a format flushes what the row's own format has flushed."""
+        own = np.array([known.quantum_exponent for known in self.known])[self.cells.format]
+        return np.log2(self.held) + fmt.quantum_exponent - own
+
+    @cached_property
+    def lost_of_cell(self) -> Floats:
+        """About how many values of each cell underflowed; NaN where nothing was recorded.
+
+        Of a cell of zeros only: all, if what the layer last held would be flushed at the scale of now (more than half
+        of it), and none otherwise.
+        """
+        cells = self.cells
+        found = np.where(self.vanished, self._of_what_was * cells.total_of("zeros"), cells.total(self.lost))
+        return np.where(cells.recorded & (cells.finite > 0), found, np.nan)
+
+    @cached_property
+    def fraction(self) -> Floats:
+        """Of each cell's values that would be nonzero, the part that underflowed; NaN where nothing was recorded."""
+        return share(self.lost_of_cell, self.cells.total(self.cells.nonzero))
+
+    @cached_property
+    def vanished(self) -> NDArray[np.bool_]:
+        """The cells of narrow formats in which nothing is left, and no shadow step says why."""
+        zeros, nonzero = self.cells.total_of("zeros"), self.cells.total(self.cells.nonzero)
+        narrow = self.cells.total(self.censors.astype(np.int64)) > 0
+        told = ~np.isnan(self.cells.total_of("underflowed"))
+        return narrow & (zeros > 0) & (nonzero == 0) & ~told
+
+    @cached_property
+    def _of_what_was(self) -> Floats:
+        """For cells of zeros only: 1 where the layer's last spectrum would be flushed at the scale of now, else 0."""
+        cells, result = self.cells, np.zeros(self.cells.shape)
+        if not self.vanished.any():
+            return result
+        has = np.zeros(cells.shape, dtype=np.int64)
+        row_of = np.zeros(cells.shape, dtype=np.int64)
+        row_of.ravel()[cells.cell] = np.arange(len(cells))
+        has.ravel()[cells.cell[cells.nonzero > 0]] = 1
+        last = np.maximum.accumulate(np.where(has > 0, np.arange(cells.shape[1]), -1), axis=1)
+        layers, ats = np.nonzero(self.vanished & (last >= 0))
+        then, now = row_of[layers, last[layers, ats]], row_of[layers, ats]
+        flushed = self._would_be_lost(then, now)
+        result[layers, ats] = flushed > 0.5
+        return result
+
+    def _would_be_lost(self, then: NDArray[np.int64], now: NDArray[np.int64]) -> Floats:
+        """The part of the values of rows `then`, and of those they had lost, that is flushed at the scale of `now`."""
+        population = Populations(cells=self.cells)
+        change = np.zeros(len(self.cells), dtype=np.int64)
+        result = np.empty(len(then))
+        moves = np.floor(np.log2(self.held[now] / self.held[then])).astype(np.int64)
+        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[self.cells.format]
+        for move in np.unique(moves):
+            point = (quantum - 1 - self._lift - int(move) + change) * BINADE
+            gone = population.below(point, inclusive=True).estimate
+            mine = moves == move
+            had = np.nan_to_num(self.lost[then[mine]])
+            result[mine] = (gone[then[mine]] + had) / (self.cells.nonzero[then[mine]] + had)
+        return result
+
+    @cached_property
+    def _lift(self) -> NDArray[np.int64]:
+        """By how many binades the values lay higher when the format held them than they are stored."""
+        return np.round(np.log2(self.held / self.cells.scale)).astype(np.int64)
+
+    @cached_property
+    def _ratio(self) -> Floats:
+        low, high = self._tail
+        return (high + _PRIOR) / (low + _PRIOR / 4)
+
+    @cached_property
+    def _tail(self) -> tuple[Floats, Floats]:
+        """Of each row, the values from the format's floor q to 4q, and from there to 16q."""
+        quantum = np.array([fmt.quantum_exponent for fmt in self.known])[self.cells.format] - self._lift
+        counts = [self.cells.below_binade(quantum + up) for up in (0, 2, 4)]
+        return (counts[1] - counts[0]).astype(np.float64), (counts[2] - counts[1]).astype(np.float64)
+
+
+def share(lost: Floats, nonzero: Floats) -> Floats:
+    """The part of the values that would be nonzero; 0 where there are none."""
+    with np.errstate(all="ignore"):
+        return np.where(lost + nonzero == 0, 0.0, lost / (lost + nonzero))

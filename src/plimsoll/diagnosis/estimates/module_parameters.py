@@ -1,0 +1,61 @@
+"""Parameters by the module that they belong to.
+
+A layer's underflow is judged over all its parameters together: biases are few values, and some have gradients that are
+zero in exact arithmetic (a key's bias before a softmax, any bias before batch norm), so that what is recorded of them
+is rounding noise, which any format may lose.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.format_losses import Narrow, share
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Modules:
+    """The modules of a collection of parameters: their names, and the place of each layer's module among them."""
+
+    names: tuple[str, ...]
+    of_layer: Ints
+
+    @classmethod
+    def of(cls, cells: Cells) -> "Modules":
+        """The modules of the layers' names."""
+        owners = [name.rpartition(".")[0] or name for name in cells.names]
+        if "weight" in cells.names:  # a model that is one layer: its bias belongs to its weight
+            owners = ["weight" if name == "bias" else name for name in owners]
+        distinct = list(dict.fromkeys(owners))
+        place = {name: i for i, name in enumerate(distinct)}
+        return cls(names=tuple(distinct), of_layer=np.array([place[name] for name in owners], dtype=np.int64))
+
+    @classmethod
+    def apart(cls, cells: Cells) -> "Modules":
+        """Each layer by itself: of collections that hold one tensor of a module each."""
+        return cls(names=cells.names, of_layer=np.arange(len(cells.names)))
+
+    def total(self, by_layer: Floats) -> Floats:
+        """The sum over each module's layers; NaN where none of them has a number."""
+        known = ~np.isnan(by_layer)
+        result = np.zeros((len(self.names), by_layer.shape[1]))
+        there = np.zeros(result.shape, dtype=bool)
+        np.add.at(result, self.of_layer, np.where(known, by_layer, 0.0))
+        np.logical_or.at(there, self.of_layer, known)
+        return np.where(there, result, np.nan)
+
+    def underflow(self, narrow: Narrow) -> Floats:
+        """Of the values of each module that would be nonzero, the part that underflowed."""
+        return share(self.total(narrow.lost_of_cell), self.total(narrow.cells.total(narrow.cells.nonzero)))
+
+    def main_layers(self, cells: Cells, among: NDArray[np.bool_] | None = None) -> Sequence[str]:
+        """For each module, the name of its largest parameter (of those in `among`), which stands for it."""
+        sizes = np.nanmax(cells.total_of("count"), axis=1)
+        sizes = sizes if among is None else np.where(among, sizes, -1)
+        best: dict[int, int] = {}
+        for layer, module in enumerate(self.of_layer.tolist()):
+            if module not in best or sizes[layer] > sizes[best[module]]:
+                best[module] = layer
+        return [cells.names[best[i]] for i in range(len(self.names))]

@@ -1,0 +1,203 @@
+"""Signal to rounding noise of every row in a format: `snr_db` of `plimsoll.spectrum.fit.population`, on columns.
+
+What a binade's values err by depends on the binade, the format and the shift, and not on the row. So the noise of all
+rows is their counts, as a sparse matrix of rows by binades, times a few vectors over binades; only the binade in which
+overflow begins and a row's last one need the row's own extremes. The matrix is made once for a collection.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.formats import Format
+from plimsoll.kernels import row_layout
+from plimsoll.spectrum.fit.population import BINADE, overflow_point
+
+_BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE
+
+
+def noise_and_signal(values: Populations, fmt: Format, shift: int) -> tuple[Floats, Floats]:
+    """The expected sum of squared errors of each row, and its sum of squares; both of the true values.
+
+    A value that the format holds errs by its spacing's even distribution, a lost one by itself, an overflowing one by
+    its distance to the format's largest value (it is taken to saturate). Values of one binade are spread evenly over
+    it, or over the numbers of the row's grid.
+    """
+    return Noise(values=values).of(fmt, shift)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kin:
+    """Rows of one scale that are on one grid, or on none; `counts` are rows by binades."""
+
+    rows: Ints
+    scale: float
+    bits: int
+    quantum: int
+    on_grid: bool
+    counts: Any
+
+    @property
+    def lift(self) -> int:
+        """A stored binade is the true one plus this."""
+        return round(float(np.log2(self.scale)))
+
+    def mean_squares(self) -> Floats:
+        """The mean square of each binade's values: 7/3 of its start's square if spread evenly."""
+        squares = np.ldexp(1.0, _power(2 * _BINADES))
+        if not self.on_grid:
+            return squares * (7 / 3)
+        places = np.ldexp(1.0, _power(np.maximum(_BINADES - np.maximum(_BINADES - self.bits, self.quantum), 0)))
+        return squares * (1 + (places - 1) / places + (places - 1) * (2 * places - 1) / (6 * places * places))
+
+    def rounding(self, fmt: Format, shift: int) -> Floats:
+        """The mean square of the error of rounding each binade's values."""
+        spacing = np.maximum(_BINADES - fmt.mantissa_bits, fmt.quantum_exponent - shift + self.lift)
+        spacing = np.minimum(spacing, _BINADES + 1)  # only lost values have a wider one
+        even = np.ldexp(1.0, _power(2 * spacing)) / 12
+        if not self.on_grid:
+            return even
+        fine = np.maximum(_BINADES - self.bits, self.quantum)
+        fine_square = np.ldexp(1.0, _power(2 * np.minimum(fine, spacing)))
+        places = np.ldexp(1.0, _power(np.maximum(spacing - 1 - fine, 0)))
+        upward = fine_square * (places + 1) * (2 * places + 1) / 6
+        error = np.where(spacing > _BINADES, upward, even + fine_square / 6)
+        return np.where(fine >= spacing, 0.0, error)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Noise:
+    """The noise of a collection's rows, asked for at one shift after another."""
+
+    values: Populations
+
+    def of(self, fmt: Format, shift: int, over: Floats | None = None) -> tuple[Floats, Floats]:
+        """As `noise_and_signal`; `over` is how many values of each row overflow, where that is known."""
+        cells = self.values.cells
+        noise = np.zeros(len(cells))
+        over = self.values.overflow(fmt, shift).estimate if over is None else over
+        for kin in self._kin:
+            noise[kin.rows] = self._of_kin(kin, fmt, shift, over[kin.rows])
+        undone = np.where(cells.nonzero > 0, 1 / cells.scale**2, 0.0)
+        return noise * undone, self._signal * undone
+
+    def _of_kin(self, kin: _Kin, fmt: Format, shift: int, over: Floats) -> Floats:
+        binades = _BINADES
+        lost = binades < fmt.quantum_exponent - 1 - shift + kin.lift
+        rounding = np.where(lost, 0.0, kin.rounding(fmt, shift))
+        point = int(self.values.points(overflow_point(fmt), shift, kin.scale)[0])
+        above = binades > point // BINADE
+        columns = [np.where(above, 0.0, rounding), np.where(lost, kin.mean_squares(), 0.0)]
+        sums: Floats = kin.counts @ np.stack(columns, axis=1)
+        noise = sums[:, 0] + np.minimum(sums[:, 1], self._signal[kin.rows])
+        spilling = np.flatnonzero(over > 0)
+        if len(spilling):
+            noise[spilling] += self._spilt(kin, fmt, shift, point, spilling, over[spilling], rounding)
+        return noise
+
+    def _spilt(
+        self, kin: _Kin, fmt: Format, shift: int, point: int, among: Ints, over: Floats, rounding: Floats
+    ) -> Floats:
+        """What overflow adds: all values above the point's binade, and of that binade those left of the estimate.
+
+        An even spread makes the top binades heavier than the sum of squares says: `_surplus` is the correction.
+        """
+        rows, top, binades = kin.rows[among], point // BINADE, _BINADES
+        with np.errstate(all="ignore"):
+            largest = float(np.ldexp(fmt.max * kin.scale, int(np.clip(-shift, -1074, 1023))))
+        starts = np.maximum(binades * BINADE, point)
+        full = _saturation(starts, (binades + 1) * BINADE, point, largest)
+        above = binades > top
+        columns = np.stack([above.astype(np.float64), np.where(above, full, 0.0)], axis=1)
+        few = 2 * len(among) < len(kin.rows)  # rows of a sparse matrix cost more to pick than to multiply
+        sums: Floats = kin.counts[among] @ columns if few else (kin.counts @ columns)[among]
+        left = np.maximum(over - sums[:, 0], 0.0)
+
+        cells, end = self.values.cells, self.values.last[rows]
+        last = cells.lowest[rows] + cells.length[rows] - 1
+        ends_above = np.where(last > top, cells.flat[cells.start[1:][rows] - 1], 0)
+        first_of_last = last * BINADE
+        short = _saturation(first_of_last, np.minimum(first_of_last + BINADE, end), point, largest)
+        saturated = sums[:, 1] + _times(ends_above, short - full[np.clip(last - row_layout.LOWEST_BINADE, 0, None)])
+        at_top = np.full(len(rows), point)
+        saturated += _times(left, _saturation(at_top, np.minimum((top + 1) * BINADE, end), point, largest))
+        inside = row_layout.LOWEST_BINADE <= top < row_layout.LOWEST_BINADE + row_layout.BINADES
+        held = rounding[top - row_layout.LOWEST_BINADE] if inside else 0.0
+        return self._surplus[rows] * saturated - _times(left, np.full(len(left), held))
+
+    @cached_property
+    def _evenly(self) -> Floats:
+        """The energy of each row with its values spread evenly over their binades."""
+        result = np.zeros(len(self.values.cells))
+        for kin in self._kin:
+            result[kin.rows] = kin.counts @ kin.mean_squares()
+        return result
+
+    @cached_property
+    def _signal(self) -> Floats:
+        squares = self.values.cells.column("sumsq")
+        return np.where(squares > 1e-290, squares, self._evenly)
+
+    @cached_property
+    def _surplus(self) -> Floats:
+        with np.errstate(all="ignore"):
+            return np.where(self._evenly > 0, np.minimum(self._signal / self._evenly, 1.0), 1.0)
+
+    @cached_property
+    def _kin(self) -> list[_Kin]:
+        """The rows by scale and grid."""
+        cells, (bits, quantum, on_grid) = self.values.cells, self.values.grids
+        if not len(cells):
+            return []
+        places = np.repeat(cells.lowest - cells.start[:-1], cells.length) + np.arange(len(cells.flat))
+        shape = (len(cells), row_layout.BINADES)
+        matrix: Any = csr_matrix(
+            (cells.flat.astype(np.float64), (places - row_layout.LOWEST_BINADE).astype(np.int32), cells.start),
+            shape=shape,
+        )
+        scales, scale = np.unique(cells.scale, return_inverse=True)
+        key = (scale * len(cells.formats) + cells.format) * 2 + on_grid
+        found: list[_Kin] = []
+        for each in np.unique(key):
+            rows = np.flatnonzero(key == each)
+            one = int(rows[0])
+            counts = matrix if len(rows) == len(cells) else matrix[rows]
+            found.append(
+                _Kin(rows=rows, scale=float(scales[scale[one]]), bits=int(bits[one]), quantum=int(quantum[one]),
+                     on_grid=bool(on_grid[one]), counts=counts)
+            )  # fmt: skip
+        return found
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the matrix."""
+        parts = [kin.counts for kin in self.__dict__.get("_kin", [])]
+        return sum(each.nbytes for part in parts for each in (part.data, part.indices, part.indptr))
+
+
+def _saturation(start: Ints, stop: Ints, point: int, largest: float) -> Floats:
+    """The mean square distance to the format's largest value, of values spread evenly from one ordinal to another."""
+    high = np.maximum(stop, start)
+    with np.errstate(all="ignore"):
+        near, far = _magnitude(start) - largest, _magnitude(high) - largest
+        return np.where(high > point, (near * near + near * far + far * far) / 3, 0.0)
+
+
+def _magnitude(position: Ints) -> Floats:
+    exponent, rest = position // BINADE, position % BINADE
+    return np.ldexp(1 + rest / BINADE, _power(exponent))
+
+
+def _times(number: NDArray[Any], error: Floats) -> Floats:
+    """The product, and nothing where there are none, however far they would be off."""
+    return np.where(number > 0, number * np.where(number > 0, error, 0.0), 0.0)
+
+
+def _power(exponent: Ints) -> NDArray[np.int32]:
+    return np.clip(exponent, -1074, 1023).astype(np.int32)

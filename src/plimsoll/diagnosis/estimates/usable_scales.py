@@ -1,0 +1,131 @@
+"""Which scales work for a collection: the highest that overflows nowhere, the lowest that loses little.
+
+The rules, `whatif` and the figures all ask here, so that one run has one answer. Of each step and layer, as shifts
+(powers of two) of the true values; gradients of parameters are judged by module, all else tensor by tensor. What the
+run's own format has lost already is not seen, but estimated by the tail of what is left (`_narrow`); of a layer that
+has nothing left, nothing is said.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import FP16, Format
+
+TOLERANCE = 0.01  # of a layer's values that may be lost
+
+# What was computed of a record, by format.
+_KNOWN: WeakKeyDictionary[Narrow, dict[Format, tuple[Floats, Floats]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scales:
+    """The shifts that work, of layers x steps: `low` to `high`; NaN where there is nothing to hold."""
+
+    cells: Cells
+    names: tuple[str, ...]
+    low: Floats
+    high: Floats
+
+    @classmethod
+    def of(cls, view: View, fmt: Format = FP16, until: int | None = None) -> Self | None:
+        """Those of the gradients up to a step; None where there are none."""
+        narrow = view.narrow("gradients")
+        return None if narrow is None else cls.of_record(narrow, fmt, until)
+
+    @classmethod
+    def of_record(cls, narrow: Narrow, fmt: Format, until: int | None = None) -> Self:
+        """Those of a collection up to a step. Computed once for each record and format."""
+        cells, known = narrow.cells, _KNOWN.setdefault(narrow, {})
+        layers = _layers(cells)
+        if fmt not in known:
+            known[fmt] = _bounds(narrow, layers, fmt)
+        kept = slice(None) if until is None else slice(0, int(np.searchsorted(cells.steps, until, side="right")))
+        low, high = (bound[:, kept] for bound in known[fmt])
+        return cls(cells=cells, names=tuple(layers.main_layers(cells)), low=low, high=high)
+
+    @property
+    def of_tensors(self) -> tuple[Floats, Floats]:
+        """`low` and `high` of each tensor, which are its layer's; NaN where the tensor has nothing to hold."""
+        of_layer = _layers(self.cells).of_layer
+        there = self.cells.total(self.cells.nonzero) > 0
+        low, high = (np.where(there, bound[of_layer], np.nan) for bound in (self.low, self.high))
+        return low, high
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The scales that work for all layers at all steps; None where none does, or nothing is there to hold."""
+        low, high = np.fmax.reduce(self.need, initial=np.nan), np.fmin.reduce(self.room, initial=np.nan)
+        return (int(low), int(high)) if low <= high else None
+
+    @property
+    def bounding(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The layer that needs the highest scale of all and the one that overflows first, each with its bound."""
+        lowest, highest = np.nan_to_num(self.low, nan=-np.inf), np.nan_to_num(self.high, nan=np.inf)
+        needs, bears = int(lowest.max(axis=1).argmax()), int(highest.min(axis=1).argmin())
+        return (self.names[needs], int(lowest[needs].max())), (self.names[bears], int(highest[bears].min()))
+
+    @property
+    def need(self) -> Floats:
+        """At each step the lowest shift that works for all layers."""
+        return _over_layers(np.fmax, self.low)
+
+    @property
+    def room(self) -> Floats:
+        """At each step the highest shift at which nothing overflows."""
+        return _over_layers(np.fmin, self.high)
+
+    @property
+    def one_serves(self) -> bool:
+        """Whether at the last steps (a quarter of all) one scale works for all layers, more often than not."""
+        recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
+        return bool(np.median(_known(self.need[recent] - self.room[recent], 1.0)) <= 0)
+
+    @property
+    def each_serves(self) -> bool:
+        """Whether at the last steps each layer has a scale that works for it, more often than not."""
+        recent = slice(-(-3 * self.low.shape[1] // 4) - 1, None)
+        gaps = _over_layers(np.fmax, self.low[:, recent] - self.high[:, recent])
+        return bool(np.median(_known(gaps, 1.0)) <= 0)
+
+    @property
+    def shown(self) -> str:
+        """The scales that work at the last step that has gradients."""
+        there = np.flatnonzero(~np.isnan(self.need))
+        if not len(there):
+            return "any"
+        last = int(there[-1])
+        return f"2^{int(self.need[last])} to 2^{int(self.room[last])}"
+
+
+def _layers(cells: Cells) -> Modules:
+    return Modules.of(cells) if cells.collection == "gradients" else Modules.apart(cells)
+
+
+def _bounds(narrow: Narrow, layers: Modules, fmt: Format) -> tuple[Floats, Floats]:
+    cells, values = narrow.cells, Populations(cells=narrow.cells)
+    shape = (len(layers.names), len(cells.steps))
+    group, size = layers.of_layer[cells.layer] * shape[1] + cells.at, shape[0] * shape[1]
+    held = np.bincount(group, weights=cells.nonzero, minlength=size) > 0
+    low = values.lowest_shift_of_groups(fmt, TOLERANCE, group, size, partial(narrow.hidden, fmt)).astype(np.float64)
+    high = np.full(size, np.inf)
+    np.minimum.at(high, group, np.where(cells.nonzero > 0, values.highest_shift(fmt), np.inf))
+    low, high = (np.where(held, each, np.nan).reshape(shape) for each in (low, high))
+    return low, high
+
+
+def _over_layers(choose: "np.ufunc", values: Floats) -> Floats:
+    return choose.reduce(values, axis=0, initial=np.nan)
+
+
+def _known(values: Floats, nothing: float) -> Floats:
+    found = values[~np.isnan(values)]
+    return found if len(found) else np.array([nothing])

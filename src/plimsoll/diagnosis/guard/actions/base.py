@@ -1,0 +1,114 @@
+"""What an action is to a guard: `Remedy`; and what all of them work on: `Training`."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from plimsoll.diagnosis.finding import Action, Finding
+from plimsoll.diagnosis.guard.checkpoints import Keeper
+from plimsoll.diagnosis.guard.records import Look, Order, Value
+from plimsoll.watch.companion import Beside
+
+
+class Training:
+    """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
+
+    def __init__(self, beside: Beside, loop: Any, scaler: Any) -> None:
+        self.beside = beside
+        self._loop = None if loop is None else weakref.ref(loop)
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self.keeper: Keeper
+
+    @property
+    def loop(self) -> Any:
+        """The loop; None for a loop of one's own."""
+        return None if self._loop is None else self._loop()
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler in use, if any."""
+        if self.loop is not None:
+            return self.loop.scaler
+        return None if self._scaler is None else self._scaler()
+
+    def modules_of(self, finding: Finding) -> list[str]:
+        """The modules that a finding names, by the run's names; those that are not in the model are left out."""
+        found = dict.fromkeys(_module_of(name, finding.collection, self.beside.root) for name in finding.where)
+        known = self.beside.modules()
+        return [name for name in found if name in known]
+
+    def in_model(self, name: str) -> str:
+        """A module's name within the model, where the root's is empty."""
+        return "" if name == self.beside.root else name
+
+    def module(self, name: str) -> nn.Module:
+        """A module by the run's name."""
+        return self.beside.modules()[name]
+
+
+class Remedy(ABC):
+    """One action; a guard has one of each kind that it is allowed."""
+
+    action: ClassVar[Action]
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def refusal(self) -> str | None:
+        """Why it can never be taken in this training; None if it may be. Asked when the guard is made."""
+        return None
+
+    @abstractmethod
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:
+        """What exactly is to be done about a finding, or why it cannot be; on the rank that decides."""
+
+    @abstractmethod
+    def carry_out(self, order: Order) -> None:
+        """Does it; on every rank."""
+
+    def handled(self, finding: Finding) -> bool:  # noqa: ARG002  (what those that hold say)
+        """Whether what it has done takes care of a finding, though that is there still."""
+        return False
+
+    def between(self) -> None:
+        """A step has ended."""
+        return
+
+    def undo(self) -> None:
+        """Takes back what holds on the model's modules."""
+        return
+
+    def order(
+        self,
+        finding: Finding,
+        since: int,
+        reason: str,
+        *,
+        before: Value = None,
+        after: Value = None,
+        where: Sequence[str] = (),
+        targets: Sequence[str] = ("the run",),
+    ) -> Order:
+        """An order of this action."""
+        return Order(
+            action=self.action,
+            rule=finding.rule,
+            where=tuple(where),
+            since_step=since,
+            before=before,
+            after=after,
+            reason=reason,
+            targets=tuple(targets),
+            finding=str(finding),
+        )
+
+
+def _module_of(name: str, collection: str | None, root: str) -> str:
+    """The module that a series belongs to."""
+    if collection in ("activations", "activation_gradients"):
+        return name.partition(":")[0]
+    parameter = name.partition(":")[0] if collection == "optimizer" else name
+    return parameter.rpartition(".")[0] or root

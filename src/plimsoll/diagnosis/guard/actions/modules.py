@@ -1,0 +1,145 @@
+"""The actions on modules: BF16 instead of what they run in, and clamping of what they return."""
+
+from typing import Any
+
+import torch
+
+from plimsoll.diagnosis.finding import Finding
+from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.records import Look, Order
+
+# The level that the whole run goes over to, from the level that it is at; from any other to amp-bf16.
+_IN_BF16 = {"fp16-master": "bf16-master", "fp16-pure": "bf16-master"}
+_HALF = torch.float16
+
+
+class ToBF16(Remedy):
+    """Modules, or the whole run, in BF16 from the next step on.
+
+    The whole run is meant where the finding names no modules or more than half of those with parameters, and where the
+    modules alone have not helped. With a `Loop` its policy or its level changes, and stays changed when the guard ends.
+    In a loop of one's own the modules run under BF16 autocast, or emulation where that is what the training runs in,
+    and return FP32; that goes with the guard.
+    """
+
+    action = "to_bf16"
+
+    def __init__(self, training: Any) -> None:
+        super().__init__(training)
+        self._done: set[str] = set()
+        self._regions: list[Any] = []
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The modules that are not in BF16 yet, or the run."""
+        named = self.training.modules_of(finding)
+        left = [name for name in named if not self._is_done(name)]
+        beside, loop = self.training.beside, self.training.loop
+        owners = [
+            name
+            for name, module in beside.modules().items()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
+        whole = not named or tries > 0 or beside.root in named or 2 * len(set(named) & set(owners)) > len(owners)
+        if beside.root in self._done or (not whole and not left):
+            return "it runs in BF16 already"
+        if loop is not None and whole:
+            return self._run_of_loop(finding, since, loop)
+        where = [beside.root] if whole else left
+        half = next((n for n in where if any(p.dtype is _HALF for p in self.training.module(n).parameters())), None)
+        if half is not None and loop is None:
+            return f"the weights of {half} are torch.float16, which autocast does not change"
+        reason = "BF16 has FP32's range" if whole else "these modules alone leave their format's range; BF16 has FP32's"
+        return self.order(finding, since, reason, before=self._present(), after="bf16", where=where, targets=where)
+
+    def _run_of_loop(self, finding: Finding, since: int, loop: Any) -> Order | str:
+        before = loop.precision
+        after = _IN_BF16.get(before, "amp-bf16")
+        if "bf16" in before:
+            return f"the run is at {before} already"
+        return self.order(finding, since, "BF16 has FP32's range", before=before, after=after)
+
+    def carry_out(self, order: Order) -> None:
+        """Changes the level, the policy, or puts the modules under autocast."""
+        loop = self.training.loop
+        if loop is not None and not order.where:
+            loop.change(str(order.after))
+            self._done.add(self.training.beside.root)
+            return
+        if loop is not None:
+            policy = loop.policy
+            for name in order.where:
+                policy = policy.with_module(self.training.in_model(name) or "model", "bf16")
+            loop.change(policy=policy)
+        else:
+            self._enter_by_hooks(order)
+        self._done |= set(order.where)
+
+    def handled(self, finding: Finding) -> bool:
+        """Of two layers that no one scale serves, one that is in BF16 needs none."""
+        return finding.rule == "no-single-scale" and any(map(self._is_done, self.training.modules_of(finding)))
+
+    def undo(self) -> None:
+        """In a loop of one's own: the modules run as before."""
+        while self._regions:  # dropped once it is gone: an interrupted close is taken up again
+            self._regions[-1].remove()
+            self._regions.pop()
+
+    def _enter_by_hooks(self, order: Order) -> None:
+        from plimsoll.diagnosis.guard.actions.bf16_region import InBF16
+
+        modules = [self.training.module(name) for name in order.where]
+        first = next((p for module in modules for p in module.parameters()), None)
+        self._regions.append(InBF16(modules, "cpu" if first is None else first.device.type))
+
+    def _present(self) -> str:
+        loop = self.training.loop
+        return "what is around" if loop is None else str(loop.precision)
+
+    def _is_done(self, name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:n]) in self._done for n in range(1, len(parts) + 1))
+
+
+class Clamp(Remedy):
+    """What modules return is held to FP16's largest value; gradients pass, so that training can bring it down."""
+
+    action = "clamp"
+
+    def __init__(self, training: Any) -> None:
+        super().__init__(training)
+        self._clamps: list[Any] = []
+        self._done: set[str] = set()
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The modules whose outputs the finding names."""
+        if finding.collection != "activations":
+            return "only what modules return is clamped"
+        named = [name for name in finding.where if ":output" in name]
+        modules = dict.fromkeys(name.partition(":")[0] for name in named)
+        known = self.training.beside.modules()
+        left = [name for name in modules if name in known and name not in self._done]
+        if not left:
+            return "these modules are clamped already" if modules else "what it names are inputs of modules"
+        reason = "a value held at the format's largest does little harm (T9), an infinite one all"
+        return self.order(finding, since, reason, before="free", after="at most 65504", where=left, targets=left)
+
+    def handled(self, finding: Finding) -> bool:
+        """Values that are held at the top stay near it: no reason for more."""
+        if finding.rule not in ("overflow-ahead", "activation-growth") or finding.collection != "activations":
+            return False
+        return all(name.partition(":")[0] in self._done for name in finding.where)
+
+    def carry_out(self, order: Order) -> None:
+        """Clamps them, before the watch's own hooks see what they return."""
+        from plimsoll.precision import clamp_residuals
+
+        model: Any = self.training.beside.model
+        modules = [self.training.in_model(name) or "model" for name in order.where]
+        self._clamps.append(clamp_residuals(model, modules, "fp16", gradient="pass", first=True))
+        self._done |= set(order.where)
+
+    def undo(self) -> None:
+        """The modules return what they return."""
+        while self._clamps:
+            self._clamps[-1].remove()
+            self._clamps.pop()

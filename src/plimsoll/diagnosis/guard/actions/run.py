@@ -1,0 +1,136 @@
+"""The actions on the run: leaving out a step, going back to a checkpoint, and the end."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plimsoll.diagnosis.finding import Finding
+from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.records import Look, Order
+from plimsoll.errors import GuardStop, MissingExtraError
+from plimsoll.extras import install_line
+
+_FLUSH_SECONDS = 60.0
+
+
+class Skip(Remedy):
+    """The next step changes nothing: its gradients are dropped.
+
+    A `Loop`'s schedulers do not advance then, and its outcome says why. In a loop of one's own the optimizers are
+    called and find no gradients; what you step besides (schedulers) is yours.
+    """
+
+    action = "skip"
+
+    def __init__(self, training: Any) -> None:
+        super().__init__(training)
+        self._drops: Any = None
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The next step."""
+        if self.training.loop is None and not self.training.beside.optimizers:
+            return "the watch knows of no optimizer whose step could be left out"
+        return self.order(finding, since, "the next step is not made")
+
+    def carry_out(self, order: Order) -> None:
+        """Drops the gradients of the next step."""
+        if self.training.loop is not None:
+            self.training.loop.skip_next(f"the guard left it out: {order.finding}")
+            return
+        from plimsoll.precision.training.loop_control import DropsGradients
+
+        beside = self.training.beside
+        if beside.model is not None:
+            self._drops = DropsGradients(beside.model, beside.optimizers)
+
+    def between(self) -> None:
+        """The step that was to be left out is over."""
+        self.undo()
+
+    def undo(self) -> None:
+        """The next step is made."""
+        if self._drops is not None:
+            self._drops.remove()
+            self._drops = None
+
+
+class Rollback(Remedy):
+    """The last checkpoint from before the finding is put back; the run's steps are counted on."""
+
+    action = "rollback"
+
+    def refusal(self) -> str | None:
+        """What would be saved must be all that there is."""
+        return self.training.keeper.refusal()
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The checkpoint."""
+        saved = self.training.keeper.good(since)
+        if saved is None:
+            there = ", ".join(map(str, self.training.keeper.steps)) or "none"
+            return f"no checkpoint was handed over before step {since} (of steps: {there}); call guard.checkpoint()"
+        now = self.training.beside.next_step
+        return self.order(finding, since, "the last checkpoint from before it", before=now, after=saved.step)
+
+    def carry_out(self, order: Order) -> None:
+        """Puts it back."""
+        self.training.keeper.restore(int(order.after or 0))
+
+
+class Stop(Remedy):
+    """The training ends with `GuardStop`, the run being on disk; with a report, if one was asked for."""
+
+    action = "stop"
+
+    def __init__(self, training: Any, report: "Callable[[Path], object] | None") -> None:
+        super().__init__(training)
+        self._report = report
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The end."""
+        return self.order(finding, since, "nothing else that is allowed serves")
+
+    def carry_out(self, order: Order) -> NoReturn:
+        """Flushes the run, writes the report, and raises."""
+        beside = self.training.beside
+        beside.settle()
+        beside.hand_over()
+        beside.flush(_FLUSH_SECONDS)
+        where = None
+        if self._report is not None and beside.rank == 0:
+            try:
+                where = self._report(beside.path)
+            except Exception as error:  # noqa: BLE001  (the training is to end as it was told to, report or not)
+                beside.failed("the guard's report", error)
+        report = f" The report is at {where}." if isinstance(where, Path) else ""
+        raise GuardStop(
+            f"Guard: expected a training that is sound; got {order.finding} Look at the run in {beside.path}; stop was "
+            f"allowed by actions=.{report}"
+        )
+
+
+def html_writer() -> Callable[[Path, Path], object]:
+    """What writes a run as HTML. The room of reports lies above this one, so it is found by its name, when needed."""
+    missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"Guard: expected the package {missing[0]} for report=; got none. Install it: {install_line('report')}"
+        )
+    room: Any = importlib.import_module("plimsoll.report")
+    return room.html
+
+
+def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
+    """What writes a report of a run: the function itself, or one that writes HTML to the path."""
+    if callable(given):
+        return given
+    target = Path(given)
+    write = html_writer()
+
+    def to_path(run: Path) -> Path:
+        write(run, target)
+        return target
+
+    return to_path

@@ -1,0 +1,140 @@
+"""The actions on scales: raising and lowering the loss scale, and a layer's own.
+
+A scale that a guard sets is a power of two within the scaler's bounds; from there the scaler goes on by its own rule.
+Raising leaves one binade above the largest recent gradient; where nothing of the gradients is left to see, it goes up
+by four binades at a time.
+"""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+
+from plimsoll.diagnosis.finding import Finding
+from plimsoll.diagnosis.guard.actions.base import Remedy
+from plimsoll.diagnosis.guard.records import Look, Order
+
+_MARGIN = 1  # binades that are left above the largest gradient
+_BLIND = 4  # binades by which the scale is raised where no gradient is left to see
+_LOWEST, _HIGHEST = 2.0**-14, 2.0**64  # for scalers without bounds of their own
+
+
+class LossScale(Remedy):
+    """What raising and lowering share."""
+
+    def refusal(self) -> str | None:
+        """Scalers that set their scale by themselves, or not at all, are none to interfere with."""
+        from plimsoll import scaling
+
+        scaler, loop = self.training.scaler, self.training.loop
+        if scaler is None:
+            given = f"the loop, at {loop.precision}, scales no loss" if loop is not None else "no scaler is given"
+            return f"{given}; give scaler=, the scaler that the training uses"
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return f"{type(scaler).__name__} is no scaler that is at work"
+        for kind, why in (
+            (scaling.StaticScaler, "a StaticScaler's scale stays; use DynamicScaler"),
+            (scaling.SpectralScaler, "a SpectralScaler sets its scale from the gradients at every step"),
+            (
+                scaling.LayerScaler,
+                "a LayerScaler's layers keep their scales when the loss scale changes; allow layer_scale",
+            ),
+        ):
+            if isinstance(scaler, kind):
+                return why
+        return None
+
+    def change(self, finding: Finding, since: int, exponent: int, reason: str) -> Order | str:
+        """An order for a scale of that power of two, as far as the scaler's bounds allow."""
+        scaler = self.training.scaler
+        if scaler is None:
+            return "the loss is not scaled any more"
+        low, high = getattr(scaler, "_min_scale", _LOWEST), getattr(scaler, "_max_scale", _HIGHEST)
+        bounded = min(max(exponent, math.ceil(math.log2(low))), math.floor(math.log2(high)))
+        now = float(scaler.get_scale())
+        if now > 0 and bounded == math.log2(now):
+            return f"the scale is at its bound, {now:g}"
+        return self.order(
+            finding, since, reason, before=now, after=math.ldexp(1.0, bounded), targets=["the loss scale"]
+        )
+
+    def carry_out(self, order: Order) -> None:
+        """Sets the scale, unheard by watches: to them the step has ended with the scaler's own update."""
+        scaler: Any = self.training.scaler
+        update: Any = inspect.unwrap(scaler.update.__func__)
+        update(scaler, float(order.after or 0))
+
+    def exponent(self) -> int:
+        """The present scale's binade; that of the lowest one for a scale of 0."""
+        scaler = self.training.scaler
+        return math.frexp(max(float(scaler.get_scale()), _LOWEST))[1] - 1 if scaler is not None else 0
+
+
+class RaiseScale(LossScale):
+    """The loss scale to where the largest gradient leaves room."""
+
+    action = "raise_scale"
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """A higher scale, if the gradients leave room for one."""
+        if finding.collection in ("activations", "weights", "optimizer"):
+            return f"the loss scale does not move {finding.collection}"
+        now = self.exponent()
+        if look.room is None:
+            return self.change(finding, since, now + _BLIND, "no gradient is left to see, so the scale goes up by 2^4")
+        target = look.room - _MARGIN
+        if target <= now:
+            return f"the largest gradient overflows above 2^{look.room}, and the scale is 2^{now}"
+        return self.change(finding, since, target, f"no gradient of late overflows at a scale of up to 2^{look.room}")
+
+
+class LowerScale(LossScale):
+    """The loss scale to the lowest that it swings to, or by half."""
+
+    action = "lower_scale"
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """A lower scale."""
+        if finding.collection in ("activations", "weights", "optimizer"):
+            return f"the loss scale does not move {finding.collection}"
+        now, lowest = self.exponent(), finding.evidence.get("lowest")
+        if isinstance(lowest, float) and 0 < lowest < math.ldexp(1.0, now):
+            target = math.floor(math.log2(lowest))
+            return self.change(finding, since, target, f"{lowest:g} is the lowest of the scales that it swings between")
+        return self.change(finding, since, now - 1, "half of the present scale")
+
+
+class LayerScale(Remedy):
+    """Layers of a `LayerScaler` get their scales from their gradients of now."""
+
+    action = "layer_scale"
+
+    def refusal(self) -> str | None:
+        """Only a LayerScaler has scales of layers."""
+        from plimsoll.scaling import LayerScaler
+
+        scaler = self.training.scaler
+        if isinstance(scaler, LayerScaler) and scaler.is_enabled():
+            return None
+        found = "no scaler is given" if scaler is None else f"a {type(scaler).__name__} has one scale for all"
+        return f"{found}; use plimsoll.scaling.LayerScaler(model)"
+
+    def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
+        """The layers that the finding names, as far as they have a scale."""
+        scaler: Any = self.training.scaler
+        if finding.collection in ("activations", "weights", "optimizer"):
+            return f"layer scales do not move {finding.collection}"
+        names = {self.training.in_model(name) or "model": name for name in self.training.modules_of(finding)}
+        chosen = [name for own, name in names.items() if own in scaler.scales]
+        if not chosen:
+            return "none of the layers named has a scale of its own"
+        scales = [scaler.scales[own] for own, name in names.items() if name in chosen]
+        before = ", ".join(f"2^{math.frexp(scale)[1] - 1}" for scale in scales[:4])
+        reason = "the scales of layers are chosen anew from the gradients of the next step"
+        return self.order(finding, since, reason, before=before, after="measured anew", where=chosen, targets=chosen)
+
+    def carry_out(self, order: Order) -> None:  # noqa: ARG002  (all layers, not only those that are named)
+        """Has the scaler look again at all layers: what one has lost may have been lost in the one before."""
+        scaler: Any = self.training.scaler
+        scaler.look_again()

@@ -1,0 +1,286 @@
+"""`Guard`: the rules of `diagnose` during training, and what they advise, done.
+
+The file puts the parts together: `_guard_looks` looks at the run in the background, `_guard_choice` chooses what to do,
+`_guard_scales`, `_guard_modules` and `_guard_run` do it, `_guard_boundary` says when, `_guard_ranks` has all ranks do
+the same, `_guard_states` keeps checkpoints.
+"""
+
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from plimsoll.diagnosis.finding import SEVERITIES, Action, Finding, Severity
+from plimsoll.diagnosis.guard.action_choice import Chooser
+from plimsoll.diagnosis.guard.arguments import check_arguments, remedies_of, training_of
+from plimsoll.diagnosis.guard.background_checks import Looker
+from plimsoll.diagnosis.guard.checkpoints import Restore, Stateful
+from plimsoll.diagnosis.guard.rank_agreement import ranks_of
+from plimsoll.diagnosis.guard.records import Act, Limits, Look, Order
+from plimsoll.diagnosis.guard.step_boundary import Boundary, OfLoop, OfSeams
+from plimsoll.diagnosis.rules.base import Rule
+from plimsoll.diagnosis.rules.run_rules import rules_named, with_thresholds
+from plimsoll.errors import ArgumentError, GuardStop
+from plimsoll.watch import Watch
+
+_KEPT_LOOKS = 32
+_FLUSH_SECONDS = 30.0
+
+
+class Guard:
+    """Looks at a watched training every so many steps, with the rules of `diagnose`, and does what they advise.
+
+    Looking happens in the background, on what the watch has written; acting on the thread that trains, between two
+    steps. Every act is an event of the run, of kind "guard", and in `acts`. By default nothing is done:
+    ``dry_run=True`` only says and records what would be. A dry guard changes no bit of the training.
+
+    - `actions`: what it may do, by name; each finding brings its own of them, see `Finding.actions`:
+
+      - "raise_scale", "lower_scale": the loss scale of a DynamicScaler or `torch.amp.GradScaler`, by powers of two.
+      - "layer_scale": layers of a `LayerScaler` get a scale from their gradients of now.
+      - "to_bf16": the modules named, or the whole run, compute in BF16.
+      - "clamp": what the modules named return is held to FP16's largest value.
+      - "skip": the next step changes nothing.
+      - "rollback": the last checkpoint from before the finding, handed over with `checkpoint`, is put back.
+      - "stop": the training ends with `GuardStop`, after the run is flushed and `report` is written.
+    - `on_finding`: called between steps with each finding that is new, or graver than before.
+    - `loop`: what `plimsoll.prepare` gave. `scaler`: that of a loop of one's own.
+    - `every`: steps between looks. `cpu_share`: the share of one core that they may take in the mean; a look that is
+      due too early for that, or while another is under way, is left out.
+    - `severity`: the least that is acted on. `limits`: how often; see `Limits`.
+    - `checkpoint`: what to save and put back, by name, where that is not the loop, or model, optimizers and scaler.
+      `kept`: how many checkpoints are held.
+    - `rules`, `thresholds`: as `diagnose` has them.
+    - `report`: for "stop": where to write the HTML report, or a function that is given the run's folder.
+
+    With several ranks each makes its guard, and all act at the same step: every `every` steps they meet in one small
+    broadcast. `on_finding` is called on rank 0 then. The guard ends with `close`, its ``with`` block, or its watch.
+
+    Raises `ArgumentError` for an action that this training cannot have, with the reason.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        actions: Sequence[str] = (),
+        on_finding: Callable[[Finding], object] | None = None,
+        *,
+        loop: Any = None,
+        scaler: Any = None,
+        dry_run: bool = True,
+        every: int = 50,
+        cpu_share: float = 0.05,
+        severity: Severity = "warning",
+        limits: Limits | None = None,
+        checkpoint: Mapping[str, Stateful] | None = None,
+        kept: int = 3,
+        rules: "Sequence[str | Rule] | None" = None,
+        thresholds: Mapping[str, float] | None = None,
+        report: "str | os.PathLike[str] | Callable[[Path], object] | None" = None,
+    ) -> None:
+        names = check_arguments(watch, actions, on_finding, every, cpu_share, severity, kept)
+        applied = with_thresholds(rules_named(rules), thresholds or {})
+        self._training = training_of(watch, loop, scaler, checkpoint, kept)
+        self._remedies = remedies_of(names, self._training, report)
+        self._beside = self._training.beside
+        self._on_finding, self._dry_run, self._every = on_finding, bool(dry_run), every
+        self._chooser = Chooser(names, limits or Limits(), self._beside.next_step, severity, dry_run=self._dry_run)
+        self._ranks = ranks_of(self._beside.path, self._beside.rank, self._beside.world)
+        self._looker = Looker(
+            self._beside.path, applied, share=cpu_share, gather=self._gather,
+            failed=lambda error: self._beside.failed("the guard's look", error),
+        )  # fmt: skip
+        self._acts: list[Act] = []
+        self._looks: deque[Look] = deque(maxlen=_KEPT_LOOKS)
+        self._asked: Look | None = None  # by hand, to be acted on at the next boundary
+        self._meets = False  # at the next boundary all ranks have something to agree on
+        self._told: dict[tuple[str, str | None], int] = {}
+        self._helpless: set[tuple[str, str]] = set()
+        self._busy = self._closed = False
+        self._boundary: Boundary
+        made = OfSeams(self._beside, self._between) if loop is None else OfLoop(loop, self._between)
+        self._boundary = made
+        self._forget = self._beside.at_close(self.close)
+
+    # -- what it has ---------------------------------------------------------------------------------------------------
+
+    @property
+    def acts(self) -> tuple[Act, ...]:
+        """All that it has done, failed to do, or in a dry run would have done."""
+        return tuple(self._acts)
+
+    @property
+    def looks(self) -> tuple[Look, ...]:
+        """The last looks: up to which step, and what was found."""
+        return tuple(self._looks)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the latest look found."""
+        return self._looks[-1].findings if self._looks else ()
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether it only says what it would do."""
+        return self._dry_run
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps whose beginnings it could put back."""
+        return self._training.keeper.steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
+
+    # -- what a user calls ---------------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[Finding, ...]:
+        """Looks now, in the foreground, at all steps that have ended; acts at the end of the next step.
+
+        Call it between two steps; with several ranks on all of them. On ranks other than 0 it finds nothing.
+        """
+        self._check_open("look")
+        self._beside.settle()
+        self._beside.hand_over()
+        found = self._looker.now(self._beside.step - 1)
+        self._asked, self._meets = found, True
+        if found is None and self._ranks.decides:
+            self._beside.record("guard", "a look was left out: not all was on disk in time", {"action": "none"})
+        return () if found is None else found.findings
+
+    def checkpoint(self, state: "Mapping[str, Any] | Restore | None" = None) -> bool:
+        """Keeps a checkpoint of now that "rollback" may put back; False, and an event, if the weights are not finite.
+
+        Call it between two steps, as often as you can bear to lose what lies between. Without `state` it copies what
+        there is to the host's memory. `state` may be what `Loop.state_dict` gave, or a mapping like `checkpoint=` with
+        a state for each name; or a function that restores, called without arguments, for checkpoints kept elsewhere.
+        The random generators are saved in any case. It waits for the device.
+        """
+        self._check_open("checkpoint")
+        broken = self._training.keeper.save(state)
+        if broken is not None:
+            self._beside.record("guard", f"no checkpoint was kept: {broken}", {"action": "none"}, warn=True)
+        return broken is None
+
+    def close(self) -> None:
+        """Ends it: looks and acts no more, and takes its hooks off the model. Closing again does what is left."""
+        self._closed = True
+        self._boundary.remove()
+        for remedy in self._remedies.values():
+            remedy.undo()
+        self._looker.close()
+        self._forget()
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "dry run" if self._dry_run else "acting"
+        return f"<Guard: {', '.join(self._remedies) or 'no actions'}, {state}, {len(self._acts)} acts>"
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def _between(self) -> None:
+        """A step has ended. Whatever goes wrong in here is contained; `GuardStop` alone is meant to leave."""
+        if self._busy or self._closed:
+            return
+        self._busy = True
+        try:
+            self._go_on()
+        except GuardStop:
+            raise
+        except Exception as error:  # noqa: BLE001  (P2: a guard's mistake must not end the training)
+            self._beside.failed("Guard", error)
+        finally:
+            self._busy = False
+
+    def _go_on(self) -> None:
+        for remedy in self._remedies.values():
+            remedy.between()
+        step = self._beside.step
+        due = step > 1 and (step - 1) % self._every == 0
+        if not self._ranks.several or due or self._meets:
+            order = self._ranks.agree(self._decision(step))
+            self._meets = False
+            if order is not None:
+                self._act(order, step)
+        if due:
+            self._beside.hand_over()
+            self._looker.ask(step - 1)
+
+    def _decision(self, step: int) -> Order | None:
+        """What to do about what was seen since the last step, if anything was."""
+        look, self._asked = self._asked or self._looker.take(), None
+        if look is None:
+            return None
+        self._looks.append(look)
+        self._tell(look)
+        order, helpless = self._chooser.choose(look, step, functools.partial(self._propose, look))
+        for rule, why in helpless.items():
+            if (rule, why) not in self._helpless:
+                self._helpless.add((rule, why))
+                self._beside.record("guard", f"nothing is done about {rule}: {why}", {"action": "none", "rule": rule})
+        return order
+
+    def _tell(self, look: Look) -> None:
+        for finding in look.findings:
+            key, gravity = (finding.rule, finding.collection), SEVERITIES.index(finding.severity)
+            if self._told.get(key, -1) < gravity:
+                self._told[key] = gravity
+                if self._on_finding is not None:
+                    try:
+                        self._on_finding(finding)
+                    except Exception as error:  # noqa: BLE001  (the user's function is part of the guard: P2)
+                        self._beside.failed("on_finding", error)
+
+    def _propose(self, look: Look, action: Action, finding: Finding, since: int, tries: int) -> Order | str:
+        done = next((r for r in self._remedies.values() if r.handled(finding)), None)
+        if done is not None:
+            return f"{done.action} takes care of it already"
+        return self._remedies[action].propose(finding, since, tries, look)
+
+    def _act(self, order: Order, step: int) -> None:
+        outcome, problem = "dry run" if self._dry_run else "done", None
+        if order.action == "stop" or self._dry_run:
+            self._note(order, step, outcome, problem)
+        if self._dry_run:
+            return
+        try:
+            self._remedies[order.action].carry_out(order)
+        except GuardStop:
+            self.close()
+            raise
+        except Exception as error:  # noqa: BLE001  (P2: an act that fails leaves the training as it is)
+            outcome, problem = "failed", f"{type(error).__name__}: {error}"
+        self._note(order, step, outcome, problem)
+
+    def _note(self, order: Order, step: int, outcome: Any, problem: str | None) -> None:
+        act = Act(
+            step=step, action=order.action, rule=order.rule, where=order.where, since_step=order.since_step,
+            before=order.before, after=order.after, reason=order.reason, outcome=outcome, problem=problem,
+        )  # fmt: skip
+        self._acts.append(act)
+        if self._ranks.decides or problem is not None:
+            self._beside.record("guard", str(act), act.to_dict(), warn=True)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, step: int) -> bool:
+        """All ranks' parts up to the step are on disk; on rank 0 alone it is true."""
+        if self._ranks.decides:
+            return self._ranks.gather(step, self._looker.closing) and self._beside.gather(_FLUSH_SECONDS)
+        return self._beside.flush(_FLUSH_SECONDS) and self._ranks.gather(step, self._looker.closing)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise ArgumentError(f"Guard.{operation}: expected an open guard; got one that is closed. Make another.")

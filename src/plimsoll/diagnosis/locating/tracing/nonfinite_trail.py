@@ -1,0 +1,137 @@
+"""Where values that are not finite came from, and which memory they have reached.
+
+An *origin* is an operation whose output is not finite although nothing that it read was, or memory that was so before
+the closure began. Whatever reads such memory and is not finite itself inherits its origins, so that the loss and the
+gradients, in the end, name theirs.
+
+An Inf that was asked for (a mask filled with -Inf) is an origin too, a *deliberate* one: it is blamed only where
+nothing else can be. A NaN that an operation makes of deliberate Infs (the softmax of a row that is all -Inf) is an
+origin of its own.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from plimsoll.diagnosis.locating.fault import Kind, Operand, Phase
+from plimsoll.diagnosis.locating.tracing.call_site import Place
+from plimsoll.diagnosis.locating.tracing.operation_schema import Facts
+from plimsoll.diagnosis.locating.tracing.tensor_facts import memory_of, parts_of
+
+What = Literal["made", "held", "uninitialised", "received"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Forward:
+    """A forward operation, remembered for its backward."""
+
+    name: str
+    place: Place
+    thread: int = field(default_factory=threading.get_ident)  # each counts its nodes by itself
+    origin: "Origin | None" = None  # what it made itself
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Origin:
+    """An operation that made values not finite, or flushed them; or memory that held such."""
+
+    index: int  # the operation's number in the run
+    what: What
+    kind: Kind
+    facts: Facts
+    phase: Phase
+    place: Place
+    deliberate: bool = False
+    forward: Forward | None = None
+    node: str | None = None
+    accumulates: Tensor | None = None  # the parameter whose gradient it adds to
+    inputs: Sequence[Operand] = ()
+    outputs: Sequence[Operand] = ()
+    memory: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])  # of its operands
+    scalars: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
+    worst: str = ""  # the output that is told of
+    count: int = 0
+    total: int = 0
+    first_index: tuple[int, ...] = ()
+    at: Mapping[str, float] = field(default_factory=dict[str, float])
+    value: float = 0.0  # the first of them
+    expected: float | None = None
+    scaling: bool = False
+
+
+class Trail:
+    """Memory, by its identity: what is known of how it came to be, and which origins it has."""
+
+    def __init__(self) -> None:
+        self.origins: list[Origin] = []
+        self.written: dict[int, Any] = {}
+        self.collectives = False
+        self.sent: set[Origin] = set()  # what other ranks were given of it
+        self._alive: dict[int, Any] = {}  # keeps identities from being used again
+        self._born: dict[int, str] = {}
+        self._of: dict[int, frozenset[Origin]] = {}
+
+    def bear(self, x: Tensor, how: str) -> None:
+        """The tensor's memory was made by an operation, unless it was there before."""
+        for memory in memory_of(x):
+            if memory not in self._born:
+                self._born[memory] = how
+                self._keep(memory, x)
+
+    def receive(self, x: Tensor) -> None:
+        """The tensor goes to other ranks, or comes from them."""
+        self.collectives = True
+        self.sent |= {origin for origin in self.of(x) if not origin.deliberate}
+        for memory in memory_of(x):
+            self._born[memory] = "collective"
+            self._keep(memory, x)
+
+    def birth(self, memory: int) -> str | None:
+        """How the memory was made; None if it was there before the closure began."""
+        return self._born.get(memory)
+
+    def of(self, x: Tensor) -> frozenset[Origin]:
+        """The origins of what is not finite in a tensor."""
+        found = [self._of[memory] for memory in memory_of(x) if memory in self._of]
+        return frozenset[Origin]().union(*found)
+
+    def mark(self, x: Tensor, origins: Iterable[Origin], *, anew: bool) -> None:
+        """The tensor is not finite, by these origins; `anew`: whatever was in its memory is gone."""
+        for memory in memory_of(x):
+            before = frozenset[Origin]() if anew else self._of.get(memory, frozenset[Origin]())
+            self._of[memory] = before | frozenset(origins)
+            self._keep(memory, x)
+
+    def clear(self, x: Tensor) -> None:
+        """All of the tensor's memory is finite now."""
+        for memory in memory_of(x):
+            self._of.pop(memory, None)
+
+    def _keep(self, memory: int, x: Tensor) -> None:
+        if memory in self._alive:
+            return
+        from torch.multiprocessing.reductions import StorageWeakRef  # slow to import
+
+        for part in parts_of(x):
+            ref = cast("Any", StorageWeakRef)(part.untyped_storage())
+            self._alive[int(ref.cdata)] = ref
+
+
+def blamed(candidates: Iterable[Origin]) -> Origin | None:
+    """Of the origins that reached something, the first; one that was not asked for before one that was."""
+    found = sorted(candidates, key=lambda origin: (origin.deliberate, origin.index))
+    return found[0] if found else None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reached:
+    """Something of the training that is not finite."""
+
+    what: str  # "the loss"
+    rank: int  # how much it says: the loss before a gradient, a gradient before the rest
+    origins: frozenset[Origin]
+    tensor: Tensor
+    owner: Tensor | None = None  # whose gradient it is

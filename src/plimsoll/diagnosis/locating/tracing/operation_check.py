@@ -1,0 +1,343 @@
+"""One operation as `locate` sees it: before it runs, what it is about to overwrite; after it, what it gave.
+
+An operation is new to blame if its result is not finite and all that it read was; if it works value by value, also for
+those of its values that were; and if it makes a NaN of Infs that were there on purpose. Everything else inherits.
+
+The file is long because every judgement about a single operation is in it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.diagnosis.locating.fault import Phase
+from plimsoll.diagnosis.locating.tracing.call_site import Place, look
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, Origin, What
+from plimsoll.diagnosis.locating.tracing.operation_arguments import Named, copied, flat, is_odd, scalars, values_at
+from plimsoll.diagnosis.locating.tracing.operation_schema import Facts
+from plimsoll.diagnosis.locating.tracing.tensor_facts import (
+    count_nonfinite,
+    first_bad,
+    first_true,
+    memory_of,
+    operand,
+    readable,
+    spectrum_of,
+    tensors_in,
+)
+from plimsoll.diagnosis.locating.tracing.wider_rerun import unique, wide_results
+from plimsoll.spectrum import Spectrum
+
+if TYPE_CHECKING:
+    from plimsoll.diagnosis.locating.tracing.operation_tracer import Witness
+
+_C = cast("Any", torch)._C  # noqa: SLF001
+_BIRTHS: Mapping[str | None, What] = {None: "held", "made": "uninitialised", "empty": "uninitialised"}
+
+
+class Call:
+    """One operation."""
+
+    def __init__(self, witness: "Witness", facts: Facts, func: Any, given: dict[str, Any]) -> None:
+        self.witness, self.facts, self.func, self.given = witness, facts, func, given
+        self.trail, self.index = witness.trail, witness.operations
+        self.backward = _C._current_graph_task_id() != -1  # noqa: SLF001
+        self.node: Any = _C._current_autograd_node() if self.backward else None  # noqa: SLF001
+        self.grad = torch.is_grad_enabled()
+        self.place: Place | None = None
+        self.forward: Forward | None = None
+        self._actual, self._result = dict(given), cast("Any", None)
+
+    # -- before --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before it runs: notes where it was called from, and keeps what it will overwrite."""
+        if self.backward:
+            self.forward = self.witness.forward_of(self.node)
+        elif not (self.facts.view or self.facts.collective or self.facts.name.startswith("profiler.")):
+            number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+            self.place = look()
+            self._roots(self.place)
+            self.forward = self.witness.note(Forward(name=self.facts.name, place=self.place), number)
+        if self.facts.collective:  # its schema does not say what it writes
+            for x in tensors_in(self._actual):
+                self.witness.about_to_write(x)
+            return
+        for name in self.facts.names:
+            if name in self.facts.written and name in self.given:
+                self._keep(name)
+
+    def _keep(self, name: str) -> None:
+        value = self.given[name]
+        for x in tensors_in(value):
+            self.witness.about_to_write(x)
+        if name in self.facts.discarded:
+            self.given[name] = None
+        elif isinstance(value, Tensor):
+            self.given[name] = copied(value)
+        elif isinstance(value, list | tuple):
+            self.given[name] = [copied(x) for x in cast("Iterable[Tensor]", value)]
+
+    def _roots(self, place: Place) -> None:
+        if place.root is not None:
+            self.witness.roots.setdefault(id(place.root), place.root)
+
+    # -- after ---------------------------------------------------------------------------------------------------------
+
+    def end(self, result: Any) -> None:
+        """After it has run: looks at what it gave."""
+        facts, self._result = self.facts, result
+        outputs = self._outputs(result)
+        if facts.collective:
+            for x in [*(x for _, x in outputs), *tensors_in(self._actual)]:
+                self.trail.receive(x)
+        self._bear(outputs)
+        if facts.base == "lift_fresh":
+            self._deliberate_constant(result)
+        if facts.view or facts.uninitialised or facts.collective:
+            return
+        seen = [(name, x, plain) for name, x in outputs if (plain := readable(x)) is not None]
+        bad = [(name, x) for name, x, plain in seen if count_nonfinite(plain)]
+        if bad:
+            self._not_finite(bad)
+        for name, x, _ in seen:
+            if not any(x is y for _, y in bad) and (name not in facts.written or name in facts.discarded):
+                self._finite(x)
+        share = self.witness.flush_share()
+        if share is not None:
+            self._look_for_flush(share, [(name, x, plain) for name, x, plain in seen])
+
+    def _bear(self, outputs: Named) -> None:
+        """Notes memory that is new: not that of views, nor of what is written in place."""
+        facts = self.facts
+        if facts.view and facts.base != "lift_fresh":
+            return
+        known = set[int]() if facts.view else {m for _, x in flat(self._actual) for m in memory_of(x)}
+        how = "empty" if facts.uninitialised else "made"
+        for _, x in outputs:
+            if not known.intersection(memory_of(x)):
+                self.trail.bear(x, how)
+
+    def _finite(self, x: Tensor) -> None:
+        """A new tensor is finite, and so is all of its memory; what is written in place may be a part of its."""
+        if not x._is_view():  # noqa: SLF001
+            self.trail.clear(x)
+
+    def _outputs(self, result: Any) -> Named:
+        """The tensors that it gave or wrote, each once, by their names."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        values: Any = cast("Any", result) if isinstance(result, tuple) else (result,)
+        for index, value in enumerate(cast("Sequence[Any]", values)):
+            name = self.facts.results[index] if index < len(self.facts.results) else f"result{index}"
+            listed = list(tensors_in(value))
+            for number, x in enumerate(listed):
+                found.setdefault(id(x), (name if len(listed) == 1 else f"{name}[{number}]", x))
+        return [*found.values(), *self._written_besides(found)]
+
+    def _written_besides(self, found: Mapping[int, Any]) -> Named:
+        return [
+            (name if alone else f"{name}[{number}]", x)
+            for name in self.facts.names
+            if name in self.facts.written
+            for listed in [list(tensors_in(self._actual.get(name)))]
+            for alone in [len(listed) == 1]
+            for number, x in enumerate(listed)
+            if id(x) not in found
+        ]
+
+    # -- what is not finite --------------------------------------------------------------------------------------------
+
+    def _not_finite(self, bad: Named) -> None:
+        inputs = self._inputs()
+        spectra = {name: spectrum_of(x) for name, x in inputs}
+        dirty = [(name, x) for name, x in inputs if (s := spectra[name]) is not None and s.nonfinite]
+        origins: set[Origin] = set()
+        for name, x in dirty:
+            origins |= self._came_with(name, x, cast("Spectrum", spectra[name]), inputs, spectra)
+        if self._is_new(bad, dirty, spectra, origins):
+            origin = self._origin(bad, inputs, spectra, fresh=self._fresh(bad, dirty, inputs))
+            self.trail.origins.append(origin)
+            origins.add(origin)
+            if self.forward is not None and not self.backward and not origin.deliberate:
+                self.forward.origin = self.forward.origin or origin
+        for name, x in bad:
+            anew = name not in self.facts.written or name in self.facts.discarded
+            self.trail.mark(x, origins, anew=anew and not x._is_view())  # noqa: SLF001
+
+    def _came_with(
+        self, name: str, x: Tensor, s: Spectrum, inputs: Named, spectra: Mapping[str, Spectrum | None]
+    ) -> frozenset[Origin]:
+        """The origins of an input that is not finite; one that nothing is known of had its values before."""
+        known = self.trail.of(self._real(name, x))
+        if known:
+            return known
+        births = [self.trail.birth(memory) for memory in memory_of(self._real(name, x))]
+        how = births[0] if births else None
+        own = how is not None or isinstance(self._real(name, x), torch.nn.Parameter)
+        if how is None and not own and self.backward and self.trail.collectives:
+            how = "collective"  # a copy that a process group has made by itself
+        if how == "collective" and self.trail.sent:
+            return frozenset(self.trail.sent)
+        mask = not own and not s.nans and not s.pos_infs
+        origin = self._origin([], inputs, spectra)
+        origin.what = "held" if how is None else _BIRTHS.get(how, "received")
+        origin.phase = "before" if how is None else origin.phase
+        origin.forward = None
+        origin.kind, origin.deliberate, origin.worst = ("nan" if s.nans else "inf"), mask, name
+        origin.count, origin.total, origin.first_index = s.nonfinite, s.count, first_bad(x)
+        origin.value = math.nan if s.nans else math.inf if s.pos_infs else -math.inf
+        self.trail.origins.append(origin)
+        self.trail.mark(self._real(name, x), [origin], anew=False)
+        return frozenset([origin])
+
+    def _is_new(self, bad: Named, dirty: Named, spectra: Mapping[str, Spectrum | None], origins: set[Origin]) -> bool:
+        """Whether the operation itself made values not finite, beyond what it was given."""
+        if not dirty:
+            return True
+        if self._has_odd_scalar() or any(origin.deliberate for origin in origins):
+            held = any((s := spectra[name]) is not None and s.nans for name, _ in dirty)
+            made = any((s := spectrum_of(x)) is not None and s.nans for _, x in bad)
+            if made and not held and all(origin.deliberate for origin in origins):
+                return True
+        return self._fresh(bad, dirty, self._inputs()) is not None
+
+    def _fresh(self, bad: Named, dirty: Named, inputs: Named) -> Tensor | None:
+        """Of an operation that works value by value: which of its first bad output come of finite values alone."""
+        if not self.facts.pointwise or not dirty:
+            return None
+        for _, x in bad:
+            try:
+                finite = [torch.isfinite(y).broadcast_to(x.shape) for _, y in inputs if y.is_floating_point()]
+                fresh = ~torch.isfinite(x)
+                for mask in finite:
+                    fresh = fresh & mask
+            except (RuntimeError, NotImplementedError):
+                continue
+            if bool(fresh.any()):
+                return fresh
+        return None
+
+    def _has_odd_scalar(self) -> bool:
+        return any(is_odd(value) for value in self.given.values())
+
+    def _deliberate_constant(self, result: Any) -> None:
+        """A tensor that Python code makes of numbers: what is not finite in it was asked for."""
+        x = next(tensors_in(result), None)
+        plain = None if x is None else readable(x)
+        if x is None or plain is None or not count_nonfinite(plain) or self.trail.of(x):
+            return
+        spectrum = spectrum_of(x)
+        origin = self._origin([("result", x)], [], {"result": spectrum})
+        origin.deliberate = True
+        self.trail.origins.append(origin)
+        self.trail.mark(x, [origin], anew=False)
+
+    # -- flushes -------------------------------------------------------------------------------------------------------
+
+    def _look_for_flush(self, share: float, seen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """Notes the operation if it made zeros of more than the share of what should not be zero."""
+        suspects = [(n, x, p) for n, x, p in seen if p.numel() and int((p == 0).sum()) > share * p.numel()]
+        if not suspects:
+            return
+        wide = wide_results(self.facts, self.func, self.given, suspects[0][2].dtype)
+        plains = [p for _, _, p in seen]
+        for name, x, p in suspects:
+            place = next(i for i, y in enumerate(plains) if y is p)
+            if place >= len(wide) or wide[place].shape != p.shape:
+                continue
+            should = (wide[place] != 0) & torch.isfinite(wide[place])
+            flushed, total = should & (p == 0), int(should.sum())
+            if total and int(flushed.sum()) > share * total:
+                self.witness.flushed = self._flush(name, x, flushed, total, wide[place])
+                return
+
+    def _flush(self, name: str, x: Tensor, flushed: Tensor, total: int, wide: Tensor) -> Origin:
+        inputs = self._inputs()
+        origin = self._origin([(name, x)], inputs, {n: spectrum_of(y) for n, y in inputs}, fresh=flushed)
+        origin.kind, origin.count, origin.total, origin.value = "flush", int(flushed.sum()), total, 0.0
+        origin.expected = float(wide[origin.first_index].item())
+        return origin
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _real(self, name: str, x: Tensor) -> Tensor:
+        """The tensor itself, of a copy that was kept of it."""
+        listed = dict(flat(self._actual))
+        return listed.get(name, x)
+
+    def _inputs(self) -> Named:
+        """The floating tensors that it read, by their names, as they were."""
+        return [(name, x) for name, x in flat(self.given) if x.is_floating_point() or x.is_complex()]
+
+    def _origin(
+        self,
+        bad: Named,
+        inputs: Named,
+        spectra: Mapping[str, Spectrum | None],
+        *,
+        fresh: Tensor | None = None,
+    ) -> Origin:
+        place = self._place()
+        others = [(name, x) for name, x in flat(self.given) if not (x.is_floating_point() or x.is_complex())]
+        origin = Origin(
+            index=self.index, what="made", kind="inf", facts=self.facts, phase=self._phase(place), place=place,
+            deliberate=self._has_odd_scalar(), forward=self.forward if self.backward else None,
+            node=None if self.node is None else str(self.node.name()),
+            inputs=[operand(name, x, spectra.get(name)) for name, x in [*inputs, *others]],
+            outputs=[operand(name, x) for name, x in bad],
+            memory={name: memory_of(x) for name, x in [*flat(self._actual), *bad]},
+            scalars=scalars(self.given), scaling=self.witness.scaling,
+        )  # fmt: skip
+        variable = getattr(self.node, "variable", None)
+        origin.accumulates = variable if isinstance(variable, Tensor) else None
+        if bad:
+            self._tell_values(origin, bad, inputs, fresh)
+        return origin
+
+    def _tell_values(self, origin: Origin, bad: Named, inputs: Named, fresh: Tensor | None) -> None:
+        """The first bad value, and what it came of."""
+        name, x = bad[0]
+        plain = readable(x)
+        assert plain is not None
+        spectrum = cast("Spectrum", origin.outputs[0].spectrum)
+        if fresh is not None and fresh.shape != x.shape:
+            fresh = None
+        origin.worst, origin.first_index = name, first_bad(plain) if fresh is None else first_true(fresh)
+        origin.value = float(plain[origin.first_index].item())
+        origin.count = spectrum.nonfinite if fresh is None else int(fresh.sum())
+        origin.total = spectrum.count
+        origin.kind = "nan" if math.isnan(origin.value) else "inf"
+        if self.facts.pointwise:
+            origin.at = values_at(inputs, plain, origin.first_index)
+        outputs = unique([p for _, y in self._outputs(self._result) if (p := readable(y)) is not None])
+        wide = wide_results(self.facts, self.func, self.given, plain.dtype)
+        place = next((i for i, y in enumerate(outputs) if y.data_ptr() == plain.data_ptr()), 0)
+        if place < len(wide) and wide[place].shape == plain.shape:
+            origin.expected = float(wide[place][origin.first_index].item())
+
+    def _place(self) -> Place:
+        """Where it was called from: in a backward, from where its forward was, unless the user's own code runs."""
+        place = self.place or look(backward=self.backward)
+        self._roots(place)
+        if self.backward and not place.recomputing and self.forward is not None:
+            there = self.forward.place
+            if place.file is None:
+                place.file, place.line, place.function = there.file, there.line, there.function
+            place.module, place.root = there.module, there.root
+        if self.backward and place.module is None and self.forward is not None:
+            place.module = self.forward.place.module  # the checkpoint's
+        return place
+
+    def _phase(self, place: Place) -> Phase:
+        if self.backward:
+            return "recomputation" if place.recomputing else "backward"
+        if place.optimizer and not self.grad:
+            return "optimizer"
+        after = self.witness.backwards > 0 and place.module is None
+        return "optimizer" if after and not self._differentiated() else "forward"
+
+    def _differentiated(self) -> bool:
+        return self.grad and any(x.requires_grad for _, x in flat(self._actual))

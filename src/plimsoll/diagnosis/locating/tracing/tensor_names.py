@@ -1,0 +1,105 @@
+"""What things are called: parameters, buffers and moments by their names, inputs by the closure's variables."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from plimsoll.diagnosis.locating.tracing.tensor_facts import known_tensors, memory_of
+from plimsoll.precision.training.batch_replay import variables_of
+from plimsoll.watch.names import ROOT, clean, unwrapped
+
+
+class Names:
+    """The names of modules, and of the memory of tensors."""
+
+    def __init__(self, closure: Callable[[], Any], model: nn.Module | None) -> None:
+        self._model = model
+        self._modules: dict[int, str] = {}
+        self._memory: dict[int, str] = {}
+        self._lasting: list[tuple[str, Tensor]] = []
+        self._gradients: dict[int, str] = {}  # memory of a gradient -> the name of the tensor that it is of
+        for variable, value in variables_of(closure).items():
+            for name, x in known_tensors(value, variable):
+                self._take(f"the input {name}", x)
+
+    def learn(self, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Takes in the modules that ran and the optimizers that stepped."""
+        found = list({id(unwrapped(root)): unwrapped(root) for root in roots}.values())
+        inner = {id(m) for root in found for m in root.modules() if m is not root}
+        found = [root for root in found if id(root) not in inner]
+        main = self._model or max(found, key=lambda root: sum(1 for _ in root.modules()), default=None)
+        for root in [main, *found] if main is not None else []:
+            self._module(root, "" if root is main else type(root).__name__)
+        for optimizer in optimizers:
+            self._optimizer(optimizer)
+
+    def learn_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Takes in the gradients of leaves, also those that a variable of the closure holds."""
+        for leaf in [*leaves, *(p for what, p in self._lasting if not what.startswith("the optimizer's "))]:
+            owner = self.of(leaf) if leaf.grad is not None else None
+            if owner is not None and leaf.grad is not None:
+                for memory in memory_of(leaf.grad):
+                    self._gradients.setdefault(memory, owner.removeprefix("the input "))
+                    self._memory[memory] = f"the gradient of {self._gradients[memory]}"
+
+    def gradient_of(self, memory: Iterable[int]) -> str | None:
+        """The name of the tensor whose gradient lies in this memory."""
+        return next((self._gradients[m] for m in memory if m in self._gradients), None)
+
+    def module(self, module: nn.Module | None) -> str | None:
+        """A module's path; the root is called "model"."""
+        if module is None:
+            return None
+        return self._modules.get(id(module), type(module).__name__)
+
+    def owner(self, p: Tensor) -> str | None:
+        """The path of the module that a parameter belongs to."""
+        name = self.of(p)
+        return None if name is None or name.startswith("the ") else name.rpartition(".")[0] or ROOT
+
+    def of(self, x: Tensor) -> str | None:
+        """What a tensor's memory is known as."""
+        return next((self._memory[memory] for memory in memory_of(x) if memory in self._memory), None)
+
+    def of_memory(self, memory: Iterable[int]) -> str | None:
+        """What memory is known as."""
+        return next((self._memory[m] for m in memory if m in self._memory), None)
+
+    def lasting(self) -> list[tuple[str, Tensor]]:
+        """What outlives a step: parameters, buffers, the optimizers' state."""
+        return list(self._lasting)
+
+    def _module(self, root: nn.Module, prefix: str) -> None:
+        for raw, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
+            path = ".".join(part for part in (prefix, clean(raw)) if part)
+            self._modules.setdefault(id(module), path or ROOT)
+        for kind, tensors in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+            for raw, x in tensors:
+                name = ".".join(part for part in (prefix, clean(raw)) if part)
+                self._take(name if kind == "parameter" else f"the buffer {name}", x)
+                self._lasting.append((f"the {kind} {name}", x))
+
+    def _optimizer(self, optimizer: Any) -> None:
+        number = 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.of(p)
+                if name is None or name.startswith("the input "):
+                    name = f"parameter {number}" if name is None else name.removeprefix("the input ")
+                    self._memory.update((memory, name) for memory in memory_of(p))
+                    self._lasting.append((f"the {name}" if name.startswith("parameter ") else name, p))
+                number += 1
+                for key, x in _tensors_of(optimizer.state.get(p, {})):
+                    self._take(f"the optimizer's {key} of {name}", x)
+                    self._lasting.append((f"the optimizer's {key} of {name}", x))
+
+    def _take(self, name: str, x: Tensor) -> None:
+        for memory in memory_of(x):
+            self._memory.setdefault(memory, name)
+
+
+def _tensors_of(state: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, dict):
+        named = cast("dict[Any, Any]", state)
+        yield from ((str(key), x) for key, x in named.items() if isinstance(x, Tensor))

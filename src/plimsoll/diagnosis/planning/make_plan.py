@@ -1,0 +1,193 @@
+"""`plan`: from a run, the format and the scales of each module for a target, with the reasons."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from plimsoll.diagnosis.planning.format_choice import Judge, Verdict, outward
+from plimsoll.diagnosis.planning.loss_scale import Scales, solve
+from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
+from plimsoll.diagnosis.planning.notes import Choice, note, remarks
+from plimsoll.diagnosis.view import View
+from plimsoll.errors import ArgumentError, NotRecordedError
+from plimsoll.formats import ROLES, Plan
+from plimsoll.runs import Run
+
+# For each target the pairs of formats, forward and backward, that are tried in turn: those with more digits first.
+_PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
+    "fp16": (("fp16", "fp16"),),
+    "bf16": (("bf16", "bf16"),),
+    "fp8": (("e4m3", "e5m2"),),
+    "mxfp8": (("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e5m2")),
+    "mxfp6": tuple((f, b) for f in ("mxfp6_e2m3", "mxfp6_e3m2") for b in ("mxfp6_e2m3", "mxfp6_e3m2")),
+    "mxfp4": (("mxfp4", "mxfp4"),),
+    "nvfp4": (("nvfp4", "nvfp4"),),
+    "nvfp4_single": (("nvfp4_single", "nvfp4_single"),),
+}
+_CHEAPEST = ("mxfp4", "nvfp4", "mxfp6", "fp8", "mxfp8")  # by bits per value
+TARGETS = (*_PAIRS, "cheapest")
+FALLBACKS = ("bf16", "tf32", "fp32")
+
+
+def plan(
+    run: "Run | View | str | os.PathLike[str]",
+    target: str = "fp16",
+    *,
+    tolerance: float = 0.01,
+    margin_binades: int | None = None,
+    fallback: str = "bf16",
+    layer_scales: bool = True,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    until: int | None = None,
+) -> Plan:
+    """Which module can compute in which format, and at which scales, by the spectra of a whole run.
+
+    A module gets the target's formats if at every recorded step nothing that it multiplies overflows, with a binade
+    (or `margin_binades`) to spare, and surely less than `tolerance` of it is lost. Otherwise it gets `fallback`, with
+    the reason in `Plan.notes`. What the run does not know (a collection that was not recorded, what an FP16 run has
+    flushed already) counts as unsafe, and is said in `Plan.remarks`. Modules that multiply no matrices are not in the
+    plan, nor are those that never computed, such as an average of the weights (EMA); a remark names these.
+
+    - `target`: "fp16": operands and results in FP16, with one loss scale if one serves all modules, else a scale for
+      each (`LayerScaler`); with `layer_scales=False` what the best one does not serve falls back. "bf16". "fp8": E4M3
+      for weights and activations, E5M2 for gradients, with a power of two for each of the three in each module.
+      "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_single": blocks, by the run's block records (`plimsoll.watch` with
+      `block`), or without by an upper bound of what they lose. "cheapest": for each module the one of these (but FP16
+      and nvfp4_single) with the fewest bits.
+    - `margin_binades`: how many binades scales leave between the largest recorded value and overflow. None: 1, and
+      scales of FP8 casts leave more where steps were not recorded, by how many these are and how far largest values
+      moved from sample to sample, as long as the tolerance holds. A number: just so many.
+    - `fallback`: "bf16", "tf32" or "fp32".
+    - `include`, `exclude`: names of modules, or globs: those that are judged although they do not look as if they
+      multiplied, multiply inside what is not recorded, or never computed; those that are left as they are.
+
+    Raises `NotRecordedError` for a run without modules to plan, `ArgumentError` for a target that there is not.
+    """
+    _check(target, tolerance, margin_binades, fallback)
+    view = view_of("plan", run, until)
+    included = named(view, "include", include)
+    found = modules_of(view, included, named(view, "exclude", exclude))
+    modules = [module for module in found if module.name in included or computes(view, module)]
+    idle = [module.name for module in found if module not in modules]
+    if not modules:
+        raise NotRecordedError(
+            "plan: expected a run with modules that multiply matrices; got one that names none. Watch weights, "
+            "activations and activation_gradients, or name modules with include."
+        )
+    judge = Judge(view, tolerance=float(tolerance), margin=margin_binades)
+    chosen = [_choice(judge, module, target.lower(), fallback.lower()) for module in modules]
+    scales = solve(
+        {c.module.name: c.verdict.gradients for c in chosen if c.forward == "fp16"},
+        margin=judge.margin,
+        layer_scales=layer_scales,
+    )
+    chosen = [_with_scales(judge, choice, scales, fallback.lower()) for choice in chosen]
+    return _made(view, judge, chosen, scales, target.lower(), idle)
+
+
+def _choice(judge: Judge, module: Module, target: str, fallback: str) -> Choice:
+    tried = _CHEAPEST if target == "cheapest" else (target,)
+    pairs = [pair for name in tried for pair in _PAIRS[name]]
+    verdict = Verdict()
+    for forward, backward in pairs:
+        verdict = judge.verdict(module, forward, backward)
+        if verdict.why is None:
+            return Choice(module=module, forward=forward, backward=backward, verdict=verdict, scales=verdict.shifts)
+    return _fallback(judge, module, verdict, fallback)
+
+
+def _fallback(judge: Judge, module: Module, verdict: Verdict, fallback: str) -> Choice:
+    why = verdict.why
+    held = judge.verdict(module, fallback, fallback)
+    if held.why is not None and not held.unknown and fallback != "fp32":
+        why = why if why == held.why else f"{why}; {held.why}"
+        fallback, held = "fp32", Verdict()
+    return Choice(module=module, forward=fallback, backward=fallback, verdict=held, why_not=why)
+
+
+def _with_scales(judge: Judge, choice: Choice, scales: Scales, fallback: str) -> Choice:
+    name = choice.module.name
+    if choice.forward != "fp16":
+        return choice
+    if name in scales.unserved:
+        window = choice.verdict.gradients
+        why = (
+            f"activation gradients: FP16 needs a loss scale in [2^{window.low}, 2^{window.high - judge.margin}] here, "
+            f"and 2^{scales.loss} serves most other modules"
+        )
+        return _fallback(judge, choice.module, replace(choice.verdict, why=why), fallback)
+    return replace(choice, scales={"gradients": scales.layers[name]} if name in scales.layers else {})
+
+
+def _made(view: View, judge: Judge, chosen: Sequence[Choice], scales: Scales, target: str, idle: Sequence[str]) -> Plan:
+    narrow = any(choice.forward == "fp16" for choice in chosen)
+    predicted = {choice.module.name: _predicted(judge, choice, scales) for choice in chosen}
+    own = {choice.module.name: {role: 2.0**k for role, k in choice.scales.items()} for choice in chosen}
+    return Plan(
+        target=target,
+        formats={choice.module.name: choice.forward for choice in chosen},
+        backward={choice.module.name: choice.backward for choice in chosen if choice.backward != choice.forward},
+        scale=2.0**scales.loss if narrow else None,
+        scales={name: table for name, table in own.items() if table},
+        predicted={name: losses for name, losses in predicted.items() if losses},
+        tolerance=judge.tolerance,
+        source=str(view.run.path).encode("utf-8", "replace").decode("utf-8"),
+        notes={choice.module.name: note(judge, choice, predicted[choice.module.name]) for choice in chosen},
+        remarks=tuple(remarks(judge, chosen, scales if narrow else None, idle)),
+    )
+
+
+def _predicted(judge: Judge, choice: Choice, scales: Scales) -> dict[str, tuple[float, float, float]]:
+    found: dict[str, tuple[float, float, float]] = {}
+    for role in ROLES:
+        shift = choice.scales.get(role, scales.loss if choice.forward == "fp16" and role == "gradients" else 0)
+        bad = judge.bad(choice.module, role, (choice.forward, choice.backward), shift)
+        if bad is not None:
+            lost = bad.fraction
+            found[role] = outward(lost.low, lost.estimate, lost.high)
+    return found
+
+
+def view_of(operation: str, run: "Run | View | str | os.PathLike[str]", until: int | None) -> View:
+    """The view of a run, however it is given."""
+    if isinstance(run, View):
+        if until is not None:
+            raise ArgumentError(
+                f"{operation}: expected until=None with a View, which has its own; got {until!r}. Make another View."
+            )
+        return run
+    return View(run if isinstance(run, Run) else Run(run), until)
+
+
+def _check(target: Any, tolerance: Any, margin: Any, fallback: Any) -> None:
+    if not isinstance(target, str) or target.lower() not in TARGETS:
+        raise ArgumentError(f"plan: expected a target among {', '.join(TARGETS)}; got {target!r}. {_meant(target)}")
+    check_tolerance("plan", tolerance)
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int) or margin < 0):
+        raise ArgumentError(
+            f"plan: expected margin_binades to be an integer of 0 or more; got {margin!r}. It is how many binades stay "
+            "free between the largest value and overflow."
+        )
+    if not isinstance(fallback, str) or fallback.lower() not in FALLBACKS:
+        raise ArgumentError(
+            f"plan: expected a fallback among {', '.join(FALLBACKS)}, whose range is FP32's; got {fallback!r}. "
+            "Choose one."
+        )
+
+
+def _meant(target: Any) -> str:
+    """The targets that use a format, where one was named."""
+    name = str(target).lower()
+    uses = [key for key, pairs in _PAIRS.items() if any(name in pair for pair in pairs)]
+    return f"{name} is a format: the target that uses it is {' or '.join(uses)}." if uses else "Choose one."
+
+
+def check_tolerance(operation: str, tolerance: Any) -> None:
+    """Raises for what is no fraction above 0."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance <= 1:
+        raise ArgumentError(
+            f"{operation}: expected a tolerance above 0 and at most 1; got {tolerance!r}. It is the fraction of a "
+            "module's values that may be lost."
+        )

@@ -1,0 +1,229 @@
+"""The recorded series of a plan's modules against formats: which shifts serve at every step, and what is lost in all.
+
+Element formats have windows of shifts. A block format scales each block by itself: what it loses is in the run's block
+records, if it has any of that block length. Without, a bound is known. No block's largest value is beyond the tensor's
+absmax, and a block's scale rises with its largest value, so that a value is lost at most if it would be at the scale of
+the tensor's absmax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.block_counts import BlockTallies
+from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.planning.headroom import spare
+from plimsoll.diagnosis.tables.block_cells import BlockCells
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import BlockFormat, Format
+from plimsoll.spectrum import Interval
+
+_SLACK = 1 + 2.0**-20  # of NVFP4's scales, which are rounded to FP32
+_NEVER = 10_000  # a shift that no format can need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The shifts that serve at all steps of some series, and the steps that bound them; any where all is zero."""
+
+    low: int = -_NEVER
+    high: int = _NEVER
+    low_step: int = -1
+    high_step: int = -1
+
+    def __and__(self, other: "Window") -> "Window":
+        lower, upper = max(self, other, key=lambda w: w.low), min(self, other, key=lambda w: w.high)
+        return Window(low=lower.low, low_step=lower.low_step, high=upper.high, high_step=upper.high_step)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there were values to hold."""
+        return self.high < _NEVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """How many values, of how many, a format loses (at least, about, at most) and how many surely or maybe overflow."""
+
+    lost: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    overflow: tuple[float, float] = (0.0, 0.0)
+    values: float = 0.0  # nonzero ones
+    hidden: float = 0.0  # zeros that may have been values
+
+    def __add__(self, other: "Bad") -> "Bad":
+        low, estimate, high = (a + b for a, b in zip(self.lost, other.lost, strict=True))
+        return Bad(
+            lost=(low, estimate, high),
+            overflow=(self.overflow[0] + other.overflow[0], self.overflow[1] + other.overflow[1]),
+            values=self.values + other.values,
+            hidden=self.hidden + other.hidden,
+        )
+
+    @property
+    def fraction(self) -> Interval:
+        """What is lost, as a fraction of the values; those that the run's own format may have lost in the upper end."""
+        low, estimate, high = self.lost
+        known = max(self.values, 1.0)
+        upper = (high + self.hidden) / max(self.values + self.hidden, 1.0)
+        return Interval(low=low / known, high=max(upper, high / known), estimate=estimate / known)
+
+    @property
+    def overflows(self) -> Interval:
+        """What overflows, as a fraction of the values."""
+        low, high = (each / max(self.values, 1.0) for each in self.overflow)
+        return Interval(low=low, high=high, estimate=(low + high) / 2)
+
+
+class Collection:
+    """One collection of a run, asked about by the names of its series."""
+
+    def __init__(self, narrow: Narrow, tolerance: float, blocks: BlockCells | None = None) -> None:
+        self.narrow, self.cells, self.tolerance, self.blocks = narrow, narrow.cells, tolerance, blocks
+        self.values = Populations(cells=narrow.cells)
+        self._place = {name: layer for layer, name in enumerate(self.cells.names)}
+        self._windows: dict[str, tuple[Ints, Ints]] = {}
+        self._blocks: dict[str, Tallies] = {}
+
+    @classmethod
+    def of(cls, view: View, collection: str, tolerance: float) -> "Collection | None":
+        """That of a run; None where it was not recorded."""
+        recorded = view.in_blocks(collection)
+        if recorded is not None:
+            return cls(recorded[1], tolerance, recorded[0])
+        narrow = view.narrow(collection)
+        return None if narrow is None else cls(narrow, tolerance)
+
+    def has(self, name: str) -> bool:
+        """Whether the series has anything recorded."""
+        return name in self._place
+
+    @cached_property
+    def hidden(self) -> Floats:
+        """Of each row the zeros that its own format may have made of values: exactly, where a shadow step tells."""
+        zeros, shadow = self.cells.column("zeros").astype(np.float64), self.cells.column("underflowed")
+        return np.where(self.narrow.censors, np.where(np.isnan(shadow), zeros, shadow), 0.0)
+
+    def count(self, names: Sequence[str]) -> float:
+        """How many values the series have at a step, as a rule."""
+        count = self.cells.column("count")
+        return sum(float(np.median(count[self._rows([name])])) for name in names if self.has(name))
+
+    def window(self, names: Sequence[str], fmt: Format) -> Window:
+        """The shifts at which nothing of the series overflows and each loses little, at every step."""
+        low, high = self._window_of_rows(fmt)
+        rows = self._rows(names)
+        rows = rows[self.cells.nonzero[rows] + self.hidden[rows] > 0]
+        if not len(rows):
+            return Window()
+        worst, least = rows[np.argmax(low[rows])], rows[np.argmin(high[rows])]
+        steps = self.cells.steps[self.cells.at]
+        return Window(
+            low=int(low[worst]), low_step=int(steps[worst]), high=int(high[least]), high_step=int(steps[least])
+        )
+
+    def spare(self, names: Sequence[str], trained: int) -> float:
+        """The binades to leave above what was recorded of the series, for the steps between."""
+        tops = self.cells.true_absmax
+        return max((spare(self.cells.steps, tops[self._place[n]], trained) for n in names if self.has(n)), default=0.0)
+
+    def worst_of_blocks(self, names: Sequence[str], fmt: BlockFormat) -> tuple[float, int, bool]:
+        """The largest fraction that a series can lose at a step in a block format, the step, and if it is recorded."""
+        rows = self._rows(names)
+        known = self.cells.nonzero[rows] + self.hidden[rows]
+        rows, known = rows[known > 0], known[known > 0]
+        if not len(rows):
+            return 0.0, -1, True
+        share = (self._lost_in_blocks(fmt).high[rows] + self.hidden[rows]) / known
+        worst = rows[np.argmax(share)]
+        recorded = self.blocks is not None and bool(self.blocks.length[worst] == fmt.block)
+        return float(share.max()), int(self.cells.steps[self.cells.at[worst]]), recorded
+
+    def bad(self, names: Sequence[str], fmt: Format | BlockFormat, shift: int) -> Bad:
+        """What a format loses of the series over the whole run, times ``2**shift``."""
+        rows = self._rows(names)
+        values, hidden = float(self.cells.nonzero[rows].sum()), float(self.hidden[rows].sum())
+        if isinstance(fmt, BlockFormat):
+            found = self._lost_in_blocks(fmt)
+            least, about, most = (float(each[rows].sum()) for each in (found.low, found.estimate, found.high))
+            return Bad(lost=(least, about, most), values=values, hidden=hidden)
+        among = Populations(cells=self.cells.of_rows(rows))
+        lost, over = among.lost(fmt, shift), among.overflow(fmt, shift)
+        low, estimate, high = (float(each.sum()) for each in (lost.low, lost.estimate, lost.high))
+        beyond = (float(over.low.sum()), float(over.high.sum()))
+        return Bad(lost=(low, estimate, high), overflow=beyond, values=values, hidden=hidden)
+
+    def nonfinite_steps(self, names: Sequence[str]) -> int:
+        """At how many steps a NaN or an Inf was among the series."""
+        rows = self._rows(names)
+        bad = sum(self.cells.column(name)[rows] for name in ("nans", "pos_infs", "neg_infs"))
+        return len(np.unique(self.cells.at[rows[np.asarray(bad) > 0]]))
+
+    @cached_property
+    def _order(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.cells.layer, kind="stable")
+        return order, np.searchsorted(self.cells.layer[order], np.arange(len(self.cells.names) + 1))
+
+    def _rows(self, names: Sequence[str]) -> NDArray[np.intp]:
+        order, start = self._order
+        places = [self._place[name] for name in names if name in self._place]
+        parts = [order[start[place] : start[place + 1]] for place in places]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.intp)
+
+    def _window_of_rows(self, fmt: Format) -> tuple[Ints, Ints]:
+        if fmt.name not in self._windows:
+            rows = np.arange(len(self.cells))
+            low = self.values.lowest_shift_of_groups(fmt, self.tolerance, rows, len(rows), lambda _: self.hidden)
+            self._windows[fmt.name] = low, self.values.highest_shift(fmt)
+        return self._windows[fmt.name]
+
+    def _lost_in_blocks(self, fmt: BlockFormat) -> Tallies:
+        """Of each row the values that are lost; in the upper end those in blocks with NaN or Inf too."""
+        if fmt.name not in self._blocks:
+            found = self._lost_at_most(fmt)
+            if self.blocks is not None:
+                rows = np.flatnonzero(self.blocks.length == fmt.block)
+                recorded = self.blocks.of_rows(rows)
+                lost = BlockTallies(blocks=recorded).fit(fmt, 0).lost
+                high = np.minimum(lost.high + recorded.poisoned, recorded.cells.nonzero)
+                for whole, part in ((found.low, lost.low), (found.high, high), (found.estimate, lost.estimate)):
+                    whole[rows] = part
+            self._blocks[fmt.name] = found
+        return self._blocks[fmt.name]
+
+    def _lost_at_most(self, fmt: BlockFormat) -> Tallies:
+        """Without a record: at most those lost at the absmax's scale, and those in blocks with NaN or Inf."""
+        point = ordinals(_flushed_below(self.cells, fmt))
+        lost = self.values.below(point, inclusive=True).high
+        poisoned = self.cells.column("nans") + self.cells.column("pos_infs") + self.cells.column("neg_infs")
+        upper = np.minimum(lost + poisoned * (fmt.block - 1), self.cells.nonzero).astype(np.float64)
+        return Tallies(low=np.zeros_like(upper), high=upper, estimate=upper / 2)
+
+
+def _flushed_below(cells: Cells, fmt: BlockFormat) -> Floats:
+    """Of each row (as stored) the magnitude up to which a value of a block with the row's absmax is lost."""
+    element = fmt.element
+    with np.errstate(all="ignore"):
+        absmax = np.nan_to_num(cells.column("absmax") / cells.scale)
+        if fmt.scale.signed and not fmt.tensor_scale:
+            return _flushed_without_tensor_scale(absmax, fmt) * cells.scale
+        if fmt.tensor_scale:
+            scale = absmax / element.max * _SLACK
+        else:
+            exponent = np.frexp(absmax)[1].astype(np.int64) - 1 - element.max_exponent
+            scale = np.ldexp(1.0, np.clip(exponent, fmt.scale.min_exponent, fmt.scale.max_exponent).astype(np.int32))
+        return np.where(absmax > 0, element.smallest_subnormal / 2 * scale * cells.scale, 0.0)
+
+
+def _flushed_without_tensor_scale(absmax: Floats, fmt: BlockFormat) -> Floats:
+    """The same, of true values, where a block's scale is its own absmax over the element's, with a mantissa."""
+    element, scale = fmt.element, fmt.scale
+    ideal = np.minimum(absmax / element.max, scale.max)
+    rounded = ideal * (1 + 2.0 ** -(scale.mantissa_bits + 1)) * _SLACK + scale.smallest_subnormal / 2
+    # Blocks below this have a scale of zero.
+    dead = np.minimum(absmax, element.max * scale.smallest_subnormal / 2)
+    return np.where(absmax > 0, np.maximum(element.smallest_subnormal / 2 * rounded, dead), 0.0)

@@ -1,0 +1,209 @@
+"""Casts to 8 bits: what they cut off at the top, lose at the bottom, leave unused, and where unit scale is left.
+
+All four speak of the values at the scale that the module cast them with, which a run of FP8 layers records. The
+format's own numbers decide, so the rules hold for E4M3, E5M2 and whatever else a module says that it casts to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import floor, log2
+from statistics import NormalDist
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.cast_cells import COLLECTIONS, CastCells, cast_cells
+from plimsoll.diagnosis.finding import Finding, Severity, Spot
+from plimsoll.diagnosis.rules.base import Rule, spells, threshold
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import Format
+
+_SAMPLES = "a single sample proves nothing"
+_SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
+_Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
+
+_UNIT = "With constant scales, look why the tensor has left its scale (plimsoll.unit.audit)"
+_MODULE = "or keep its module in BF16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastRule(Rule):
+    """What the rules of casts share: they look at each collection, and tell the worst cast's module, role and scale."""
+
+    figure = "code_usage"
+
+    def _told(
+        self, found: list[_Found], name: str, severity: Severity, collection: str, evidence: Mapping[str, float] = {}
+    ) -> Finding:
+        """A finding of these casts, the worst first."""
+        found = sorted(found, key=lambda each: (-abs(each[4]), each[2]))
+        spots = [Spot(name=c.cells.names[i], since_step=int(c.cells.steps[a]), value=v) for c, i, a, _, v in found]
+        cast, layer, first, last, value = found[0]
+        serving = cast.serving(layer, first, last, _SERVES)
+        return self.finding(
+            severity,
+            spots,
+            {
+                "worst": spots[0].name,
+                "module": cast.casts[layer].module,
+                "role": cast.casts[layer].role,
+                "format": cast.format.name,
+                name: value,
+                "scale": cast.scale_at(layer, last),
+                "scale_that_serves": "none" if serving is None else serving,
+                **evidence,
+            },
+            until_step=max(int(c.cells.steps[b]) for c, _, _, b, _ in found),
+            collection=collection,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareRule(CastRule):
+    """A rule about a share of a cast's values: above one bound a warning, above another an alarm."""
+
+    share: float
+    grave: float
+    samples: float
+
+    def _of_shares(self, view: View, name: str, shares: Callable[[CastCells], Floats]) -> Iterator[Finding]:
+        """One for each collection."""
+        for collection in COLLECTIONS:
+            found = [
+                each
+                for cast in cast_cells(view, collection)
+                for each in _above(cast, shares(cast), self.share, self.samples)
+            ]
+            if found:
+                alarming = max(value for *_, value in found) > self.grave
+                yield self._told(found, name, "alarm" if alarming else "warning", collection)
+
+
+def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
+    """The layers in which a share is above a bound for so many samples on end, each with its highest."""
+    found = spells(shares > least, ~np.isnan(shares), samples)
+    return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastSaturates(ShareRule):
+    """Values beyond the largest one of the format that they are cast to."""
+
+    id = "cast-saturates"
+    says = "many of the values that a module casts to 8 bits lie beyond the format's largest one"
+    meaning = "The largest values are all cut to the same one, and what they differed in is lost."
+    advice = f"Lower the tensor's scale: with scales of data by a margin. {_UNIT}, {_MODULE}."
+    actions = ("to_bf16",)
+
+    share: float = threshold(
+        0.001, "T9: single values held at the top harm little; of normal ones it is 3.3 deviations"
+    )
+    grave: float = threshold(0.05, "one value in twenty: no outliers any more")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        return self._of_shares(view, "saturated", lambda cast: cast.saturated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastFlushes(ShareRule):
+    """Nonzero values that become zero in the format that they are cast to."""
+
+    id = "cast-flushes"
+    says = "much of what a module casts to 8 bits becomes zero"
+    meaning = "The products that these values belong to are summed without them."
+    advice = f"Raise the tensor's scale if one serves, or use E5M2 for it. {_UNIT}, {_MODULE}."
+    actions = ("to_bf16",)
+
+    share: float = threshold(0.05, "T6: above 5 % of values lost; unit normal ones lose 0.08 % in E4M3")
+    grave: float = threshold(0.25, "a quarter of one tensor")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        return self._of_shares(view, "flushed", lambda cast: cast.flushed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodesUnused(CastRule):
+    """A tensor that sits in the bottom of its format, the top left empty."""
+
+    id = "codes-unused"
+    says = "a tensor that is cast to 8 bits sits in the format's lowest binades, those above stay empty"
+    meaning = "Its values keep fewer digits than the format has, though a higher scale would give them all of these."
+    advice = f"Raise the tensor's scale by the free binades. {_UNIT}, {_MODULE}."
+    actions = ("to_bf16",)
+
+    share: float = threshold(0.25, "of the values have fewer digits; of unit normal ones in E4M3 it is 1.2 %")
+    room: float = threshold(3, "binades between the largest value and the top; a power of two leaves up to one")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        for collection in COLLECTIONS:
+            found: list[_Found] = []
+            for cast in cast_cells(view, collection):
+                with np.errstate(invalid="ignore"):
+                    low = np.where(cast.room >= self.room, cast.coarse, np.where(np.isnan(cast.coarse), np.nan, 0.0))
+                found += _above(cast, low, self.share, self.samples)
+            if found:
+                cast, layer, _, last, _ = max(found, key=lambda each: each[4])
+                top, free = cast.format.max_exponent, floor(float(cast.room[layer, last]))
+                binades = top - cast.format.quantum_exponent + 1
+                used = {"binades_used": max(binades - free, 0), "binades": binades}
+                yield self._told(found, "with_fewer_digits", "warning", collection, used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitDrift(CastRule):
+    """A tensor that began at unit scale and has left the sizes that its format holds well at a constant scale.
+
+    The bound is 2^-k to 2^k, k from the format: normal values of size 2^-k have `fewer` of them subnormal, of size 2^k
+    `beyond` of them saturated, whichever is nearer. It is 4 for E4M3, 12 for E5M2.
+    """
+
+    id = "unit-drift"
+    says = "a tensor that began at unit scale has left [2^-k, 2^k], where its 8-bit format serves at a constant scale"
+    meaning = "The constant scale was right when the training began, and no longer is."
+    advice = (
+        "Give the module's tensors scales of their own data (fp8-tensor), or BF16; or set weight decay so that sizes "
+        "settle."
+    )
+    actions = ("to_bf16",)
+    figure = "spectrogram"
+
+    fewer: float = threshold(0.25, "of normal values of that size are subnormal, as for codes-unused")
+    beyond: float = threshold(0.001, "of normal values of that size saturate, as for cast-saturates")
+    samples: float = threshold(3, "so many at the beginning inside, and so many on end outside")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        for collection in COLLECTIONS:
+            found: list[_Found] = []
+            bounds: dict[str, int] = {}
+            for cast in cast_cells(view, collection, constant=True):
+                bounds[cast.format.name] = self.bound(cast.format)
+                found += self._left(cast, bounds[cast.format.name])
+            if found:
+                worst = max(found, key=lambda each: abs(each[4]))[0].format.name
+                yield self._told(found, "binades", "warning", collection, {"bound": bounds[worst]})
+
+    def bound(self, fmt: Format) -> int:
+        """The k of a format."""
+        normal = NormalDist()
+        low = log2(fmt.smallest_normal / normal.inv_cdf(0.5 + self.fewer / 2))
+        high = log2(fmt.max / normal.inv_cdf(1 - self.beyond / 2))
+        return max(floor(min(-low, high)), 1)
+
+    def _left(self, cast: CastCells, bound: int) -> list[_Found]:
+        sizes, known = cast.sizes, ~np.isnan(cast.sizes)
+        with np.errstate(invalid="ignore"):
+            outside = np.abs(sizes) > bound
+        found: list[_Found] = []
+        for layer, first, last in spells(outside, known, self.samples):
+            begun = np.flatnonzero(known[layer])[: int(self.samples)]
+            if abs(float(np.median(sizes[layer, begun]))) <= bound:
+                span = sizes[layer, first : last + 1]
+                found.append((cast, layer, first, last, float(span[np.nanargmax(np.abs(span))])))
+        return found

@@ -1,0 +1,193 @@
+"""Layers: dead ones, zeros that belong there, and distributions that wander."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
+from plimsoll.diagnosis.view import View, log2
+
+_SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLayer(Rule):
+    """Layers that put out zeros only, or whose gradients are zero though they were not flushed.
+
+    Underflow is left to its own rules. A gradient in a narrow format that was never anything but zero cannot be told
+    from underflow without a shadow step, and the finding says so.
+    """
+
+    id = "dead-layer"
+    says = "a layer puts out zeros only, or its gradients are all zero, and it is not underflow"
+    meaning = "The layer no longer takes part in the training."
+    advice = "Look at its input and its bias (a ReLU that no input switches on); re-initialise it, or lower the rate."
+    figure = "zero_heatmap"
+    explained_by: ClassVar[Mapping[str, Where]] = {
+        "nonfinite": "anywhere",
+        "cast-flushes": "same module",
+        "underflow-high": "same module",
+    }
+
+    zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
+    samples: float = threshold(5, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One of the outputs, one of the gradients of layers whose outputs are alive."""
+        dead: set[str] = set()
+        outputs = view.cells("activations")
+        if outputs is not None:
+            told = np.array([":output" in name for name in outputs.names])[:, None]
+            fraction = np.where(told, outputs.zero_fraction, np.nan)
+            found = spells(fraction >= self.zeros, ~np.isnan(fraction), self.samples)
+            if found:
+                spots = sorted(worst(outputs, found, fraction), key=lambda spot: spot.since_step)
+                dead = {spot.name.partition(":")[0] for spot in spots}
+                evidence = {"first": spots[0].name, "layers": len(spots), "zeros": spots[0].value}
+                until = last_of(outputs, found)
+                yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
+        yield from self._of_gradients(view, dead)
+
+    def _of_gradients(self, view: View, dead: set[str]) -> Iterator[Finding]:
+        narrow = view.narrow("gradients")
+        if narrow is None:
+            return
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        lost, nonzero = modules.total(narrow.lost_of_cell), modules.total(cells.total(cells.nonzero))
+        values = modules.total(cells.total_of("zeros"))
+        silent = (values > 0) & (nonzero == 0) & (lost == 0)
+        alive = np.array([name not in dead for name in modules.names])[:, None]
+        # NaN is no zero; and a loss of zero has no gradient, which says nothing about a layer.
+        judged = ~np.isnan(nonzero) & (modules.total(cells.nonfinite) == 0) & ~view.solved(cells.steps)[None, :]
+        found = spells(silent & alive, judged, self.samples)
+        if not found:
+            return
+        spots = sorted(worst(cells, found, values, modules.main_layers(cells)), key=lambda spot: spot.since_step)
+        never = [layer for layer, *_ in found if np.nanmax(nonzero[layer]) == 0]
+        unknown = bool(never) and bool(narrow.censors.any())
+        evidence = {"first": spots[0].name, "layers": len(spots), "never_alive": len(never)}
+        yield self.finding(
+            "warning", spots, evidence, until_step=last_of(cells, found), collection="gradients",
+            meaning="Their gradients have always been zero: either nothing reaches them, or all of it underflows."
+            if unknown else None,
+            advice="Take a shadow step (shadow_every): it tells which." if unknown else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuralZeros(Rule):
+    """Zeros that would be zero in any format: told of so that nobody takes them for underflow."""
+
+    id = "structural-zeros"
+    says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
+    meaning = "Most of these values are zero, and none near the format's floor: they are zero in any format."
+    advice = "Nothing. A shadow step (shadow_every) confirms it."
+    figure = "zero_heatmap"
+
+    zeros: float = threshold(0.5, "half of a layer's values")
+    lost: float = threshold(0.01, "T6: below 1 % of the others is no underflow")
+    samples: float = threshold(3, "a single sample proves nothing")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection in narrow formats."""
+        for collection in ("gradients", "activation_gradients", "activations"):
+            narrow = view.narrow(collection)
+            if narrow is None or not narrow.censors.any():
+                continue
+            cells = narrow.cells
+            zeros = np.where(cells.total(cells.nonzero) > 0, cells.zero_fraction, np.nan)
+            narrowed = cells.total(narrow.censors.astype(np.int64)) > 0
+            holds = narrowed & (zeros > self.zeros) & (narrow.fraction < self.lost)
+            found = spells(holds, ~np.isnan(zeros), self.samples)
+            if found:
+                spots = worst(cells, found, zeros)
+                evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
+                yield self.finding("info", spots, evidence, until_step=last_of(cells, found), collection=collection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift(Rule):
+    """Weights or activations whose size moves steadily, up or down, and does not settle.
+
+    Unit scaling rests on sizes that stay (U5); weights that grow without end lose the precision of their updates. Sizes
+    that move while a model learns, as outputs and layers that begin at zero do, and then settle are a note.
+    """
+
+    id = "distribution-drift"
+    says = "the size of a layer's weights or outputs moves steadily and does not settle"
+    meaning = "Weight decay, normalisation and rate do not balance: the layer leaves the range that it began in."
+    advice = "Set weight decay so that the norm settles, or normalise; with unit scaling, audit the layer again."
+    figure = "spectrogram"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+
+    binades: float = threshold(3.0, "a factor of eight; sizes of sound layers stay within one or two binades")
+    still: float = threshold(0.25, "of the way was made in the second half of the steps")
+    last: float = threshold(1, "binades in each of the last two quarters: growth with the steps makes 0.4")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each of weights and activations."""
+        for collection in ("weights", "activations"):
+            cells = view.cells(collection)
+            if cells is None:
+                continue
+            found = [each for i in self._candidates(cells) if (each := self._drift(cells, i)) is not None]
+            moving = [each for each in found if each[3]]
+            if not found:
+                continue
+            shown = sorted(moving or found, key=lambda each: -abs(each[1]))
+            evidence = {"worst": shown[0][0].name, "binades": shown[0][1], "layers": len(shown)}
+            spots, until = [spot for spot, *_ in shown], max(until for _, _, until, _ in shown)
+            if moving:
+                yield self.finding("warning", spots, evidence, until_step=until, collection=collection)
+                continue
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection=collection,
+                meaning="The layer's size moved while the model learned, and has settled.", advice="Nothing.",
+            )  # fmt: skip
+
+    def _candidates(self, cells: Cells) -> list[int]:
+        """The layers that are worth a look: those whose size has moved so far at all."""
+        sizes = log2(cells.rms)
+        with np.errstate(all="ignore"):
+            span = np.fmax.reduce(sizes, axis=1, initial=-np.inf) - np.fmin.reduce(sizes, axis=1, initial=np.inf)
+        main = set(Modules.of(cells).main_layers(cells)) if cells.collection == "weights" else set(cells.names)
+        return [i for i in np.flatnonzero(span >= self.binades).tolist() if cells.names[i] in main]
+
+    def _drift(self, cells: Cells, layer: int) -> tuple[Spot, float, int, bool] | None:
+        """Its spot, the most that it moved, until when that was seen, and whether it goes on."""
+        sizes = log2(cells.rms[layer])
+        known = np.flatnonzero(~np.isnan(sizes))
+        since, most, until = None, 0.0, 0
+        for samples in looks(len(known)):
+            seen = known[:samples]
+            start, half, end = _levels(sizes[seen])
+            moved = end - start
+            if abs(moved) < self.binades or (end - half) / moved < self.still:
+                continue
+            found = trend(cells.steps[seen], sizes[seen])
+            if found is None or found.confidence < self.confidence or found.low * found.high <= 0:
+                continue
+            until = int(cells.steps[seen[-1]])
+            since = until if since is None else since
+            most = moved if abs(moved) > abs(most) else most
+        if since is None:
+            return None
+        on = goes_on(cells.steps[known], sizes[known], least=self.last, confidence=self.confidence)
+        until = int(cells.steps[known[-1]]) if on else until
+        return Spot(name=cells.names[layer], since_step=since, value=most), most, until, on
+
+
+def _levels(values: Floats) -> tuple[float, float, float]:
+    """The medians of the first, the middle and the last eighth."""
+    width = max(len(values) // 8, 1)
+    half = len(values) // 2
+    pieces = values[:width], values[half : half + width], values[-width:]
+    start, middle, end = (float(np.median(piece)) for piece in pieces)
+    return start, middle, end

@@ -1,0 +1,361 @@
+"""The loss: whether it diverges, and what goes before that.
+
+Losses have no common unit. A rise is held against the noise of the losses before it, against the level that the run
+began at, and against what it had learned by then.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
+from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
+from plimsoll.diagnosis.view import View
+
+_EARLY = 50  # steps within which a blow-up belongs to the beginning
+_AT_ONCE = 3  # losses on end that no single bad batch explains
+_BLOWN_UP = 100.0  # times the unit of the loss: after five such losses on end nobody need wait for more
+_FIVE = 5
+_UNLEARNED = 1000.0  # times the unit: so far the loss may climb slowly, or fall below zero, as an agent's does
+_MEANINGS = {
+    "diverged": "The loss rose and has not come back: the run diverges.",
+    "never learned": "The loss blew up at the start and has never come below where it began: nothing is learned.",
+    "growing spikes": "Spikes of the loss come again and again, higher each time.",
+    "coming back": "The loss rose far and is on its way back.",
+    "came back late": "The loss rose and stayed there for many steps before it came back.",
+    "higher": "The loss is above its usual level, but below where the run began or little above it.",
+    "just risen": "The loss rose at the end of the record.",
+    "came back": "The loss rose far above its usual level and came back by itself.",
+}
+_TOO_HIGH = "Start again from new weights, with a much lower learning rate or a warm-up."
+_ADVICE: dict[Severity, str] = {
+    "info": "Nothing, if it is rare. If such spikes grow, clip gradients or lower the learning rate.",
+    "warning": "Clip gradients or lower the learning rate, and look at the batches there.",
+    "alarm": "Go back to the checkpoint before the rise, leave out its batches, and lower the learning rate or clip.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """A rise, how grave it is, and why."""
+
+    rise: Rise
+    severity: Severity
+    course: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpike(Rule):
+    """A loss far above its usual level: an alarm where it does not come back, a note where it does so at once.
+
+    Alarms: at the end most losses are above the level before the rise, and far above the first losses, or half of what
+    was learned is lost; or the run blew up at its start and never came below its first losses again. Warnings: the rise
+    lasted, far above the first losses; or it is on its way back from there; or spikes grow. Everything else is a note.
+    """
+
+    id = "loss-spike"
+    says = "the loss rises far above its usual level; an alarm if it does not come back"
+    meaning = _MEANINGS["came back"]
+    advice = _ADVICE["info"]
+    actions = ("rollback", "skip")
+    figure = "loss_and_scale"
+
+    deviations: float = threshold(10, "median absolute deviations, as the flight recorder has it")
+    rise: float = threshold(0.5, "and so much of the median itself")
+    window: float = threshold(50, "steps whose median it is held against")
+    least: float = threshold(20, "steps before there is a usual level; the first losses stand for it until then")
+    lasting: float = threshold(20, "steps: longer than single bad batches explain")
+    share: float = threshold(0.6, "of these are above the level; losses of a broken run may be zero in between")
+    beyond: float = threshold(2, "times the first loss above it (times 1, if that is less): worse than untrained")
+    height: float = threshold(10, "times the same: a blow-up, however short")
+    learned: float = threshold(0.5, "of what the loss had fallen is lost")
+    repeats: float = threshold(8, "spikes, of which the later half is four times as high as the earlier")
+    input: float = threshold(8, "times the largest input before: three binades")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One of each recorded loss."""
+        for name, (steps, loss) in view.losses.items():
+            yield from self._finding(view, name, steps, loss)
+
+    def _finding(self, view: View, name: str, steps: Ints, loss: Floats) -> Iterator[Finding]:
+        broken = bool(len(loss)) and not np.isfinite(loss[-1])
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if len(loss) < 2:
+            return
+        found = self._rises(loss)
+        judged = [self._judged(loss, each, broken) for each in found] + self._never_learned(loss, found)
+        if not judged:
+            return
+        worst_of = max(judged, key=lambda each: (SEVERITIES.index(each.severity), float(loss[each.rise.peak])))
+        severity, course = worst_of.severity, worst_of.course
+        if severity == "info" and self._grow(loss, found):
+            severity, course = "warning", "growing spikes"
+        rise = worst_of.rise
+        evidence: dict[str, float | int | str] = {
+            "course": course,
+            "spikes": len(found),
+            "highest": float(loss[rise.peak]),
+            "at_step": int(steps[rise.peak]),
+            "usual": rise.usual,
+            "level": rise.level,
+            "began_at": beginning(loss),
+            "now": float(np.median(loss[-int(self.lasting) :])),
+        }
+        if name != "loss":
+            evidence["loss"] = name
+        one = course not in ("came back", "growing spikes")  # the finding speaks of one rise, else of all
+        since = rise.first if one else found[0].first
+        until = rise.last if one else max(each.last for each in found)
+        if course == "never learned":
+            until = len(loss) - 1
+        advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
+        grown = None if severity == "info" else self._grown_input(view, int(steps[since]))
+        if grown is not None:
+            evidence |= {"input": grown[0], "input_times": grown[1]}
+            advice = (
+                f"Look at the batches from there on: {grown[0]} is {grown[1]:.3g} times as large as before. {advice}"
+            )
+        yield self.finding(
+            severity, (), evidence, since_step=int(steps[since]), until_step=int(steps[until]),
+            meaning=_MEANINGS[course], advice=advice, actions=() if severity == "info" else None,
+        )  # fmt: skip
+
+    def _grown_input(self, view: View, since: int) -> tuple[str, float] | None:
+        """The model's input that became larger than ever as the loss rose, and how many times; None if none did."""
+        cells, root = view.cells("activations"), view.run.manifest.get("root")
+        if cells is None:
+            return None
+        earlier = cells.steps < since - self.lasting
+        near = ~earlier & (cells.steps <= cells.steps[cells.steps >= since].min(initial=since))
+        if np.count_nonzero(earlier) < _AT_ONCE or not near.any():
+            return None
+        found = (0.0, "")
+        for place, name in enumerate(cells.names):
+            if name.startswith(f"{root}:input"):
+                before, now = (np.nanmax(cells.rms[place, at], initial=0.0) for at in (earlier, near))
+                found = max(found, (float(now / before) if before > 0 else 0.0, name))
+        return (found[1], found[0]) if found[0] >= self.input else None
+
+    def rose_at(self, view: View) -> list[int]:
+        """The steps at which rises of a loss begin that are more than a note."""
+        return [step for steps, loss in view.losses.values() for step in self._rose_at(steps, loss)]
+
+    def _rose_at(self, steps: Ints, loss: Floats) -> list[int]:
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if len(loss) < 2:
+            return []
+        judged = (self._judged(loss, each) for each in self._rises(loss))
+        return [int(steps[each.rise.first]) for each in judged if each.severity != "info"]
+
+    def _rises(self, loss: Floats) -> list[Rise]:
+        lasting, began = int(self.lasting), beginning(loss)
+        usual, level = levels(
+            loss, window=int(self.window), least=int(self.least), deviations=self.deviations, rise=self.rise
+        )
+        early = np.isnan(usual)
+        early[0] = False  # what the run began at is no rise
+        usual[early], level[early] = began, began + self.beyond * _unit(began)
+        found = rises(loss, usual, level, lasting=lasting, share=self.share)
+        if not any(each.lasts and each.open for each in found):
+            limit = began + self.height * _unit(began)
+            gradual = gradual_rise(loss, beyond=limit, window=int(self.window), lasting=lasting, share=self.share)
+            if gradual is not None and (
+                gradual.usual < began - 0.5 * abs(began) or gradual.height > began + _UNLEARNED * _unit(began)
+            ):
+                found.append(gradual)
+        return found
+
+    def _judged(self, loss: Floats, rise: Rise, broken: bool = False) -> _Judged:
+        """How grave a rise is; `broken`: what came after the record's last finite loss is NaN or Inf."""
+        began = beginning(loss)
+        unit = _unit(began)
+        far = rise.height > began + self.beyond * unit
+        if not rise.lasts:
+            held = loss[rise.first : rise.last + 1]
+            if rise.open and len(held) >= _FIVE and bool((held[-_FIVE:] > began + _BLOWN_UP * unit).all()):
+                return _Judged(rise=rise, severity="alarm", course="diverged")
+            if rise.open and broken and bool((held[-_AT_ONCE:] > began + self.height * unit).all()):
+                return _Judged(rise=rise, severity="alarm", course="diverged")
+            grave = len(held) >= _AT_ONCE and bool((held > began + self.height * unit).all())
+            course = "just risen" if rise.open else "came back"
+            return _Judged(rise=rise, severity="warning" if grave else "info", course=course)
+        if not rise.open:
+            noted = not far or rise.first < self.least  # how a run finds its feet
+            return _Judged(rise=rise, severity="info" if noted else "warning", course="came back late")
+        lost, had = rise.height - rise.usual, began - rise.usual
+        forgot = had > 0.2 * abs(began) and lost >= self.learned * had
+        forgot = forgot and (had > 0.8 * abs(began) or rise.height <= began + self.beyond * abs(began))
+        if not (far or forgot):
+            return _Judged(rise=rise, severity="info", course="higher")
+        if rise.height < began + _BLOWN_UP * unit and comes_back(loss, rise):
+            return _Judged(rise=rise, severity="warning" if far else "info", course="coming back")
+        return _Judged(rise=rise, severity="alarm", course="diverged")
+
+    def _never_learned(self, loss: Floats, found: list[Rise]) -> list[_Judged]:
+        """The first blow-up, if the run has never since been better than at its beginning."""
+        began, lasting = beginning(loss), int(self.lasting)
+        early = [r for r in found if r.first < _EARLY and float(loss[r.peak]) > began + self.height * _unit(began)]
+        now = float(np.median(loss[-lasting:]))
+        if not early or len(loss) - early[-1].peak < _EARLY or now < began - 0.05 * abs(began):
+            return []
+        rise = max(early, key=lambda r: float(loss[r.peak]))
+        later = loss[-max(len(loss) // 2, lasting) :]
+        if float(later.max()) - began > 0.5 * (float(loss[rise.peak]) - began):
+            return []  # such losses belong to its noise
+        improves = falls(later)
+        return [_Judged(rise=rise, severity="warning" if improves else "alarm", course="never learned")]
+
+    def _grow(self, loss: Floats, found: list[Rise]) -> bool:
+        """Whether many spikes reach ever farther beyond the noise, and the last one is worse than untrained."""
+        began = beginning(loss)
+        small = 0.01 * _unit(began)  # losses of before may all be zero
+        heights = np.array(
+            [(float(loss[each.peak]) - each.usual) / max(each.level - each.usual, small) for each in found]
+        )
+        if len(heights) < self.repeats or float(loss[found[-1].peak]) < began + self.beyond * _unit(began):
+            return False
+        if not falls(-heights):
+            return False
+        half = len(heights) // 2
+        return bool(np.median(heights[half:]) >= 4 * np.median(heights[:half]))
+
+
+def _unit(began: float) -> float:
+    """What a rise is counted in: the first loss, or 1 if that is less, as of an agent before its first reward."""
+    return max(abs(began), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossUnbounded(Rule):
+    """A loss that falls below zero by orders of magnitude, faster and faster.
+
+    Losses that are learned fall ever slower, those below zero too (likelihoods, rewards). Where an error is maximised,
+    the loss falls as the error grows. Four parts of the record are compared, so the first losses do not matter.
+    """
+
+    id = "loss-unbounded"
+    says = "the loss falls below zero without bound, faster and faster"
+    meaning = "Nothing bounds the loss from below, and the weights grow with it: what the loss measures is not learned."
+    advice = "Look at the sign of the loss: an error that is maximised falls like this. Else bound it from below."
+    figure = "loss_and_scale"
+
+    times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
+    least: float = threshold(40, "losses: ten in each quarter")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the recorded loss."""
+        steps, loss = view.scalar("loss")
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if len(loss) < self.least:
+            return
+        began = float(np.median(loss[:_FIVE]))
+        limit = -self.times * _unit(began)
+        parts = np.array_split(loss, 4)
+        fallen = -np.diff([float(np.median(part)) for part in parts])
+        if np.median(parts[-1]) > limit or not (0 < fallen[0] < fallen[1] < fallen[2]) or not falls(parts[-1]):
+            return
+        since = int(np.flatnonzero(loss <= limit)[0])
+        evidence = {"began_at": began, "now": float(np.median(loss[-_FIVE:]))}
+        yield self.finding("warning", (), evidence, since_step=int(steps[since]), until_step=int(steps[-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeForerunner(Rule):
+    """Signs before a rise of the loss: an update far above the usual, a gradient that Adam's memory lags behind.
+
+    After many small gradients the second moment is small, and the first large gradient is divided by its root: the
+    update is far above the usual, and the loss follows (T8). In most sound trainings updates jump without harm. So a
+    jump is a note, and a warning where the loss did follow, or where it moved a good part of the weights at once.
+    """
+
+    id = "spike-forerunner"
+    says = "an update, or a gradient over Adam's second moment, is far above the usual, and the loss rises after it"
+    meaning = "These weights moved many times as far as they usually do, and the loss rose after it."
+    advice = "Clip gradients or updates; a smaller beta2 (0.95) follows changes sooner; check the batches there."
+    actions = ("skip", "clamp")
+    figure = "updates"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+
+    jump: float = threshold(8, "times the median of the last samples: three binades")
+    lag: float = threshold(20, "squared gradient over second moment, which is 1 in the mean")
+    window: float = threshold(20, "samples whose median it is held against")
+    least: float = threshold(5, "samples before anything is usual")
+    follows: float = threshold(20, "steps after it within which the loss must begin to rise")
+    grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One of the updates, one of the gradients."""
+        rose = LossSpike().rose_at(view)
+        updates = view.cells("updates")
+        if updates is not None:
+            with np.errstate(all="ignore"):
+                ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
+                usual = self._usual(ratio)
+                times = np.where(usual > 0, ratio / usual, np.nan)  # after a standstill nothing is usual
+            main = set(Modules.of(updates).main_layers(updates))
+            weights = np.array([name in main for name in updates.names])[:, None]  # biases begin at zero
+            far = weights & (times >= self.grave) & (ratio >= 1 / self.grave)
+            yield from self._told(updates, times, self.jump, "times_the_usual_update", rose, bool(far.any()))
+        gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
+        if gradients is not None and optimizer is not None:
+            lags = _lags(gradients, optimizer)
+            yield from self._told(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
+
+    def _usual(self, ratio: Floats) -> Floats:
+        """The median of the last samples before each; NaN where there are too few."""
+        window = int(self.window)
+        padded = np.concatenate([np.full((len(ratio), window), np.nan), ratio[:, :-1]], axis=1)
+        result = np.full(ratio.shape, np.nan)
+        for layer in range(len(ratio)):
+            windows = sliding_window_view(padded[layer], window)
+            enough = np.count_nonzero(~np.isnan(windows), axis=1) >= self.least
+            if enough.any():
+                result[layer, : len(windows)][enough] = np.nanmedian(windows[enough], axis=1)
+        return result
+
+    def _told(
+        self, cells: Cells, times: Floats, limit: float, what: str, rose: list[int], far: bool
+    ) -> Iterator[Finding]:
+        jumps = np.nan_to_num(times, nan=0.0) > limit
+        found = spells(jumps, ~np.isnan(times), 1)
+        if not found:
+            return
+        at = cells.steps[jumps.any(axis=0)]
+        followed = [step for step in rose if bool(((at <= step) & (step - at <= self.follows)).any())]
+        spots = worst(cells, found, times)
+        evidence: dict[str, float | int | str] = {"worst": spots[0].name, what: spots[0].value, "layers": len(spots)}
+        evidence |= {"loss_rose_at": followed[0]} if followed else {}
+        harm = bool(followed) or far
+        yield self.finding(
+            "warning" if harm else "info", spots, evidence, until_step=last_of(cells, found),
+            collection=cells.collection,
+            meaning=None if followed else _MOVED_FAR if far else _NO_HARM,
+            advice=None if harm else "Nothing, if the loss stays as it is.",
+            actions=None if harm else (),
+        )  # fmt: skip
+
+
+_MOVED_FAR = "These weights moved many times as far as they usually do, by a good part of their own size."
+_NO_HARM = "These weights moved many times as far as they usually do, and the loss did not follow."
+
+
+def _lags(gradients: Cells, optimizer: Cells) -> Floats:
+    """Of each gradient, the sum of squares over that of Adam's second moments, corrected for their start at zero."""
+    place = {name: i for i, name in enumerate(optimizer.names)}
+    moments = [place.get(f"{name}:exp_avg_sq", -1) for name in gradients.names]
+    common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)
+    result = np.full(gradients.shape, np.nan)
+    has = np.flatnonzero(np.array(moments) >= 0)
+    if not len(has) or not len(common):
+        return result
+    memory = 1 - 0.999 ** (common + 1)  # beta2's default: with a smaller one this errs on the quiet side
+    sums = optimizer.total_of("sum")[np.array(moments)[has]][:, theirs] / memory
+    with np.errstate(all="ignore"):
+        result[np.ix_(has, mine)] = np.where(sums > 0, gradients.norm[has][:, mine] ** 2 / sums, np.nan)
+    return result

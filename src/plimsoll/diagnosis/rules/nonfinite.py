@@ -1,0 +1,201 @@
+"""NaN and infinities: whether they matter, and where they first were."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Mask, Rule, stretches, threshold
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
+from plimsoll.text import power
+
+# In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
+_ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
+_BEYOND_REPAIR = (
+    "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
+    "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
+    "steps with such gradients be skipped, by a loss scaler or prepare."
+)
+_WIDE = 2.0**100  # formats that reach above it do not overflow by a loss scale
+_NEAR = 2.0**-6  # of a format's largest value: finite values beside those that overflowed reach that high
+_FALL = 4.0  # a scaler that searches for its scale falls by more within ten skipped steps
+_OF_GRADIENTS = ("activation_gradients", "optimizer")  # an overflow that a scaler skips is seen there too
+_OF_PLACE = {
+    "input": "Look at the data: the batch of that step holds NaN or Inf already.",
+    "loss": "Look at the loss function and its targets: a mean over no element is NaN, and so is the log of 0.",
+    "buffers": "Keep these buffers in FP32: running statistics overflow in 16 bits.",
+}
+_BETWEEN_SAMPLES = (
+    'To find the place, train again with recorder=("loss", "scale", "nonfinite", "weights", "activations") in '
+    "plimsoll.watch (plimsoll run --recorder), which measures these at every step."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite(Rule):
+    """NaN or Inf in the loss, the weights, the activations or the gradients, and the first place they were seen.
+
+    Gradients that overflow under a loss scale are the scaler's way to find the scale: those steps are skipped, and are
+    no alarm unless they go on and on, or the scale stays where it is. Activations that hold -Inf and no NaN are masked
+    attention scores, and no alarm.
+    """
+
+    id = "nonfinite"
+    says = "NaN or Inf in the loss, weights, activations or unscaled gradients; the first place they were"
+    meaning = "Something overflowed or was undefined; every value that it reaches is lost."
+    advice = (
+        "Look at the place named: plimsoll.locate finds the operation. Skip such batches, and go back to the last "
+        "checkpoint if the weights hold any."
+    )
+    actions = ("skip", "rollback", "stop")
+    figure = "loss_and_scale"
+
+    skips: float = threshold(25, "steps on end: from 2^24 a scale halves 24 times down to 1")
+    fixed: float = threshold(10, "steps on end; a scale that is halved at each falls by 2^10 meanwhile")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the whole run; it names the first place."""
+        losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))
+        gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
+        places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
+        if not (len(losses) or len(gradients) or places):
+            return
+        of_gradients = not len(losses) and all(where in ("gradients", *_OF_GRADIENTS) for _, where, _ in places)
+        too_high = self._too_high(view) if of_gradients else None
+        excused = view.scaled and of_gradients and too_high is None and not self._on_and_on(view)
+        steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))
+        evidence: dict[str, float | int | str] = {
+            "steps": len(steps),
+            "steps_with_loss": len(losses),
+            "steps_with_gradients": len(gradients),
+        }
+        if len(losses) and len(gradients):
+            evidence["broke_first"] = "loss" if losses[0] <= gradients[0] else "gradients"
+        spots: list[Spot] = []
+        collection = None
+        advice = None
+        if places:
+            first, where, names = places[0]
+            place = f"{where} {names[0]}" if where != "loss" else _of_loss(names)
+            evidence |= {"first_seen_in": place, "first_seen_at": first}
+            spots = [Spot(name=name, since_step=first, value=float("nan")) for name in names if where != "loss"]
+            collection = {"input": "activations", "loss": None, "buffers": None}.get(where, where)
+            advice = _OF_PLACE.get(where)
+        if not excused and (not places or places[0][0] > steps[0]):
+            evidence["place"] = "not recorded: it began between samples"
+            advice = _BETWEEN_SAMPLES
+        held = next((step for step, where, _ in places if where == "weights"), None)
+        if held is not None:
+            evidence["weights_since"] = held
+            advice = f"{advice} {_BEYOND_REPAIR}" if advice else _BEYOND_REPAIR
+        since, until = int(steps[0]), int(steps[-1])
+        if too_high is not None:
+            evidence |= {"cause": "the loss scale is too high", "scale": too_high}
+            below = 2.0 ** math.floor(math.log2(too_high))
+            yield self.finding(
+                "alarm", spots, evidence, since_step=since, until_step=until, collection=collection,
+                meaning="The loss scale is too high and stays there: gradients overflow, and steps are skipped.",
+                advice=f"Lower the loss scale below {power(below)}, by powers of two until no step is skipped. Or use "
+                "a scaler that does so: DynamicScaler, or GradScaler with backoff_factor=0.5. "
+                "If that mends nothing, plimsoll.locate finds the operation.",
+                actions=("lower_scale",),
+            )  # fmt: skip
+            return
+        if not excused:
+            yield self.finding(
+                "alarm", spots, evidence, since_step=since, until_step=until, collection=collection, advice=advice
+            )
+            return
+        yield self.finding(
+            "info", spots, evidence, since_step=since, until_step=until, collection=collection, actions=(),
+            meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
+            advice="Nothing, if it is rare. A step(closure) that retries loses no batch.",
+        )  # fmt: skip
+
+    def _too_high(self, view: View) -> float | None:
+        """Return the loss scale at which gradients overflow again and again, to the end, and which hardly falls."""
+        steps, values = view.scalar("nonfinite")
+        spans = stretches(values > 0, self.fixed)
+        if not view.scaled or not spans or spans[-1][1] != len(steps) - 1:
+            return None
+        scales = view.scale_at(steps[-int(self.fixed) :])
+        now = float(scales[-1])
+        stays = now > 1 and bool((np.diff(scales) <= 0).all()) and float(scales[0]) < _FALL * now
+        return now if stays and _overflow_first(view, int(steps[spans[-1][0]])) else None
+
+    def _on_and_on(self, view: View) -> bool:
+        steps, values = view.scalar("nonfinite")
+        return bool(stretches(values > 0, self.skips)) if len(steps) else False
+
+
+def _bad(scalar: tuple[Ints, Floats], test: Callable[[Floats], Mask]) -> Ints:
+    steps, values = scalar
+    return steps[test(values)]
+
+
+def _places(view: View) -> list[tuple[int, str, list[str]]]:
+    """Step, collection and layers of the non-finite values, the earliest first, and its origin before what follows."""
+    found: list[tuple[int, int, str, list[str]]] = []
+    for rank, collection in enumerate(_ORDER):
+        cells = view.cells(collection)
+        if cells is None:
+            continue
+        bad = _nonfinite(cells)
+        at = np.flatnonzero(bad.any(axis=0))
+        if len(at):
+            layers = np.flatnonzero(bad[:, at[0]]).tolist()
+            ordered = layers[::-1] if collection == "gradients" else layers
+            found.append((int(cells.steps[at[0]]), rank, collection, [cells.names[i] for i in ordered]))
+    return [(step, collection, names) for step, _, collection, names in sorted(found)]
+
+
+def _overflow_first(view: View, since: int) -> bool:
+    """Return whether, at each sample from a step on, an overflow of FP16 is what broke the gradients first.
+
+    What overflows becomes Inf, and NaN only where an operation follows. An operation that is undefined at any scale
+    gives NaN at once, or an Inf among values that are far from the top of the format. A scale that is itself above that
+    top makes the gradient of a 16-bit loss Inf, and so NaN or Inf of every value at the model's output.
+    """
+    cells = view.cells("activation_gradients")
+    cells = view.cells("gradients") if cells is None else cells
+    if cells is None:
+        return False
+    bad, nans, absmax = _nonfinite(cells), cells.total_of("nans"), cells.highest(cells.column("absmax"))
+    known = np.array([get_element(name, "diagnose").max for name in cells.formats])
+    tops = cells.highest(known[cells.format])
+    seen = [place for place in np.flatnonzero(bad.any(axis=0)).tolist() if cells.steps[place] >= since]
+    for place in seen:
+        layers = np.flatnonzero(bad[:, place]).tolist()
+        first = layers[-1] if cells.collection == "gradients" else layers[0]
+        top, finite = float(tops[first, place]), float(absmax[first, place])
+        beyond = math.isnan(finite) and float(view.scale_at(cells.steps[[place]])[0]) > top
+        if (nans[first, place] > 0 and not beyond) or top >= _WIDE or 0 < finite < top * _NEAR:
+            return False
+    return bool(seen)
+
+
+def _of_loss(names: list[str]) -> str:
+    """Where a loss broke though all outputs were finite, or all up to the last that was left to be looked at."""
+    return f"the loss or what follows {names[0]}" if names else "the loss, of outputs that were finite"
+
+
+def _traced(view: View) -> list[tuple[int, str, list[str]]]:
+    """The same of the places that the watch has traced back when something broke (`plimsoll.watch.sampling.nonfinite_origin`)."""
+    found: list[tuple[int, str, list[str]]] = []
+    for event in view.events:
+        names = event.details.get("names")
+        if event.kind == "origin" and isinstance(names, list):
+            found.append((event.step, str(event.details.get("where")), [str(n) for n in cast("list[object]", names)]))
+    return found
+
+
+def _nonfinite(cells: Cells) -> Mask:
+    """The cells with non-finite values, those of masks left out."""
+    nans, above = cells.total_of("nans"), cells.total_of("pos_infs")
+    masked = cells.collection == "activations"
+    return (nans > 0) | (above > 0) | ((cells.total_of("neg_infs") > 0) & (not masked))

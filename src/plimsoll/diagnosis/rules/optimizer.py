@@ -1,0 +1,204 @@
+"""The optimizer: updates that do not arrive, and what Adam divides by."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.wiring import with_epsilon_of_zero, with_rate_of_zero
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.formats import get_element
+from plimsoll.runs import Event
+from plimsoll.spectrum.fit.population import ordinal
+
+_SAMPLES = "a single sample proves nothing"
+_SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
+_EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
+_LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesSwallowed(Rule):
+    """Weights that were to move and are the same after the step.
+
+    An update below half the distance to a weight's neighbour is rounded away. Of weights in 16 bits that is an alarm,
+    unless what is cut off is kept (masters, a compensation), or made up for by rounding at random. Weights in FP32 are
+    told of as information: their updates vanish where the learning rate does.
+    """
+
+    id = "updates-swallowed"
+    says = "weights do not change although their gradients are not zero"
+    meaning = "Updates are smaller than the rounding of the weights they are added to, and are lost each time."
+    advice = "Keep FP32 master weights (MasterWeights), or round stochastically, or compensate (bf16-kahan)."
+    actions = ("stop",)
+    figure = "updates"
+
+    share: float = threshold(0.5, "N3: an update below 2^-12 of its weight is lost in FP16, below 2^-9 in BF16")
+    samples: float = threshold(3, "the first steps of a warm-up move little")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for weights in 16 bits or fewer, one for others."""
+        cells = view.cells("updates")
+        if cells is None:
+            return
+        with np.errstate(all="ignore"):
+            shares = cells.total_of("unmoved") / cells.total_of("pushed")
+        narrow = np.array([fmt.bits <= 16 for fmt in (get_element(name, "diagnose") for name in cells.formats)])
+        is_narrow = cells.total(narrow[cells.format].astype(np.int64)) > 0
+        spared = _spared(view, cells) | (cells.total_of("nans") > 0)  # a NaN plus anything is that NaN: no rounding
+        for narrowed in (True, False):
+            mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
+            found = spells(shares > self.share, mine, self.samples)
+            if found:
+                spots = worst(cells, found, shares)
+                evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
+                yield self.finding(
+                    "alarm" if narrowed else "info",
+                    spots,
+                    evidence,
+                    until_step=last_of(cells, found),
+                    collection="updates",
+                    advice=None if narrowed else "If the learning rate is near zero this is as it should be.",
+                    actions=None if narrowed else (),
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMomentLost(Rule):
+    """Second moments that their format flushed to zero where the first moments are not (T8).
+
+    Adam divides by their root plus an epsilon, and 1e-8 is zero in FP16 too: the division is by zero, or by whatever
+    was put in epsilon's place.
+    """
+
+    id = "second-moment-lost"
+    says = "Adam's second moments are zero where the first ones are not, or epsilon is zero in their format"
+    meaning = "The update divides by a root that is zero: the next small gradient makes it explode."
+    advice = "Keep the optimizer's state in FP32. A larger epsilon only hides it: it takes the adaptivity away."
+    actions = ("stop",)
+    figure = "spectrogram"
+
+    share: float = threshold(0.05, "of the values whose first moment is not zero")
+    epsilon: float = threshold(1e-8, "T8: the default of Adam")
+    samples: float = threshold(2, "the first step's moments may be of an empty gradient")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the optimizer's state."""
+        cells = view.cells("optimizer")
+        certain = with_epsilon_of_zero(view)
+        found: list[tuple[int, int, int]] = []
+        shares = np.empty((0, 0))
+        if cells is not None:
+            shares = self._shares(cells)
+            # Where epsilon is zero too, the division is by zero: one sample is proof.
+            found = spells(shares > self.share, ~np.isnan(shares), 1 if certain else self.samples)
+        if cells is None or not found:
+            yield from self._certain(view, certain)
+            return
+        spots = worst(cells, found, shares)
+        rows = np.isin(cells.layer, [layer for layer, *_ in found])
+        places: list[int] = np.unique(cells.format[rows]).tolist()
+        formats = [cells.formats[i] for i in places]
+        lost = [name for name in formats if get_element(name, "diagnose").smallest_subnormal / 2 >= self.epsilon]
+        evidence = {
+            "worst": spots[0].name,
+            "lost": spots[0].value,
+            "format": ", ".join(formats),
+            "epsilon_is_zero": "yes" if lost or certain else "no",
+        }
+        yield self.finding("alarm", spots, evidence, until_step=last_of(cells, found), collection="optimizer")
+
+    def _certain(self, view: View, events: list[Event]) -> Iterator[Finding]:
+        """An epsilon that is zero, where no second moment has been seen to be zero so far."""
+        if not events:
+            return
+        first = events[0]
+        listed = cast("list[str]", first.details.get("parameters", []))
+        spots = [Spot(name=f"{name}:exp_avg_sq", since_step=first.step, value=0.0) for name in listed]
+        evidence = {
+            "format": "fp16", "epsilon": float(cast("float", first.details.get("epsilon", 0.0))),
+            "epsilon_is_zero": "yes", "parameters": len(listed),
+        }  # fmt: skip
+        yield self.finding(
+            "alarm", spots, evidence, until_step=max(view.last_step, first.step), collection="optimizer",
+            meaning="Adam divides by zero where the square of a gradient is zero in FP16, and makes Inf or NaN.",
+        )  # fmt: skip
+
+    def _shares(self, cells: Cells) -> Floats:
+        """Of second moments: of the values whose first moment is not zero, those whose second is; NaN elsewhere."""
+        zeros, count = cells.total_of("zeros"), cells.total_of("count")
+        place = {name: i for i, name in enumerate(cells.names)}
+        result = np.full(cells.shape, np.nan)
+        for i, name in enumerate(cells.names):
+            parameter, _, state = name.rpartition(":")
+            first = place.get(f"{parameter}:{_SECOND.get(state, '')}")
+            if first is not None:
+                with np.errstate(all="ignore"):
+                    lost = np.maximum(zeros[i] - zeros[first], 0) / (count[i] - zeros[first])
+                result[i] = np.where(count[i] > zeros[first], lost, 0.0)
+        return np.where(cells.recorded, result, np.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonDominates(Rule):
+    """Second moments whose root is below epsilon: the update is no longer adaptive."""
+
+    id = "epsilon-dominates"
+    says = "most roots of Adam's second moments are below its epsilon"
+    meaning = "Adam divides by epsilon instead of by the gradients' size: it has become plain momentum at another rate."
+    advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: look for a loss that is divided too often."
+    figure = "spectrogram"
+
+    share: float = threshold(0.5, "of a module's nonzero second moments")
+    epsilon: float = threshold(1e-8, "T8: the default of Adam; set it to yours")
+    samples: float = threshold(5, "second moments need some steps to fill")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the optimizer's state."""
+        cells = view.cells("optimizer")
+        if cells is None:
+            return
+        second = np.array([name.rpartition(":")[2] in _SECOND for name in cells.names])
+        populations = Populations(cells=cells)
+        points = populations.points(ordinal(self.epsilon**2), 0)
+        below = populations.below(points, inclusive=False).estimate
+        modules, mine = Modules.of(cells), second[:, None]
+        nonzero = modules.total(np.where(mine, cells.total(cells.nonzero), np.nan))
+        small = modules.total(np.where(mine, cells.total(below), np.nan))
+        with np.errstate(all="ignore"):
+            shares = np.where(nonzero > 0, small / nonzero, np.nan)
+        found = spells(shares > self.share, ~np.isnan(shares), self.samples)
+        if found:
+            spots = worst(cells, found, shares, modules.main_layers(cells, among=second))
+            evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": self.epsilon}
+            until = last_of(cells, found)
+            yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
+
+
+def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:
+    """Of each parameter and step, whether a weight that stays where it was is no loss."""
+    kept = _kept_in_state(view)
+    told = np.zeros(cells.shape, dtype=bool)
+    for event in sorted((e for e in view.events if e.kind == "update"), key=lambda e: e.step):
+        listed = event.details.get("parameters")
+        named = set(cast("list[str]", listed)) if isinstance(listed, list) else set[str]()
+        here = np.array([name in named for name in cells.names], dtype=bool)
+        told[np.ix_(here, cells.steps >= event.step)] = event.details.get("update") in _LOSSLESS
+    for names, first, last in with_rate_of_zero(view):  # nothing was to be added
+        here = np.array([name in names for name in cells.names], dtype=bool)
+        told[np.ix_(here, (cells.steps >= first) & (cells.steps <= last))] = True
+    return told | np.array([name in kept for name in cells.names], dtype=bool)[:, None]
+
+
+def _kept_in_state(view: View) -> set[str]:
+    """The parameters whose optimizer state keeps what their format cuts off."""
+    names = view.run.tensors.get("optimizer", ())
+    split = (name.rpartition(":") for name in names)
+    return {parameter for parameter, _, state in split if state.rpartition(".")[2] in _EXACT}

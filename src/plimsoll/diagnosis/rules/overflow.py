@@ -1,0 +1,259 @@
+"""The top of the format: how near values are, when they will be there, and what already saturates."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.trend import Trend, looks, trend
+from plimsoll.diagnosis.view import View, log2
+from plimsoll.formats import FP16, get_element
+
+_SAMPLES = "a single sample proves nothing"
+_FEW = 8  # samples without which there is no trend
+_WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowAhead(Rule):
+    """Values near the largest that their format holds, or on their way there.
+
+    Of activations, weights and optimizer state in FP16 (and other formats of more than 8 bits that reach as little),
+    and of gradients where no loss scale is used: a scaler brings scaled ones to the top on purpose. The format's most
+    negative value itself is taken for a mask.
+    """
+
+    id = "overflow-ahead"
+    says = "values come near the largest one that their format holds"
+    meaning = "A little more, and these values are infinite, and everything after them NaN."
+    advice = "Run these layers in BF16 or FP32, or clamp them: a value held at the maximum harms little (T9)."
+    actions = ("to_bf16", "clamp")
+    figure = "spectrogram"
+
+    binades: float = threshold(1.0, "half of the largest value: one doubling away")
+    within: float = threshold(5.0, "a trend is told of from so many binades below the top on")
+    horizon: float = threshold(0.5, "and if it comes there within so many times the steps so far")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+    samples: float = threshold(2, "one of them may be a single wild batch")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """At most two for each collection: what is near, and what comes nearer."""
+        for collection in ("activations", "weights", "gradients", "activation_gradients", "optimizer"):
+            cells = view.cells(collection)
+            if cells is None or (view.scaled and collection.endswith("gradients")):
+                continue
+            distance = _distance(cells)
+            if np.isnan(distance).all():
+                continue
+            near = spells(distance < self.binades, ~np.isnan(distance), self.samples)
+            if near:
+                spots = worst(cells, near, -distance)
+                evidence = {"binades_left": -spots[0].value, "worst": spots[0].name}
+                yield self.finding("alarm", spots, evidence, until_step=last_of(cells, near), collection=collection)
+            yield from self._coming(cells, distance, {layer for layer, *_ in near})
+
+    def _coming(self, cells: Cells, distance: Floats, near: set[int]) -> Iterator[Finding]:
+        found: list[tuple[Spot, Trend, int]] = []
+        for layer in np.flatnonzero((distance < self.within).any(axis=1)).tolist():
+            if layer not in near:
+                found += self._trend_of(cells, distance[layer], cells.names[layer])
+        if not found:
+            return
+        found.sort(key=lambda each: each[0].value)
+        first = found[0]
+        evidence = {
+            "binades_left": -first[1].end,
+            "steps_to_overflow": first[0].value,
+            "binades_per_1000_steps": 1000 * first[1].slope,
+            "confidence": first[1].confidence,
+            "worst": first[0].name,
+        }
+        until = max(until for *_, until in found)
+        spots = [spot for spot, *_ in found]
+        meaning = "At the present trend these values leave the format within the time that the run has taken so far."
+        if not any(self._comes(cells, distance[cells.names.index(spot.name)]) for spot in spots):
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection=cells.collection, actions=(), advice="Nothing.",
+                meaning="These values rose toward the top of their format and have settled below it.",
+            )  # fmt: skip
+            return
+        yield self.finding("warning", spots, evidence, until_step=until, collection=cells.collection, meaning=meaning)
+
+    def _comes(self, cells: Cells, distance: Floats) -> bool:
+        """Whether values still come nearer in the second half of the record, fast enough to arrive within it again."""
+        known = np.flatnonzero(~np.isnan(distance))
+        half = known[len(known) // 2 :] if len(known) >= 2 * _FEW else known
+        rise = trend(cells.steps[half], -distance[half])
+        if rise is None or rise.confidence < self.confidence or rise.low <= 0:
+            return False
+        return rise.steps_to(0.0) <= float(cells.steps[known[-1]] - cells.steps[known[0]])
+
+    def _trend_of(self, cells: Cells, distance: Floats, name: str) -> list[tuple[Spot, Trend, int]]:
+        known = np.flatnonzero(~np.isnan(distance))
+        spot, last, until = None, None, 0
+        for samples in looks(len(known)):
+            seen = known[:samples]
+            if not distance[seen[-1]] < self.within:
+                continue
+            rise = trend(cells.steps[seen], -distance[seen])
+            if rise is None or rise.confidence < self.confidence or rise.low <= 0:
+                continue
+            elapsed = float(cells.steps[seen[-1]] - cells.steps[seen[0]])
+            if rise.steps_to(0.0) <= self.horizon * elapsed:
+                until = int(cells.steps[seen[-1]])
+                spot = spot or Spot(name=name, since_step=until, value=rise.steps_to(0.0))
+                last = rise
+        return [(spot, last, until)] if spot is not None and last is not None else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationGrowth(Rule):
+    """Activations that grow and grow, as attention values and residual sums of deep transformers do (T9).
+
+    In whatever format they are recorded: a run in BF16 has no overflow to fear from it, but its rounding grows along,
+    and the weights will not serve for inference in FP16.
+    """
+
+    id = "activation-growth"
+    says = "activations (attention, residual sums) grow steadily toward the top of FP16"
+    meaning = "The layer adds up more than it normalises away; at this rate it leaves FP16 within the steps so far."
+    advice = "Watch the layers named; clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
+    actions = ("clamp", "to_bf16")
+    figure = "spectrogram"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+
+    binades: float = threshold(5.0, "a factor of 32 since the first samples")
+    least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones harm nobody")
+    horizon: float = threshold(1, "a warning if it leaves FP16 within so many times the steps so far")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the activations."""
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        sizes = log2(_magnitudes(cells))  # activations carry no scale
+        found: list[tuple[Spot, float, float, int]] = []
+        for layer in np.flatnonzero((sizes > np.log2(self.least)).any(axis=1)).tolist():
+            found += self._growth(cells, sizes[layer], cells.names[layer])
+        on = [each for each in found if each[2] < math.inf]
+        if not found:
+            return
+        shown = sorted(on or found, key=lambda each: -each[1])  # the nearest to the top first
+        spots, top = [spot for spot, *_ in shown], shown[0][1]
+        evidence: dict[str, float | int | str] = {
+            "worst": spots[0].name,
+            "grown_binades": spots[0].value,
+            "absmax": float(2.0**top),
+            "binades_left_in_fp16": float(np.log2(FP16.max) - top),
+        }
+        until = max(until for *_, until in shown)
+        if not on:
+            yield self.finding(
+                "info", spots, evidence, until_step=until, collection="activations", actions=(),
+                meaning="The layer's activations grew while the model learned, and have settled.",
+                advice="Nothing. Before inference in FP16, look at the binades left.",
+            )  # fmt: skip
+            return
+        evidence["steps_to_overflow"] = shown[0][2]
+        beyond = "They are beyond the largest value of FP16 already, and grow on."
+        meaning = beyond if top >= np.log2(FP16.max) else None
+        yield self.finding(
+            "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning
+        )  # fmt: skip
+
+    def _growth(self, cells: Cells, sizes: Floats, name: str) -> list[tuple[Spot, float, float, int]]:
+        """Its spot, its size at the end, the steps until it leaves FP16 (Inf if it settled), and until when it grew."""
+        known = np.flatnonzero(~np.isnan(sizes))
+        since, most, until = None, 0.0, 0
+        for samples in looks(len(known)):
+            seen = known[:samples]
+            first = float(np.median(sizes[seen[: max(samples // 8, 1)]]))
+            now = float(np.median(sizes[seen[-max(samples // 8, 1) :]]))
+            if now - first < self.binades or now < np.log2(self.least):
+                continue
+            rise = trend(cells.steps[seen], sizes[seen])
+            if rise is None or rise.confidence < self.confidence or rise.low <= 0:
+                continue
+            until = int(cells.steps[seen[-1]])
+            since, most = (until if since is None else since), max(most, now - first)
+        if since is None:
+            return []
+        half = known[len(known) // 2 :]
+        late, left = trend(cells.steps[half], sizes[half]), math.inf
+        top = float(np.median(sizes[known[-max(len(known) // 8, 1) :]]))
+        if late is not None and late.confidence >= self.confidence and late.low > 0:
+            elapsed = float(cells.steps[known[-1]] - cells.steps[known[0]])
+            left = max(float(np.log2(FP16.max)) - top, 0.0) / late.slope
+            left = left if left <= self.horizon * elapsed and top >= np.log2(self.least) else math.inf
+        until = int(cells.steps[known[-1]]) if left < math.inf else until
+        return [(Spot(name=name, since_step=since, value=most), top, left, until)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaturatedFP8(Rule):
+    """Tensors in 8 bits or fewer that press against the top of their format."""
+
+    id = "saturated-fp8"
+    says = "much of an 8-bit tensor lies in the format's top binade, its largest value reached"
+    meaning = "The tensor's scale is too high: its large values are all the same one."
+    advice = "Lower the tensor's scale, refresh it more often, or give the tensor E5M2 or 16 bits."
+    actions = ("lower_scale", "to_bf16")
+    figure = "code_usage"
+
+    share: float = threshold(
+        0.25, "normal values scaled to their absmax have 2 % there, evenly spread ones of E4M3 43 %"
+    )
+    grave: float = threshold(0.5, "half of all values")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        for collection in view.run.tensors:
+            cells = view.cells(collection)
+            known = [get_element(name, "diagnose") for name in cells.formats] if cells is not None else []
+            if cells is None or not any(fmt.bits <= 8 for fmt in known):
+                continue
+            shares = self._shares(cells)
+            found = spells(shares > self.share, ~np.isnan(shares), self.samples)
+            if found:
+                spots = worst(cells, found, shares)
+                severity = "alarm" if spots[0].value > self.grave else "warning"
+                evidence = {"worst": spots[0].name, "in_top_binade": spots[0].value}
+                yield self.finding(severity, spots, evidence, until_step=last_of(cells, found), collection=collection)
+
+    def _shares(self, cells: Cells) -> Floats:
+        known = [get_element(name, "diagnose") for name in cells.formats]
+        top = np.array([fmt.max_exponent for fmt in known])[cells.format]
+        largest = np.array([fmt.max for fmt in known])[cells.format]
+        narrow = np.array([fmt.bits <= 8 for fmt in known])[cells.format]
+        place = np.clip(top - cells.lowest, 0, cells.length)
+        under = cells.running[cells.start[:-1] + place] - cells.running[cells.start[:-1]]
+        reached = narrow & (cells.column("absmax") >= largest) & (cells.nonzero > 0)
+        counts = np.where(reached, cells.nonzero - under, 0)
+        with np.errstate(all="ignore"):
+            shares = cells.total(counts) / cells.total(cells.nonzero)
+        return np.where(cells.total(narrow.astype(np.int64)) > 0, shares, np.nan)
+
+
+def _magnitudes(cells: Cells) -> Floats:
+    """The largest magnitude of each cell as stored, a format's most negative value (a mask) left out."""
+    lowest = np.array([-get_element(name, "diagnose").max for name in cells.formats])[cells.format]
+    low, high = cells.column("min"), cells.column("max")
+    masked = low <= lowest
+    return cells.highest(np.fmax(np.abs(high), np.where(masked, 0.0, np.abs(low))))
+
+
+def _distance(cells: Cells) -> Floats:
+    """Binades from each cell's largest magnitude to the top of its format; NaN where the format reaches far."""
+    known = [get_element(name, "diagnose") for name in cells.formats]
+    narrow = np.array([fmt.max < _WIDE and fmt.bits > 8 for fmt in known])[cells.format]
+    if not narrow.any():
+        return np.full(cells.shape, np.nan)
+    top = cells.highest(np.where(narrow, np.array([fmt.max for fmt in known])[cells.format], np.nan))
+    return log2(top) - log2(_magnitudes(cells))

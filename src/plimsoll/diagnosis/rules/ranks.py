@@ -1,0 +1,132 @@
+"""One rank of several that is given other data or labels than the others."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Rule, stretches, threshold
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.runs.reading import by_rank
+from plimsoll.runs.reading.by_rank import ByRank
+
+_BLOCK = 5  # steps whose mean loss is judged as one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Apart:
+    """A rank that is away from the others: since when, until when, its value there, and the others'."""
+
+    name: str
+    rank: int
+    since: int
+    until: int
+    own: float
+    others: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDiffers(Rule):
+    """A data-parallel rank whose loss, or whose activations, stay outside those of all other ranks.
+
+    The noise is measured: a rank must be further from the nearest other rank than the others are from each other, at
+    every block of steps (or sample) of a long row. Of two ranks nobody can say which one is wrong, so none is named.
+    """
+
+    id = "rank-differs"
+    says = "the loss or the activations of one rank stay away from those of all other ranks"
+    meaning = "This rank is given other data or labels than the others, and its gradients pull all weights there."
+    advice = "Compare one batch of this rank with one of another: its files, its labels, its normalisation, its shard."
+    figure = "loss_and_scale"
+
+    blocks: float = threshold(12, "blocks of five steps on end: by chance the same of three ranks once in 10^5 runs")
+    margin: float = threshold(0.5, "times the others' loss")
+    level: float = threshold(0.1, "times the first loss: small losses differ by large factors")
+    samples: float = threshold(10, "samples of activations on end: by chance once in 10^4 layers")
+    binades: float = threshold(1, "a factor of two between the sizes of activations")
+    spread: float = threshold(2, "times the distance between the lowest and the highest of the other ranks")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each rank's loss, one for each rank's activations."""
+        parts = by_rank.parts_of(view.run)
+        if not parts:
+            return
+        for found in self._losses(_until(by_rank.losses(view.run, parts), view.until)):
+            yield self._finding(found, "loss", len(set(parts.values())), ())
+        layers: dict[int, list[_Apart]] = {}
+        for sizes in by_rank.activation_sizes(view.run, parts):
+            for found in self._sizes(_until(sizes, view.until)):
+                layers.setdefault(found.rank, []).append(found)
+        for some in layers.values():
+            first = min(some, key=lambda found: found.since)  # of several the first layer, which the others follow
+            yield self._finding(first, "activations", len(set(parts.values())), some)
+
+    def _losses(self, losses: ByRank) -> Iterator[_Apart]:
+        blocks = len(losses.steps) // _BLOCK
+        if len(losses.ranks) < 2 or not blocks:
+            return
+        means = losses.values[:, : blocks * _BLOCK].reshape(len(losses.ranks), blocks, _BLOCK).mean(axis=2)
+        first = float(np.median(np.abs(means[:, 0])))
+        ends = losses.steps[_BLOCK - 1 : blocks * _BLOCK : _BLOCK]
+
+        def least(others: Floats) -> Floats:
+            return np.maximum(self.margin * np.abs(np.median(others, axis=0)), self.level * first)
+
+        starts = losses.steps[: blocks * _BLOCK : _BLOCK]
+        for rank, a, b, own, others in self._apart(means, least, self.blocks):
+            yield _Apart(
+                name="loss", rank=losses.ranks[rank], since=int(starts[a]), until=int(ends[b]), own=own, others=others
+            )
+
+    def _sizes(self, sizes: ByRank) -> Iterator[_Apart]:
+        if len(sizes.ranks) < 2 or not len(sizes.steps):
+            return
+        with np.errstate(all="ignore"):
+            logs = np.log2(sizes.values)
+        logs = np.where(np.isfinite(logs), logs, np.nan)
+        steps = sizes.steps
+        for rank, a, b, own, others in self._apart(logs, lambda _: np.full(len(steps), self.binades), self.samples):
+            yield _Apart(
+                name=sizes.name, rank=sizes.ranks[rank], since=int(steps[a]), until=int(steps[b]),
+                own=2.0**own, others=2.0**others,
+            )  # fmt: skip
+
+    def _apart(
+        self, values: Floats, least: Callable[[Floats], Floats], lasting: float
+    ) -> Iterator[tuple[int, int, int, float, float]]:
+        """Ranks that are apart: number, first and last place, their median and that of the others."""
+        ranks = len(values) if len(values) > 2 else 1  # of two, each is away from the other
+        for rank in range(ranks):
+            others = np.delete(values, rank, axis=0)
+            lowest, highest = others.min(axis=0), others.max(axis=0)
+            away = np.maximum(least(others), self.spread * (highest - lowest))
+            for holds in (values[rank] - highest > away, lowest - values[rank] > away):
+                for a, b in stretches(holds, lasting)[:1]:
+                    there = slice(a, b + 1)
+                    yield rank, a, b, float(np.median(values[rank, there])), float(np.median(others[:, there]))
+
+    def _finding(self, found: _Apart, what: str, ranks: int, layers: Sequence[_Apart]) -> Finding:
+        spots = [Spot(name=each.name, since_step=each.since, value=each.own / each.others) for each in layers]
+        named = ranks > 2
+        whose = f"the {what} of rank {found.rank}" if named else f"the {what} of one rank"
+        where = f" in {found.name}" if layers else ""
+        compared = f"{found.own:.3g}{where}, and {found.others:.3g} on the other{'s' if named else ''}"
+        evidence: dict[str, float | int | str] = {"of": what, "ranks": ranks}
+        evidence |= {"rank": found.rank} if named else {}
+        evidence |= {"its": found.own, "others": found.others}
+        size = "The size of " if layers else ""
+        text = f"{size}{whose} is {compared}: it has other data or labels."
+        return self.finding(
+            "warning", spots, evidence,
+            since_step=found.since,
+            until_step=max([found.until, *(each.until for each in layers)]),
+            collection="activations" if layers else None,
+            meaning=text[0].upper() + text[1:],
+        )  # fmt: skip
+
+
+def _until(found: ByRank, until: int | None) -> ByRank:
+    there = slice(None) if until is None else found.steps <= until
+    return ByRank(name=found.name, ranks=found.ranks, steps=found.steps[there], values=found.values[:, there])

@@ -1,0 +1,206 @@
+"""Underflow: how much narrow formats flush to zero, and whether that grows.
+
+Both rules speak of what happened, in tensors that narrow formats held (`_narrow` says how it is told from structural
+zeros). What another format would do is `whatif`'s to say.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.usable_scales import Scales
+from plimsoll.diagnosis.finding import Finding, Severity, Spot
+from plimsoll.diagnosis.remedies import by_scales
+from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.tables.trend import Trend, looks, trend
+from plimsoll.diagnosis.view import View
+
+_SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
+_HARMLESS = (
+    "Gradients of activations are flushed to zero, but hardly any of the weights' gradients that are summed of them."
+)
+_SAMPLES = "a single sample proves nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderflowHigh(Rule):
+    """Much of a layer, or many layers, flushed to zero.
+
+    Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
+    these may be lost without harm (Micikevicius et al. 2018: in an SSD values below 2^-27 do not matter).
+    """
+
+    id = "underflow-high"
+    says = "much of a layer's values, or of many layers, are flushed to zero by a narrow format"
+    meaning = "Values too small for the format became zero, so their contribution to the update is lost."
+    advice = (
+        "Raise the loss scale; if that overflows, scale layers apart (LayerScaler), or use BF16. "
+        "A shadow step (shadow_every) confirms which zeros are lost values."
+    )
+    actions = ("raise_scale", "layer_scale", "to_bf16")
+    figure = "underflow_heatmap"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+
+    values: float = threshold(0.05, "T6: above 5 % and rising, change the format")
+    layers: float = threshold(0.05, "T5: 5 to 20 % of layers underflow in a failing run, under 1 % in a sound one")
+    grave: float = threshold(0.25, "a quarter of one layer lost is an alarm by itself")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each collection."""
+        alone = view.cells("gradients") is None
+        kept = False  # whether the parameters' gradients were recorded and lose next to nothing
+        yield from self._flushed_from_the_output_on(view)
+        for collection in ("gradients", "activation_gradients", "activations"):
+            narrow = view.narrow(collection)
+            if narrow is None or not narrow.censors.any():
+                continue
+            cells = narrow.cells
+            if collection == "gradients":
+                modules = Modules.of(cells)
+                fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
+                kept = not spells(fractions > _SOUND, ~np.isnan(fractions), self.samples)
+                yield from self._judged(cells, fractions, modules.main_layers(cells), collection, True)
+            else:
+                backward = collection == "activation_gradients"
+                fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
+                for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
+                    yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
+
+    def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
+        """Parameter gradients that are zero because an emulated format flushed those of all activations to zero."""
+        outputs, narrow = view.cells("activation_gradients"), view.narrow("gradients")
+        if outputs is None or narrow is None:
+            return
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        silent = (modules.total(cells.total(cells.nonzero)) == 0).astype(np.float64)
+        for steps, formats in view.emulations:
+            fmt = formats.get(outputs.collection)
+            emulated = _within(outputs.steps, steps)[outputs.at]
+            if fmt is None or not emulated.any() or outputs.nonzero[emulated].any():
+                continue
+            judged = _within(cells.steps, steps) & ~view.solved(cells.steps)
+            yield from self._judged(
+                cells, np.where(judged, silent, np.nan), modules.main_layers(cells), cells.collection, True, fmt
+            )
+
+    def _judged(
+        self,
+        cells: Cells,
+        fractions: Floats,
+        names: Sequence[str],
+        collection: str,
+        alarms: bool,
+        fmt: str | None = None,
+    ) -> Iterator[Finding]:
+        found = spells(fractions > self.values, ~np.isnan(fractions), self.samples)
+        if not found:
+            return
+        spots = worst(cells, found, fractions, names)
+        many = len(found) > self.layers * len(names)
+        grave = alarms and (many or spots[0].value > self.grave)
+        evidence = {
+            "layers": len(spots),
+            "of_layers": len(names),
+            "worst": spots[0].name,
+            "worst_lost": spots[0].value,
+            "format": fmt or _format_of(cells, spots[0].name),
+        }
+        yield self.finding(
+            "alarm" if grave else "warning", spots, evidence, until_step=last_of(cells, found), collection=collection
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderflowRising(Rule):
+    """The early rule: underflow that grows will not stop by itself.
+
+    The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
+    Mann-Kendall test. The outlook: below 1 %, stay; rising from 1 to 5 %, watch; rising above 5 %, change: raise the
+    scale if one serves all layers, else scale layers apart if one serves each, else BF16.
+    """
+
+    id = "underflow-rising"
+    says = "the part of gradients that is flushed to zero grows"
+    meaning = "Gradients shrink below what the format holds, more at every look: the run is on its way to stall."
+    advice = "Keep watching: look again after as many steps as so far."
+    actions = ("raise_scale", "layer_scale", "to_bf16")
+    figure = "underflow_over_time"
+    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+
+    watch: float = threshold(0.01, "T6: below 1 % and flat, stay")
+    change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
+    confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of the gradients of parameters."""
+        narrow = view.narrow("gradients")
+        if narrow is None or not narrow.censors.any():
+            return
+        cells, modules = narrow.cells, Modules.of(narrow.cells)
+        fractions = np.where(view.solved(cells.steps), np.nan, modules.underflow(narrow))
+        names = modules.main_layers(cells)
+        rising = [
+            (i, *self._rise(cells, fractions[i]))
+            for i in range(len(names))
+            if np.fmax.reduce(fractions[i], initial=-np.inf) > self.watch  # of a module that has nothing finite, no
+        ]
+        risen = [(i, found, since, until) for i, found, since, until in rising if found is not None]
+        if not risen:
+            return
+        risen.sort(key=lambda each: -each[1].end)
+        spots = [Spot(name=names[i], since_step=since, value=t.end) for i, t, since, _ in risen]
+        worst_trend = risen[0][1]
+        severity: Severity = "alarm" if worst_trend.end > self.change else "warning"
+        result = self.finding(
+            severity,
+            spots,
+            {
+                "from": worst_trend.start,
+                "to": worst_trend.end,
+                "per_1000_steps": 1000 * worst_trend.slope,
+                "confidence": worst_trend.confidence,
+                "layers": len(spots),
+                "outlook": "watch",
+            },
+            until_step=max(until for *_, until in risen),
+            collection="gradients",
+        )
+        yield self._with_outlook(result, view) if severity == "alarm" else result
+
+    def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
+        """The last trend that rises significantly to above `watch`; when that was first seen, and last."""
+        known = np.flatnonzero(~np.isnan(fractions))
+        last, since, until = None, 0, 0
+        for samples in looks(len(known)):
+            seen = known[:samples]
+            if not fractions[seen[-samples // 4 :]].max() > self.watch:
+                continue
+            found = trend(cells.steps[seen], fractions[seen])
+            if found is None or found.confidence < self.confidence or found.low <= 0 or found.end <= self.watch:
+                continue
+            if found.end - found.start < self.watch:
+                continue
+            until = int(cells.steps[seen[-1]])
+            since = until if last is None else since
+            last = found if last is None or found.end > last.end else last
+        return last, since, until
+
+    def _with_outlook(self, found: Finding, view: View) -> Finding:
+        outlook, remedy, actions = by_scales(Scales.of(view, until=found.until_step))
+        evidence = {**found.evidence, "outlook": outlook}
+        return replace(found, evidence=evidence, advice=str(remedy), actions=actions)
+
+
+def _within(steps: Ints, wanted: range) -> NDArray[np.bool_]:
+    return (steps >= wanted.start) & (steps < wanted.stop)
+
+
+def _format_of(cells: Cells, name: str) -> str:
+    layer = cells.names.index(name)
+    return cells.formats[int(cells.format[np.flatnonzero(cells.layer == layer)[-1]])]

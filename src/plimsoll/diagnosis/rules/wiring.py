@@ -1,0 +1,376 @@
+"""How a training is wired: what no optimizer trains, what no gradient reaches, and gradients that are treated wrongly.
+
+These rules read the facts of `plimsoll.watch.sampling.wiring`, events of kind "wiring". Where a recorded number can confirm or
+refute a fact, it decides.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from plimsoll.diagnosis.finding import Finding, Spot
+from plimsoll.diagnosis.rules.base import Rule, threshold
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
+
+_NEVER = float("nan")  # a spot without a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class UntrainedParameters(Rule):
+    """Parameters that require gradients and are trained by nothing.
+
+    Those that get gradients and are in no optimizer are a warning. Of those that never get a gradient, the ones whose
+    module comes first in the model are a warning: something cuts the model off from the loss. Others are information,
+    since a head or an expert that this training does not use has none either.
+    """
+
+    id = "untrained-parameters"
+    says = "parameters that require gradients are in no optimizer, or never get a gradient"
+    meaning = "These parameters stay as they were initialised."
+    advice = "Give them to an optimizer, or set requires_grad to False."
+    figure = "loss_and_scale"
+
+    parameters: float = threshold(1, "the facts are exact")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for those that are in no optimizer, one for those without a gradient."""
+        event = _first(view, "in no optimizer")
+        if event is not None:
+            joined = _names_of(view, "joined")
+            names = [name for name in _listed(event, "parameters") if name not in joined]
+            if len(names) >= self.parameters:
+                yield self._finding(view, "warning", names, event, cause="in no optimizer")
+        event = _first(view, "without gradient")
+        if event is None or _first(view, "no gradients") is not None:
+            return
+        came = _names_of(view, "gradient came")
+        names = [name for name in _listed(event, "parameters") if name not in came]
+        if len(names) < self.parameters:
+            return
+        ran, cut = _cut_off(view, names)
+        if cut:
+            yield self._finding(
+                view, "warning", cut, event, cause="no gradient",
+                meaning="No gradient reaches the beginning of the model, which computes and is not trained.",
+                advice="Look between these modules and the loss for detach(), no_grad(), .item() or .data, or for "
+                "values turned into integers.",
+            )  # fmt: skip
+        for some, meaning in (
+            (
+                [n for n in names if n in ran and n not in cut],
+                "These parameters compute, and no gradient reaches them.",
+            ),
+            ([n for n in names if n not in ran], "These parameters take no part in the training."),
+        ):
+            if some:
+                yield self._finding(
+                    view, "info", some, event, cause="no gradient", meaning=meaning,
+                    advice="Nothing, if this training does not use them. Leave them out of the optimizer, or look for "
+                    "a detach() behind them.",
+                )  # fmt: skip
+
+    def _finding(self, view: View, severity: Any, names: Sequence[str], event: Event, **more: Any) -> Finding:
+        cause = more.pop("cause")
+        evidence: dict[str, float | int | str] = {"parameters": len(names), "cause": cause}
+        evidence["optimizers"] = str(event.details.get("optimizers", ""))
+        spots = [Spot(name=name, since_step=event.step, value=_NEVER) for name in names]
+        return self.finding(severity, spots, evidence, until_step=max(view.last_step, event.step), **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerIdle(Rule):
+    """An optimizer that does not step, or whose steps move nothing because of its rate, its gradients or its weights.
+
+    A rate of 0 at the end of a schedule, or at the first step of a warm-up, lasts for fewer steps and is none.
+    """
+
+    id = "optimizer-idle"
+    says = "an optimizer never steps, steps without gradients, or has a rate of 0, NaN or Inf"
+    meaning = "The weights do not change."
+    advice = "Call optimizer.step() after each backward."
+    actions = ("stop",)
+    figure = "loss_and_scale"
+
+    steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each way in which an optimizer is idle."""
+        foreign = _first(view, "foreign optimizer")
+        if foreign is not None and weights_stay(view) is not False:
+            yield self._finding(
+                view, "alarm", foreign, "its parameters are not the model's",
+                "Make the optimizer from model.parameters() after the model was moved, copied or wrapped.",
+            )  # fmt: skip
+        never = _first(view, "never stepped")
+        if never is not None and foreign is None:
+            yield from self._never(view, never)
+        empty = _first(view, "no gradients")
+        if empty is not None:
+            yield self._finding(
+                view, "alarm" if weights_stay(view) else "warning", empty, "its parameters have no gradients",
+                "Call zero_grad() before the backward and not between it and the step, and look whether the loss "
+                "depends on the parameters.",
+            )  # fmt: skip
+        yield from self._rates(view)
+
+    def _never(self, view: View, event: Event) -> Iterator[Finding]:
+        stay = weights_stay(view)
+        if event.details.get("nonfinite"):
+            yield self._finding(
+                view, "alarm", event, "it has never stepped, and its gradients hold NaN or Inf",
+                "If the loss is multiplied by a factor (a loss scale by hand), lower it by powers of two until the "
+                "gradients are finite, or use a DynamicScaler. Else plimsoll.locate finds the operation.",
+                meaning="A script that leaves out steps whose gradients are not finite leaves out all of them.",
+            )  # fmt: skip
+        elif event.details.get("others"):
+            advice = "Call its step(), or leave it out of the watch."
+            yield self._finding(view, "warning", event, "it has never stepped", advice)
+        elif stay or (stay is None and view.last_step < 0):
+            yield self._finding(view, "alarm", event, "it has never stepped", self.advice)
+
+    def _rates(self, view: View) -> Iterator[Finding]:
+        for event, until in group_states(view):
+            groups = _groups(event)
+            wild = [group for group in groups if group.get("rate") in ("nan", "inf")]
+            still = [group for group in groups if group.get("rate") == "zero"]
+            if wild:
+                rate = "NaN" if wild[0]["rate"] == "nan" else "Inf"
+                yield self._finding(
+                    view, "alarm", event, f"its learning rate is {rate}",
+                    "Look at the schedule: a division by zero steps or epochs is usual.", until, wild,
+                    meaning="Every weight that is stepped with such a rate becomes NaN or Inf.",
+                )  # fmt: skip
+            elif still and until - event.step + 1 >= self.steps:
+                whole = len(still) == event.details.get("of")
+                yield self._finding(
+                    view, ("alarm" if event.step == 0 else "warning") if whole else "info", event,
+                    "its learning rate is 0", "Set a rate, or look at the schedule: it may have run out of steps.",
+                    until, still,
+                )  # fmt: skip
+
+    def _finding(
+        self, view: View, severity: Any, event: Event, cause: str, advice: str, until: int | None = None,
+        groups: Sequence[dict[str, Any]] = (), meaning: str | None = None,
+    ) -> Finding:  # fmt: skip
+        evidence = {"optimizer": str(event.details.get("optimizer", "")), "cause": cause}
+        names = [name for group in groups for name in group.get("parameters", ())]
+        spots = [Spot(name=name, since_step=event.step, value=0.0) for name in names]
+        last = max(view.last_step, event.step) if until is None else until
+        return self.finding(
+            severity, spots, evidence, since_step=event.step, until_step=last, advice=advice, meaning=meaning,
+            actions=self.actions if severity == "alarm" else (),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsMishandled(Rule):
+    """Gradients that are never set to zero, never unscaled, or clipped while they carry the loss scale.
+
+    The first two are facts. Gradients that were clipped while scaled, and unscaled afterwards, have a norm (or a
+    largest value) that times the loss scale is the same round number at every step.
+    """
+
+    id = "gradients-mishandled"
+    says = "gradients are never set to zero, never unscaled, or clipped while they carry the loss scale"
+    meaning = "The optimizer is given other gradients than those of the step's loss."
+    advice = "Set gradients to zero once a step; unscale them before they are clipped or stepped on."
+    figure = "loss_and_scale"
+
+    samples: float = threshold(5, "five equal norms are no chance")
+    tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One for each."""
+        carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
+        if carried is not None:
+            yield self._finding(
+                view, "warning", carried.step, "never set to zero", str(carried.details.get("optimizer", "")),
+                meaning="Gradients are added to those of all steps before: the optimizer follows their sum.",
+                advice="Call optimizer.zero_grad() once a step, before the backward.",
+            )  # fmt: skip
+        if scaled is not None:
+            yield self._finding(
+                view, "alarm", scaled.step, "never unscaled", str(scaled.details.get("optimizer", "")),
+                meaning="The optimizer is given gradients times the loss scale.",
+                advice="Call scaler.step(optimizer) in place of optimizer.step().",
+            )  # fmt: skip
+        found = self._clipped(view)
+        if found is not None:
+            since, what, bound = found
+            yield self._finding(
+                view, "warning", since, f"clipped to {bound:.3g} while scaled", what,
+                meaning="Gradients are clipped while they carry the loss scale: what is left of them is far too small.",
+                advice="Call scaler.unscale_(optimizer) before clipping.",
+            )  # fmt: skip
+
+    def _finding(self, view: View, severity: Any, since: int, cause: str, whose: str, **more: Any) -> Finding:
+        evidence = {"cause": cause, "of": whose}
+        until = max(view.last_step, since)
+        return self.finding(severity, (), evidence, since_step=since, until_step=until, **more)
+
+    def _clipped(self, view: View) -> tuple[int, str, float] | None:
+        """Since when, what of the gradients, and the bound that they were clipped to."""
+        cells = view.cells("gradients")
+        if cells is None or not view.scaled:
+            return None
+        whole = cells.recorded.all(axis=0) & (np.nansum(cells.nonfinite, axis=0) == 0)
+        steps = cells.steps[whole]
+        if len(steps) < self.samples:
+            return None
+        scales = view.scale_at(steps)
+        norms = np.sqrt(np.nansum(cells.norm[:, whole] ** 2, axis=0))
+        largest = np.nan_to_num(cells.true_absmax[:, whole]).max(axis=0)
+        first = slice(0, int(self.samples))  # judged once, for good
+        for what, values in (("norm", norms), ("largest value", largest)):
+            bound = self._round_constant((values * scales)[first])
+            if bound is not None and self._round_constant(values[first]) is None:
+                return int(steps[first][-1]), what, bound
+        return None
+
+    def _round_constant(self, values: Floats) -> float | None:
+        """The number of at most two digits that all values are, within the tolerance."""
+        bound = float(f"{float(np.median(values)):.1e}")
+        near = bound > 0 and bool((np.abs(values / bound - 1) <= self.tolerance).all())
+        return bound if near else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayLost(Rule):
+    """Weight decay of 16-bit weights that rounding undoes at every step.
+
+    Decoupled decay multiplies a weight by 1 - rate x decay. Where that is nearer to 1 than half the distance of
+    neighbouring values, every weight is rounded back to what it was.
+    """
+
+    id = "decay-lost"
+    says = "weight decay is smaller than the rounding of the 16-bit weights, and does nothing"
+    meaning = "Rounding undoes the weight decay at every step, however many there are."
+    advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
+    figure = "loss_and_scale"
+
+    share: float = threshold(0.01, "of each weight, added up over the steps; less matters to nobody")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of all groups."""
+        lost, since, until, names = 0.0, -1, -1, dict[str, None]()
+        for event, last in group_states(view):
+            groups = [group for group in _groups(event) if float(group.get("decay") or 0.0) > 0]
+            if groups:
+                lost += (last - event.step + 1) * max(float(group["decay"]) for group in groups)
+                since, until = event.step if since < 0 else since, last
+                names |= dict.fromkeys(name for group in groups for name in group.get("parameters", ()))
+        if since < 0 or lost < self.share:
+            return
+        evidence = {"lost_of_each_weight": min(lost, 1.0), "parameters": len(names)}
+        spots = [Spot(name=name, since_step=since, value=min(lost, 1.0)) for name in names]
+        yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageStuck(Rule):
+    """A moving average of the weights, kept in 16 bits, whose steps are smaller than its rounding.
+
+    The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have moved.
+    One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
+    """
+
+    id = "average-stuck"
+    says = "a moving average of the weights, kept in a 16-bit format, moves by less than its rounding"
+    meaning = "The average follows the weights by less than half a unit in its last place: it stays where it was."
+    advice = "Keep the average in FP32, and cast a copy of it where 16 bits are needed."
+    figure = "loss_and_scale"
+
+    copies: float = threshold(1, "the facts are exact")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of all averages."""
+        moving = _names_of(view, "average moves")
+        events = _all(view, "average stuck")
+        since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
+        if not since or len(since) < self.copies:
+            return
+        evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
+        spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
+        yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
+
+
+def weights_stay(view: View) -> bool | None:
+    """Return whether every recorded weight is the same at all samples; None with fewer than two samples."""
+    cells = view.cells("weights")
+    if cells is None or len(cells.steps) < 2:
+        return None
+    for column in ("sumsq", "abssum", "sum"):
+        values = cells.total_of(column)
+        if not bool((np.nanmax(values, axis=1) == np.nanmin(values, axis=1)).all()):
+            return False
+    return True
+
+
+def group_states(view: View) -> list[tuple[Event, int]]:
+    """Return what was said of parameter groups, each with the last step that it holds at."""
+    told = _all(view, "groups")
+    found: list[tuple[Event, int]] = []
+    for place, event in enumerate(told):
+        later = [e.step for e in told[place + 1 :] if e.details.get("optimizer") == event.details.get("optimizer")]
+        found.append((event, later[0] - 1 if later else max(view.last_step, event.step)))
+    return found
+
+
+def with_rate_of_zero(view: View) -> list[tuple[set[str], int, int]]:
+    """Return the parameters whose rate is 0, with the first and the last step of it."""
+    return [
+        (
+            {name for group in _groups(event) if group.get("rate") == "zero" for name in group["parameters"]},
+            event.step,
+            last,
+        )
+        for event, last in group_states(view)
+    ]
+
+
+def with_epsilon_of_zero(view: View) -> list[Event]:
+    """Return what was said of optimizers whose epsilon is zero in the format of their second moments."""
+    return _all(view, "epsilon lost")
+
+
+def _all(view: View, fact: str) -> list[Event]:
+    found = [e for e in view.events if e.kind == "wiring" and e.details.get("fact") == fact]
+    return sorted(found, key=lambda event: event.step)
+
+
+def _first(view: View, fact: str) -> Event | None:
+    return next(iter(_all(view, fact)), None)
+
+
+def _listed(event: Event, key: str) -> list[str]:
+    listed = event.details.get(key)
+    return [str(each) for each in cast("list[object]", listed)] if isinstance(listed, list) else []
+
+
+def _names_of(view: View, fact: str) -> set[str]:
+    return {name for event in _all(view, fact) for name in _listed(event, "parameters")}
+
+
+def _groups(event: Event) -> list[dict[str, Any]]:
+    listed = event.details.get("groups")
+    return cast("list[dict[str, Any]]", listed) if isinstance(listed, list) else []
+
+
+def _cut_off(view: View, names: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Of parameters without gradient, those whose module has run, and those before all that have one."""
+    root = str(view.run.manifest.get("root", ""))
+    outputs = view.run.tensors.get("activations", ())
+    order = {name.rpartition(":")[0]: place for place, name in reversed(list(enumerate(outputs))) if ":output" in name}
+
+    def place(name: str) -> int | None:
+        return order.get(name.rpartition(".")[0] or root)
+
+    ran = {name for name in names if place(name) is not None}
+    places = [at for name in view.run.tensors.get("gradients", ()) if (at := place(name)) is not None]
+    if not places:
+        return ran, []
+    return ran, [name for name in names if name in ran and cast("int", place(name)) < min(places)]

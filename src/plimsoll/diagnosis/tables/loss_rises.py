@@ -1,0 +1,130 @@
+"""Rises of a loss: where it leaves its usual level, for how long, and how high.
+
+The usual level is the median of the losses before. Its noise reaches as far as the largest of three estimates says: the
+median absolute deviation, the distance of the upper tenth, and the same as a ratio, since losses that fall by orders of
+magnitude wobble by factors. So one-sided tails count as noise where they were there before.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.tables.trend import trend
+
+_PIECE = 1 << 14  # losses whose windows are sorted at a time
+_FIRST = 5  # losses that say where a run began
+_TAIL = 3.0  # noise reaches so many times as far above the median as its upper tenth begins
+_SURE = 0.99  # Mann-Kendall test, two-sided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """A stretch of losses above the level of before: places of its first, its last and its highest loss.
+
+    `usual` and `level`: the median of before, and where its noise ends. `height`: the median of the rise; over its last
+    steps if it is `open`, which means that the record ends in it. `lasts`: it is longer than single batches explain.
+    """
+
+    first: int
+    last: int
+    peak: int
+    usual: float
+    level: float
+    height: float
+    lasts: bool
+    open: bool
+
+    @property
+    def length(self) -> int:
+        """How many losses there are from its first to its last."""
+        return self.last - self.first + 1
+
+
+def beginning(loss: Floats) -> float:
+    """The level that a run begins at: its first loss, or the median of the first five if that is lower."""
+    return float(min(loss[0], np.median(loss[:_FIRST])))
+
+
+def levels(loss: Floats, *, window: int, least: int, deviations: float, rise: float) -> tuple[Floats, Floats]:
+    """At each loss the median of those before it, and where their noise ends; NaN for the first `least`."""
+    usual, level = np.full(len(loss), np.nan), np.full(len(loss), np.nan)
+    if len(loss) <= least:
+        return usual, level
+    padded = np.concatenate([np.full(window - least, np.nan), loss[:-1]])
+    windows = sliding_window_view(padded, window)
+    for start in range(0, len(windows), _PIECE):
+        piece = windows[start : start + _PIECE]
+        here = slice(least + start, least + start + len(piece))
+        median = np.nanmedian(piece, axis=1)
+        deviation = np.nanmedian(np.abs(piece - median[:, None]), axis=1)
+        ordered = np.sort(piece, axis=1)  # NaN at the end
+        known = np.count_nonzero(~np.isnan(piece), axis=1)
+        upper = ordered[np.arange(len(piece)), (0.9 * (known - 1)).astype(np.int64)]
+        reach = np.maximum.reduce([deviations * deviation, _TAIL * (upper - median), rise * np.abs(median)])
+        with np.errstate(all="ignore"):
+            factor = np.where(median > 0, median * (upper / median) ** _TAIL, -np.inf)
+        usual[here], level[here] = median, np.maximum(median + reach, factor)
+    return usual, level
+
+
+def rises(loss: Floats, usual: Floats, level: Floats, *, lasting: int, share: float) -> list[Rise]:
+    """The rises of a loss above `level`, one after the other; each is held against the level at its own beginning."""
+    found: list[Rise] = []
+    done = -1
+    for first in np.flatnonzero(loss > level).tolist():
+        if first > done:
+            each = _rise_at(loss, first, float(usual[first]), float(level[first]), lasting, share)
+            found.append(each)
+            done = each.last
+    return found
+
+
+def gradual_rise(loss: Floats, *, beyond: float, window: int, lasting: int, share: float) -> Rise | None:
+    """A rise to above `beyond` that noise hid while it went on; None where most of the last losses are below."""
+    if len(loss) < window + lasting or np.count_nonzero(loss[-lasting:] > beyond) < share * lasting:
+        return None
+    smooth = np.median(sliding_window_view(loss, lasting), axis=1)
+    below = np.flatnonzero(smooth <= beyond)
+    if not len(below):
+        return None
+    first = int(below[-1]) + lasting
+    first = min(first, len(loss) - lasting)
+    return Rise(
+        first=first, last=len(loss) - 1, peak=first + int(np.argmax(loss[first:])), usual=float(smooth.min()),
+        level=beyond, height=float(np.median(loss[-lasting:])), lasts=True, open=True,
+    )  # fmt: skip
+
+
+def falls(loss: Floats) -> bool:
+    """Whether losses surely fall."""
+    line = trend(np.arange(len(loss)), loss)
+    return line is not None and line.confidence >= _SURE and line.high < 0
+
+
+def comes_back(loss: Floats, rise: Rise) -> bool:
+    """Whether an open rise has surely been falling and half of it is gone."""
+    after = loss[rise.peak :] - rise.usual
+    quarter = after[: max(len(after) // 4, 1)]
+    return falls(after) and rise.height - rise.usual <= 0.5 * float(np.median(quarter))
+
+
+def _rise_at(loss: Floats, first: int, usual: float, level: float, lasting: int, share: float) -> Rise:
+    near = loss[first : first + lasting] > level
+    lasts = bool(len(near) == lasting and np.count_nonzero(near) >= share * lasting)
+    if lasts:
+        above = loss[first:] > level
+        running = np.concatenate([[0], np.cumsum(above)])
+        fewer = np.flatnonzero(running[lasting:] - running[:-lasting] < share * lasting)
+        ends = len(above) if not len(fewer) else int(fewer[0]) + lasting
+        open_ = not len(fewer)
+        last = first + int(np.flatnonzero(above[:ends])[-1])
+    else:
+        open_ = bool(len(near) < lasting and np.count_nonzero(near) >= share * len(near))
+        last = first + (int(np.flatnonzero(near)[-1]) if open_ else int(np.argmin(np.append(near, False))) - 1)
+    held = loss[max(first, len(loss) - lasting) :] if open_ else loss[first : last + 1]
+    return Rise(
+        first=first, last=last, peak=first + int(np.argmax(loss[first : last + 1])), usual=usual, level=level,
+        height=float(np.median(held)), lasts=lasts, open=open_,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""The search for a loss scale with which a training begins: its skipped steps are no fault.
+
+A scaler starts high on purpose (GradScaler at 2^16) and halves the scale at each overflow until the gradients fit.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from plimsoll.diagnosis.view import View
+
+_CLEAN = 10  # steps without a skip, after which the search has ended
+
+
+def searching(view: View, first: int) -> set[int]:
+    """The steps skipped by the search for a scale that begins at step `first`; none where there was no search.
+
+    It ends with ten clean steps. A run that never has so many, or whose scale did not fall, did not search: its scale
+    is too high.
+    """
+    skips = sorted(event.step for event in view.events if event.kind == "skip")
+    found = _chain(skips, first)
+    if not found or view.last_step - found[-1] < _CLEAN:
+        return set()
+    before, after = view.scale_at(np.array([found[0], found[-1] + _CLEAN])).tolist()
+    return set(found) if after < before else set()
+
+
+def said(searches: tuple[set[int], set[int]]) -> Iterator[str]:
+    """One sentence for each run that skipped steps of its own in its search.
+
+    >>> print(*said(({0}, {0, 1, 2})))
+    B skipped 2 steps that A took (1 to 2) while its scaler searched for a loss scale: these are not compared.
+    """
+    for which, other, alone in (("A", "B", searches[0] - searches[1]), ("B", "A", searches[1] - searches[0])):
+        if alone:
+            steps = f"{len(alone)} step{'s' * (len(alone) > 1)}"
+            span = f"{min(alone):,} to {max(alone):,}" if len(alone) > 1 else f"step {min(alone):,}"
+            yield (
+                f"{which} skipped {steps} that {other} took ({span}) while its scaler searched for a loss scale: "
+                "these are not compared."
+            )
+
+
+def _chain(skips: Iterable[int], first: int) -> list[int]:
+    """The skips up to the first stretch of clean steps.
+
+    >>> _chain([0, 1, 4, 30], 0)
+    [0, 1, 4]
+    >>> _chain([10], 0)
+    []
+    """
+    found, clean_since = list[int](), first
+    for step in skips:
+        if step - clean_since >= _CLEAN:
+            break
+        found.append(step)
+        clean_since = step + 1
+    return found

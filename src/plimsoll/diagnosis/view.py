@@ -1,0 +1,240 @@
+"""`View`: a run as matrices of layers by steps, each read when a rule first asks for it, and only up to one step.
+
+What comes after `until` is not there for anyone who asks the view. So whatever is found in the view of a run's
+beginning is what would have been found when the run had come so far.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.tables.block_cells import BlockCells, read_blocks
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, read
+from plimsoll.errors import ArgumentError, PlimsollError
+from plimsoll.formats import Format, get_element
+from plimsoll.runs import Cast, Event, Run
+
+_NOTHING = 1e-6  # of the loss that a run began with
+_NARROWER_THAN_FP32 = 24  # bits; FP32 has 32, TF32 19 with FP32's range
+_SUCCESS = ("SystemExit: 0", "SystemExit: None", "SystemExit: ", "GeneratorExit: ")  # leave a block, and are no failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The early end of a run: its step and, of an exception or a signal, the name and text."""
+
+    how: Literal["exception", "interrupt", "signal", "killed"]
+    step: int
+    message: str
+
+    def __str__(self) -> str:
+        """As it goes on from a run's name.
+
+        >>> print(Ending(how="exception", step=40, message="KeyError: 'lost'"))
+        ended by an exception at step 40: KeyError: 'lost'
+        """
+        if self.how == "killed":
+            return f"stopped without closing after step {self.step:,}"
+        cause = {"exception": "an exception", "interrupt": "an interrupt", "signal": "a signal"}[self.how]
+        return f"ended by {cause} at step {self.step:,}: {self.message}"
+
+
+class View:
+    """A run, up to and with step `until` (None: all there is)."""
+
+    def __init__(self, run: Run, until: int | None = None) -> None:
+        if until is not None and until < 0:
+            raise ArgumentError(
+                f"View: expected until to be a step, 0 or later; got until={until}. Steps count from 0; leave it out "
+                "for all that was recorded."
+            )
+        self.run, self.until = run, until
+        self._cells: dict[str, Cells | None] = {}
+        self._narrow: dict[str, Narrow] = {}
+        self._blocks: dict[str, tuple[BlockCells, Narrow] | None] = {}
+        self._scalars: dict[str, tuple[Ints, Floats]] = {}
+
+    def cells(self, collection: str) -> Cells | None:
+        """The spectra of a collection; None where there are none."""
+        if collection not in self._cells:
+            self._cells[collection] = self.as_emulated(collection, read(self.run, collection, self.until))
+        return self._cells[collection]
+
+    def as_emulated(self, collection: str, cells: Cells | None) -> Cells | None:
+        """The cells, with the formats of an emulation in place of FP32 where one has rounded their values."""
+        if cells is not None:
+            for steps, formats in self.emulations:
+                if collection in formats:
+                    cells = cells.emulated(steps, formats[collection])
+        return cells
+
+    @cached_property
+    def emulations(self) -> Sequence[tuple[range, Mapping[str, str]]]:
+        """The steps in which an emulation rounded all results, and its formats by collection."""
+        changes = [event for event in self.events if event.kind == "emulation"]
+        steps = [*(event.step for event in changes), sys.maxsize]
+        found: list[tuple[range, Mapping[str, str]]] = []
+        for event, end in zip(changes, steps[1:], strict=True):
+            formats = event.details.get("formats")
+            if isinstance(formats, Mapping):
+                pairs = cast("Mapping[str, object]", formats).items()
+                found.append((range(event.step, end), {key: str(name) for key, name in pairs if _is_format(name)}))
+        return found
+
+    def only(self, collection: str, name: str) -> "View":
+        """The view of one layer of a collection, which reads no other: only what this view has not read already."""
+        result = View(self.run, self.until)
+        result._scalars = self._scalars
+        result.__dict__["casts"] = self.casts
+        result.__dict__["emulations"] = self.emulations
+        # What held a gradient is judged by its weight too.
+        for each in (collection, "weights") if collection == "gradients" else (collection,):
+            if name not in self.run.tensors.get(each, ()):
+                result._cells[each] = None
+            elif (whole := self._cells.get(each)) is not None:
+                result._cells[each] = whole.only(name) if name in whole.names else None
+            else:
+                result._cells[each] = self.as_emulated(each, read(self.run, each, self.until, name))
+        return result
+
+    def scalar(self, name: str) -> tuple[Ints, Floats]:
+        """The steps and values of a scalar; none where it was not recorded."""
+        if name not in self._scalars:
+            steps, values = (np.empty(0, dtype=np.int64), np.empty(0))
+            if name in self.run.scalar_names:
+                steps, values = self.run.scalars(name)
+            there = slice(None) if self.until is None else steps <= self.until
+            self._scalars[name] = steps[there], values[there]
+        return self._scalars[name]
+
+    @cached_property
+    def losses(self) -> Mapping[str, tuple[Ints, Floats]]:
+        """The losses of the run by name: `loss`, then those of its other optimizers, as `loss:actor`."""
+        others = sorted(name for name in self.run.scalar_names if name.startswith("loss:"))
+        return {name: self.scalar(name) for name in ("loss", *others)}
+
+    @cached_property
+    def events(self) -> Sequence[Event]:
+        """What happened."""
+        return [e for e in self.run.events() if self.until is None or e.step <= self.until]
+
+    @cached_property
+    def casts(self) -> Sequence[Cast]:
+        """What modules cast, as far as it had begun."""
+        return [c for c in self.run.casts() if self.until is None or c.since_step <= self.until]
+
+    @cached_property
+    def last_step(self) -> int:
+        """The last step that anything was recorded at; -1 for an empty run."""
+        steps = (*self.run.scalar_steps, *self.run.steps)
+        return max((step for step in steps if self.until is None or step <= self.until), default=-1)
+
+    @cached_property
+    def ending(self) -> Ending | None:
+        """The last early end that the run records; None for a run that ended in order, or goes on."""
+        told = [e for e in self.events if e.kind == "trigger" and e.details.get("reason") in ("exception", "signal")]
+        told = [e for e in told if e.message not in _SUCCESS]
+        if told:
+            last = max(told, key=lambda event: event.step)
+            interrupted = last.message.startswith("KeyboardInterrupt")
+            how = "signal" if last.details.get("reason") == "signal" else "interrupt" if interrupted else "exception"
+            return Ending(how=how, step=last.step, message=last.message.rstrip(": "))
+        if self.until is None and self.run.was_abandoned:
+            return Ending(how="killed", step=max(self.last_step, 0), message="the process is gone")
+        return None
+
+    @cached_property
+    def scaled(self) -> bool:
+        """Whether the loss was scaled at any time."""
+        values = self.scalar("scale")[1]
+        return bool((values[np.isfinite(values)] != 1.0).any())
+
+    def scale_at(self, steps: Ints) -> Floats:
+        """The loss scale at each step: the last one recorded by then; 1 where there is none."""
+        known, values = self.scalar("scale")
+        if not len(known):
+            return np.ones(len(steps))
+        place = np.searchsorted(known, steps, side="right") - 1
+        found = values[np.maximum(place, 0)]
+        return np.where(np.isfinite(found) & (found > 0), found, 1.0)
+
+    def solved(self, steps: Ints) -> NDArray[np.bool_]:
+        """Whether the loss is zero at a step, or next to nothing of what it began with: its gradients are too, then."""
+        known, loss = self.scalar("loss")
+        finite = np.isfinite(loss)
+        known, loss = known[finite], loss[finite]
+        if not len(loss):
+            return np.zeros(len(steps), dtype=bool)
+        place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+        nothing = np.abs(loss[place]) <= _NOTHING * abs(float(np.median(loss[:5])))
+        return (known[place] == steps) & nothing
+
+    def narrow(self, collection: str) -> Narrow | None:
+        """What narrow formats did to a collection; None where it was not recorded."""
+        cells = self.cells(collection)
+        if cells is None:
+            return None
+        if collection not in self._narrow:
+            self._narrow[collection] = Narrow(cells=cells, held=self._held(cells))
+        return self._narrow[collection]
+
+    def in_blocks(self, collection: str) -> tuple[BlockCells, Narrow] | None:
+        """The spectra of a collection with their block records; None where there are none."""
+        if collection not in self._blocks:
+            found = read_blocks(self.run, collection, self.until)
+            self._blocks[collection] = None
+            if found is not None:
+                self._blocks[collection] = found, Narrow(cells=found.cells, held=self._held(found.cells))
+        return self._blocks[collection]
+
+    def formats(self, collection: str) -> Mapping[str, Format]:
+        """The format of each layer of a collection: the narrowest that it was recorded in."""
+        cells = self.cells(collection)
+        if cells is None:
+            return {}
+        known = [get_element(name, "diagnose") for name in cells.formats]
+        found: dict[str, Format] = {}
+        pairs: list[int] = np.unique(cells.layer * len(known) + cells.format).tolist()
+        for pair in pairs:
+            name, fmt = cells.names[pair // len(known)], known[pair % len(known)]
+            found[name] = min(found.get(name, fmt), fmt, key=lambda f: (f.bits, f.name))
+        return found
+
+    def _held(self, cells: Cells) -> Floats:
+        """The scale at which each row's format held its values.
+
+        Parameters' gradients that were unscaled since are stored at scale 1. Those of FP32 parameters came through
+        their narrow format before that, at the loss scale; those of narrow parameters are flushed by unscaling too.
+        """
+        if cells.collection != "gradients" or not self.scaled:
+            return cells.scale
+        weights = self.formats("weights")
+        wide = np.array([_is_wide(weights.get(name)) for name in cells.names], dtype=bool)
+        unscaled: NDArray[np.bool_] = (cells.scale == 1.0) & wide[cells.layer]
+        return np.where(unscaled, self.scale_at(cells.steps)[cells.at], cells.scale)
+
+
+def _is_format(name: object) -> bool:
+    try:
+        get_element(cast("str", name), "diagnose")
+    except PlimsollError:  # a damaged event, or one of a later version
+        return False
+    return True
+
+
+def _is_wide(fmt: Format | None) -> bool:
+    """Whether a parameter is held in FP32 or wider; taken to be so where its weight was not recorded."""
+    return fmt is None or fmt.bits > _NARROWER_THAN_FP32
+
+
+def log2(x: Floats) -> Floats:
+    """The logarithm of positive numbers; NaN of others."""
+    with np.errstate(all="ignore"):
+        return np.where(x > 0, np.log2(x), math.nan)

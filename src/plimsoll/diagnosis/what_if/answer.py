@@ -1,0 +1,221 @@
+"""`whatif`: what another format, at any shift, would have made of what a run recorded.
+
+Nothing is trained again: a spectrum says how many values lie where, and a format's limits say which of them it holds.
+Every fraction is an interval; real casts of the same tensors lie inside it.
+"""
+
+import os
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.prediction import Prediction
+from plimsoll.diagnosis.estimates.rounding_noise import Noise
+from plimsoll.diagnosis.estimates.usable_scales import Scales
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.what_if import block_formats
+from plimsoll.diagnosis.what_if.result import WhatIf
+from plimsoll.diagnosis.what_if.scale_windows import Stretch, stretches_of
+from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
+from plimsoll.formats import BlockFormat, Format, get
+from plimsoll.runs import Run
+
+_AT_INFERENCE = ("weights", "activations")
+_TRIED = 48  # shifts that are tried where none works throughout
+SHIFTS = range(-24, 41)  # scales that someone may use, as powers of two
+
+
+def whatif(
+    run: "Run | View | str | os.PathLike[str]",
+    fmt: object,
+    shift: int | None = None,
+    collection: str = "gradients",
+    inference: bool = False,
+) -> WhatIf:
+    """What a format would make of a run's tensors, times ``2**shift``: per layer, per step and overall.
+
+    Values are the true ones: a loss scale that they were recorded under is undone first, so for gradients the shift is
+    the loss scale to be. None chooses the best one: the highest that overflows nowhere with one binade to spare, if it
+    loses little, or else the one at which least is lost and overflows; none (0) in a format so wide that the best
+    would be beyond 2**40 and is not needed. `inference` asks about weights and activations
+    as they are (shift 0), in place of a collection.
+
+    What the run's own format has flushed to zero is not seen: then `WhatIf.censored` is true, and zeros count in the
+    upper bound of what is lost, as in `Spectrum.fit`.
+
+    Block formats are answered by the block records of a run that was watched with ``block=32`` (MX) or ``block=16``
+    (NVFP4). They scale each block by themselves: a shift only moves what is at the ends of the scales' range, and 0 is
+    the best.
+
+    Raises `NotRecordedError` for a collection that the run lacks and for a block format without its records;
+    `FormatError` for a format that does not exist or holds scales only; `ArgumentError` for a shift that is none.
+    """
+    chosen, view = _format(fmt), run if isinstance(run, View) else View(run if isinstance(run, Run) else Run(run))
+    if shift is not None and (isinstance(shift, bool) or not isinstance(shift, int) or abs(shift) > 2200):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"whatif: expected shift to be an integer from -2200 to 2200, or None; got {shift!r}. "
+            "Shift k means that values are multiplied by 2**k; None chooses the best."
+        )
+    if inference and collection != "gradients":
+        raise ArgumentError(
+            f"whatif: expected no collection with inference=True, which means weights and activations; got "
+            f"{collection!r}. Leave one of the two out."
+        )
+    names = _AT_INFERENCE if inference else (collection,)
+    parts = [
+        _part(view, name, chosen, 0 if inference else shift) for name in names if not inference or _has(view, name)
+    ]
+    if not parts:
+        raise NotRecordedError(
+            "whatif: expected a run with weights or activations; got one with neither. Watch with collect= naming them."
+        )
+    return parts[0] if len(parts) == 1 else parts[0].joined(parts[1])
+
+
+def _has(view: View, collection: str) -> bool:
+    return view.cells(collection) is not None
+
+
+def _format(fmt: object) -> Format | BlockFormat:
+    found = get(fmt)
+    if isinstance(found, Format) and not found.signed:
+        raise FormatError(
+            f"whatif: expected a format for values; got {found.name}, which holds scales. Ask for another."
+        )
+    return found
+
+
+def _part(view: View, collection: str, fmt: Format | BlockFormat, shift: int | None) -> WhatIf:
+    narrow = view.narrow(collection)
+    if narrow is None:
+        there = ", ".join(view.run.tensors) or "none"
+        raise NotRecordedError(
+            f"whatif: expected a collection that the run has; got {collection!r}. It has {there}. Choose one of these."
+        )
+    if isinstance(fmt, BlockFormat):
+        return block_formats.answer(view, collection, fmt, shift)
+    return predictor_of(narrow).answer(str(view.run.path), fmt, shift)
+
+
+def predictor_of(narrow: Narrow) -> "Predictor":
+    """The predictor of a collection, kept for as long as a view keeps the collection: many shifts are asked about."""
+    found = _PREDICTORS.get(narrow)
+    if found is None:
+        found = _PREDICTORS[narrow] = Predictor(narrow)
+    return found
+
+
+def predictor_bytes(narrow: Narrow) -> int:
+    """The memory of a collection's predictor, if there is one."""
+    found = _PREDICTORS.get(narrow)
+    return 0 if found is None else found.size_bytes
+
+
+class Predictor:
+    """What any format and shift would make of one collection; what does not depend on the shift is made once."""
+
+    def __init__(self, narrow: Narrow) -> None:
+        self._cells = cells = narrow.cells
+        # Not the record itself, which is the key that this is kept by, and would then stay for ever.
+        self._narrow = ref(narrow)
+        self._values = Populations(cells=cells)
+        self._noise = Noise(values=self._values)
+        hidden = np.where(narrow.censors, cells.column("zeros"), 0)
+        self._nonzero, self._hidden, self._censored = cells.total(cells.nonzero), cells.total(hidden), hidden.any()
+        self._windows: dict[Format, tuple[Floats, Floats, list[Stretch]]] = {}
+        self._best: dict[Format, int] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of what is kept beside the cells."""
+        held = [each for low, high, _ in self._windows.values() for each in (low, high)]
+        return self._noise.size_bytes + sum(each.nbytes for each in (*held, self._nonzero, self._hidden))
+
+    def windows(self, fmt: Format) -> tuple[Floats, Floats, list[Stretch]]:
+        """Of each cell the lowest and the highest shift that work; and the stretches that one works for."""
+        if fmt not in self._windows:
+            narrow = self._narrow()
+            assert narrow is not None  # whoever asks holds it
+            low, high = Scales.of_record(narrow, fmt).of_tensors
+            stretches = stretches_of(self._cells.steps, _joint(np.fmax, low), _joint(np.fmin, high))
+            self._windows[fmt] = low, high, stretches
+        return self._windows[fmt]
+
+    def best_shift(self, fmt: Format) -> int:
+        """The best single shift for all layers and steps."""
+        if fmt not in self._best:
+            self._best[fmt] = _best_shift(self._values, fmt, *self.windows(fmt)[:2])
+        return self._best[fmt]
+
+    def answer(self, path: str, fmt: Format, shift: int | None) -> WhatIf:
+        """The prediction for a shift, or for the best one."""
+        cells, values = self._cells, self._values
+        low, high, stretches = self.windows(fmt)
+        chosen = self.best_shift(fmt) if shift is None else shift
+        lost = values.lost(fmt, chosen)
+        over = values.overflow(fmt, chosen)
+        noise, signal = self._noise.of(fmt, chosen, over.estimate)
+        return WhatIf(
+            path=path,
+            format=fmt.name,
+            shift=chosen,
+            chosen=shift is None,
+            collections=(cells.collection,),
+            censored=bool(self._censored),
+            steps=cells.steps,
+            names=cells.names,
+            prediction=Prediction(
+                nonzero=self._nonzero,
+                hidden=self._hidden,
+                lost=_by_cell(cells, lost),
+                subnormal=_by_cell(cells, values.subnormal(fmt, chosen, lost)),
+                overflow=_by_cell(cells, over),
+                noise=cells.total(noise),
+                signal=cells.total(signal),
+            ),
+            low=low,
+            high=high,
+            stretches=stretches,
+        )
+
+
+_PREDICTORS: WeakKeyDictionary[Narrow, Predictor] = WeakKeyDictionary()
+
+
+def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
+    low, high, estimate = (
+        cells.total(np.asarray(each, dtype=np.float64)) for each in (tallies.low, tallies.high, tallies.estimate)
+    )
+    return low, high, estimate
+
+
+def _joint(choose: "np.ufunc", values: Floats) -> Floats:
+    return choose.reduce(values, axis=0, initial=np.nan)
+
+
+def _best_shift(values: Populations, fmt: Format, low: Floats, high: Floats) -> int:
+    """The best single shift for all layers and steps."""
+    needed, room = _joint(np.fmax, low), _joint(np.fmin, high)
+    if np.isnan(needed).all():
+        return 0
+    lowest, highest = int(np.nanmax(needed)), int(np.nanmin(room))
+    if lowest <= highest:
+        best = max(lowest, highest - 1)
+        return 0 if lowest <= 0 and best >= SHIFTS.stop else best
+    # None works throughout. From where overflow begins (less a binade) up to where nothing is lost any more.
+    first, last = highest - 1, min(lowest, int(np.nanmax(high)))
+    tried = np.unique(np.linspace(first, max(last, first), _TRIED).astype(np.int64)).tolist()
+    return min(tried, key=lambda shift: (_harm(values, fmt, shift), shift))
+
+
+def _harm(values: Populations, fmt: Format, shift: int) -> float:
+    """Values lost, and steps spoilt: a step at which anything overflows is a step not made, and loses all."""
+    cells = values.cells
+    lost, over = values.lost(fmt, shift).estimate, values.overflow(fmt, shift).estimate
+    total = np.bincount(cells.at, weights=cells.nonzero)
+    with np.errstate(all="ignore"):
+        share = np.where(total > 0, np.bincount(cells.at, weights=lost) / total, 0.0)
+    return float(np.where(np.bincount(cells.at, weights=over) > 0, 1.0, share).mean())

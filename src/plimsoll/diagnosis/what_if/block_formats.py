@@ -1,0 +1,114 @@
+"""What-if for block formats: from the block records of a run, for the layers and steps that have one."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.block_counts import BlockTallies
+from plimsoll.diagnosis.estimates.element_counts import Tallies
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.prediction import Prediction
+from plimsoll.diagnosis.tables.block_cells import BlockCells
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.what_if.result import WhatIf
+from plimsoll.diagnosis.what_if.scale_windows import stretches_of
+from plimsoll.errors import NotRecordedError
+from plimsoll.formats import BlockFormat
+
+_TOLERANCE = 0.01  # of a layer's values that may be lost, as in windows
+
+_TALLIES: WeakKeyDictionary[BlockCells, dict[int, tuple[Ints, int, BlockTallies]]] = WeakKeyDictionary()
+
+
+def answer(view: View, collection: str, fmt: BlockFormat, shift: int | None) -> WhatIf:
+    """The prediction of a collection that the run has."""
+    found = view.in_blocks(collection)
+    if found is None:
+        raise _not_recorded(collection, fmt, ())
+    rows, unrecorded, tallies = _tallies_of(found, fmt.block)
+    if not len(rows):
+        raise _not_recorded(collection, fmt, found[0].length.tolist())
+    narrow, cells, chosen = found[1], tallies.blocks.cells, 0 if shift is None else shift
+    fit = tallies.fit(fmt, chosen)
+    hidden = np.where(narrow.censors[rows], cells.column("zeros"), 0)
+    nonzero, unseen, lost = cells.total(cells.nonzero), cells.total(hidden), _by_cell(cells, fit.lost)
+    with np.errstate(all="ignore"):
+        share = np.where(nonzero + unseen > 0, (lost[1] + unseen) / (nonzero + unseen), np.nan)
+    high = np.where(np.isnan(share), np.nan, chosen)
+    low = high + (share >= _TOLERANCE)  # no window at all where too much is lost
+    return WhatIf(
+        path=str(view.run.path),
+        format=fmt.name,
+        shift=chosen,
+        chosen=shift is None,
+        collections=(collection,),
+        censored=bool(hidden.any()),
+        steps=cells.steps,
+        names=cells.names,
+        prediction=Prediction(
+            nonzero=nonzero,
+            hidden=unseen,
+            lost=lost,
+            subnormal=_by_cell(cells, fit.subnormal),
+            overflow=_by_cell(cells, fit.overflow),
+            noise=cells.total(fit.noise),
+            signal=cells.total(fit.signal),
+        ),
+        low=low,
+        high=high,
+        stretches=stretches_of(
+            cells.steps, np.fmax.reduce(low, axis=0, initial=np.nan), np.fmin.reduce(high, axis=0, initial=np.nan)
+        ),
+        block=fmt.block,
+        unrecorded=unrecorded,
+    )
+
+
+def has_records(view: View, collection: str, fmt: BlockFormat) -> bool:
+    """Whether a collection has records that answer for a block format."""
+    found = view.in_blocks(collection)
+    return found is not None and bool((found[0].length == fmt.block).any())
+
+
+def size_bytes(found: tuple[BlockCells, Narrow]) -> int:
+    """The memory of a collection's records and of what was made of them."""
+    kept = _TALLIES.get(found[0], {})
+    return found[0].size_bytes + sum(each.blocks.size_bytes for _, _, each in kept.values())
+
+
+def _tallies_of(found: tuple[BlockCells, Narrow], block: int) -> tuple[Ints, int, BlockTallies]:
+    """The rows that have a record of that block length, how many cells are left out, and the tallies of those kept."""
+    blocks = found[0]
+    kept = _TALLIES.setdefault(blocks, {})
+    if block not in kept:
+        cells = blocks.cells
+        missing = (blocks.length != block) & (cells.column("count") > 0)
+        without = np.zeros(len(cells.names) * len(cells.steps), dtype=bool)
+        without[cells.cell[missing]] = True  # of a cell of several rows, all must have one
+        rows = np.flatnonzero(~without[cells.cell])
+        if not (blocks.length[rows] == block).any():
+            rows = rows[:0]
+        kept[block] = rows, int(without.sum()), BlockTallies(blocks=_of_steps(blocks.of_rows(rows)))
+    return kept[block]
+
+
+def _of_steps(blocks: BlockCells) -> BlockCells:
+    """The records with the steps that they have."""
+    steps, at = np.unique(blocks.cells.steps[blocks.cells.at], return_inverse=True)
+    return replace(blocks, cells=replace(blocks.cells, steps=steps, at=at))
+
+
+def _by_cell(cells: Cells, tallies: Tallies) -> tuple[Floats, Floats, Floats]:
+    return cells.total(tallies.low), cells.total(tallies.high), cells.total(tallies.estimate)
+
+
+def _not_recorded(collection: str, fmt: BlockFormat, lengths: Iterable[int]) -> NotRecordedError:
+    others = sorted({length for length in lengths if length})
+    got = f"records of block={', '.join(map(str, others))}" if others else "none"
+    return NotRecordedError(
+        f"whatif: expected block records of {collection} for {fmt.name}, whose blocks have {fmt.block} values; got "
+        f"{got}. Watch with block={fmt.block}, or ask Spectrum.fit of pl.measure(x, block={fmt.block})."
+    )

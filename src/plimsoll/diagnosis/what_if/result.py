@@ -1,0 +1,321 @@
+"""`WhatIf`: the answer of `whatif`, as rows, a table, a sentence, or data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.prediction import Prediction, Tally, summed
+from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.diagnosis.what_if.scale_windows import Stretch, block_sentence, scales, sentence, stretches_of
+from plimsoll.diagnosis.wording import collection_words, value_words
+from plimsoll.errors import NotRecordedError
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.spectrum import Fit, Interval
+from plimsoll.text import percent, steps
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is told as a point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(NotebookRepr):
+    """One tensor over all steps, or all tensors: fractions of the nonzero finite values, and the shifts that work.
+
+    `window`: the shifts that work at all steps, None for none; of gradients those of the whole module, whose parameters
+    are judged together. `worst_step` is the step at which most is lost or overflows. A block format scales each block
+    itself: its window is the shift that was asked about, or None if that does not work.
+    """
+
+    name: str
+    fit: Fit
+    window: tuple[int, int] | None
+    worst_step: int
+    worst_lost: float
+
+    def __str__(self) -> str:
+        """One line: the layer, what the format makes of it, and the worst step."""
+        return f"{shown(self.name)}: {self.fit}; worst at step {self.worst_step:,}"
+
+    def to_dict(self) -> dict[str, object]:
+        """The row as JSON-able data."""
+        fractions = {
+            name: {"low": each.low, "high": each.high, "estimate": each.estimate}
+            for name, each in (
+                ("lost", self.fit.lost),
+                ("subnormal", self.fit.subnormal),
+                ("overflow", self.fit.overflow),
+            )
+        }
+        return {
+            "name": self.name,
+            **fractions,
+            "snr_db": plain(self.fit.snr_db),
+            "window": None if self.window is None else list(self.window),
+            "worst_step": self.worst_step,
+            "worst_lost": self.worst_lost,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WhatIf(NotebookRepr):
+    """What a format would make of a run, at a shift.
+
+    - `shift`, and whether it was `chosen` for want of one; `censored`: the run's own format may have lost values, which
+      then count in the upper bounds of what is lost.
+    - `rows`: the tensors, those that lose most first, and of those that lose as much the one with the narrowest window;
+      `overall`: all of them.
+    - `stretches`: over time, the shifts that work for all layers (nothing overflows, less than 1 % of any layer is
+      lost).
+    - `block`: of a block format the block length, else 0; `unrecorded`: how many layers at steps have no block record
+      and are left out. A block format works where less than 1 % of a layer is lost; that values saturate is its way.
+    - `at(name, step)`: one cell; `over_time(name)`: a layer's lost and overflowing fractions.
+    """
+
+    path: str
+    format: str
+    shift: int
+    chosen: bool
+    collections: tuple[str, ...]
+    censored: bool
+    steps: Ints
+    names: tuple[str, ...]
+    prediction: Prediction
+    low: Floats
+    high: Floats
+    stretches: list[Stretch]
+    block: int = 0
+    unrecorded: int = 0
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """A row for each tensor."""
+        found = self._rows(self.names, self.prediction, self.low, self.high)
+        return sorted(found, key=lambda row: (-(row.fit.lost.estimate + row.fit.overflow.estimate), _room(row.window)))
+
+    @cached_property
+    def overall(self) -> Row:
+        """All layers together."""
+        low, high = _reduced(np.fmax, self.low, 0), _reduced(np.fmin, self.high, 0)
+        whole = self.prediction.summed(0)
+        return self._rows(("all",), whole.each(lambda steps: steps[None, :]), low[None, :], high[None, :])[0]
+
+    @property
+    def sentence(self) -> str:
+        """What the format needs, in one sentence."""
+        said = sentence(self.format, self.stretches, scaled="gradients" in self.collections[0])
+        if self.block:
+            said = block_sentence(self.format, self.stretches)
+            if self.unrecorded:
+                said += f" Layers without a block record at a step ({self.unrecorded:,} times) are left out."
+        if not self.censored:
+            return said
+        hidden, held = np.nansum(self.prediction.hidden), np.nansum(self.prediction.nonzero)
+        which = " and ".join(value_words(collection) for collection in self.collections)
+        of = f"{percent(hidden / (hidden + held))} of all {which} at {steps(int(self.steps[0]), int(self.steps[-1]))}"
+        zeros = f"{of} are zeros there, and what they were is estimated"
+        return f"Judged by what the run's own format has kept ({zeros}): {said}"
+
+    def at(self, name: str, step: int) -> Fit:
+        """What becomes of one layer at one step."""
+        place = np.flatnonzero(self.steps == step)
+        if name not in self.names or not len(place):
+            raise NotRecordedError(
+                f"WhatIf.at: expected a layer and a step of the table; got {name!r}, {step}. See rows."
+            )
+        return self._fit(self.prediction, (self.names.index(name), int(place[0])))
+
+    def over_time(self, name: str | None = None) -> tuple[Ints, Floats, Floats]:
+        """The steps, and at each the lost and the overflowing fraction (estimates) of a layer, or of all."""
+        if name is not None and name not in self.names:
+            raise NotRecordedError(f"WhatIf.over_time: expected a layer of the table; got {name!r}. See rows.")
+        layers = np.arange(len(self.names)) if name is None else np.array([self.names.index(name)])
+        total = summed(self.prediction.nonzero[layers], 0)
+        with np.errstate(all="ignore"):
+            lost, over = (
+                np.where(total > 0, summed(each[2][layers], 0) / total, 0.0)
+                for each in (self.prediction.lost, self.prediction.overflow)
+            )
+        return self.steps, lost, over
+
+    def joined(self, other: "WhatIf") -> "WhatIf":
+        """Both as one; layers are told apart by their collection."""
+        steps = np.union1d(self.steps, other.steps)
+        both = (self, other)
+
+        def stacked(*parts: Floats) -> Floats:
+            result = np.full((sum(len(p) for p in parts), len(steps)), np.nan)
+            start = 0
+            for part, whole in zip(parts, both, strict=True):
+                result[start : start + len(part), np.searchsorted(steps, whole.steps)] = part
+                start += len(part)
+            return result
+
+        def tally(name: str) -> Tally:
+            mine, theirs = getattr(self.prediction, name), getattr(other.prediction, name)
+            return stacked(mine[0], theirs[0]), stacked(mine[1], theirs[1]), stacked(mine[2], theirs[2])
+
+        p, q = self.prediction, other.prediction
+        prediction = Prediction(
+            nonzero=stacked(p.nonzero, q.nonzero),
+            hidden=stacked(p.hidden, q.hidden),
+            lost=tally("lost"),
+            subnormal=tally("subnormal"),
+            overflow=tally("overflow"),
+            noise=stacked(p.noise, q.noise),
+            signal=stacked(p.signal, q.signal),
+        )
+        low, high = stacked(self.low, other.low), stacked(self.high, other.high)
+        return replace(
+            self,
+            collections=self.collections + other.collections,
+            censored=self.censored or other.censored,
+            steps=steps,
+            names=tuple(f"{each.collections[0]} {name}" for each in both for name in each.names),
+            prediction=prediction,
+            low=low,
+            high=high,
+            unrecorded=self.unrecorded + other.unrecorded,
+            stretches=stretches_of(
+                steps, np.fmax.reduce(low, axis=0, initial=np.nan), np.fmin.reduce(high, axis=0, initial=np.nan)
+            ),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as JSON-able data."""
+        steps, lost, over = self.over_time()
+        return {
+            "run": self.path,
+            "format": self.format,
+            "shift": self.shift,
+            "chosen": self.chosen,
+            "collections": list(self.collections),
+            "censored": self.censored,
+            "sentence": self.sentence,
+            "stretches": [stretch.to_dict() for stretch in self.stretches],
+            "overall": self.overall.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "over_time": {"step": steps.tolist(), "lost": lost.tolist(), "overflow": over.tolist()},
+        }
+
+    def table(self, most: int = 20, width: int | None = None) -> "Table":
+        """A table for the terminal: all layers together, and those that lose most."""
+        from rich import box
+        from rich.table import Table
+
+        how = ", the best single one" if self.chosen and not self.block else ""
+        title = f"{self.format.upper()} at 2^{self.shift}{how}: {', '.join(map(collection_words, self.collections))}"
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+                      pad_edge=False, width=width)  # fmt: skip
+        table.add_column("tensor", overflow="ellipsis", no_wrap=True, ratio=1)
+        for head in ("lost", "subnormal", "overflow", "SNR dB", "works" if self.block else "scales"):
+            table.add_column(head, justify="right", no_wrap=True)
+        kept = self.rows[:most]
+        for row in [self.overall, *kept]:
+            table.add_row(*_cells_of(row, in_blocks=self.block > 0), end_section=row is self.overall)
+        if len(self.rows) > len(kept):
+            table.caption = f"and {len(self.rows) - len(kept)} tensors that lose less"
+            table.caption_justify = "left"
+        return table
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {self.format} of {', '.join(self.collections)} in {self.path}: {self.sentence}>"
+
+    def __str__(self) -> str:
+        """The sentence, and what is lost at the shift."""
+        fit, written = self.overall.fit, _range if self.block else interval_words
+        return (
+            f"{self.sentence} At 2^{self.shift}: lost {written(fit.lost)}, subnormal {written(fit.subnormal)}, "
+            f"overflow {written(fit.overflow)}."
+        )
+
+    def _rows(self, names: Sequence[str], p: Prediction, low: Floats, high: Floats) -> list[Row]:
+        """A row for each of some predictions over the steps."""
+        with np.errstate(all="ignore"):
+            bad = np.nan_to_num((p.lost[2] + p.overflow[2]) / p.nonzero)
+        worst = bad.argmax(axis=1)
+        whole = p.summed(1)
+        windows = zip(_reduced(np.fmax, low, 1).tolist(), _reduced(np.fmin, high, 1).tolist(), strict=True)
+        return [
+            Row(
+                name=name,
+                fit=self._fit(whole, i),
+                window=None if math.isnan(lowest) or lowest > highest else (int(lowest), int(highest)),
+                worst_step=int(self.steps[worst[i]]),
+                worst_lost=float(bad[i, worst[i]]),
+            )
+            for i, (name, (lowest, highest)) in enumerate(zip(names, windows, strict=True))
+        ]
+
+    def _fit(self, p: Prediction, place: int | tuple[int, int]) -> Fit:
+        def at(values: Floats) -> float:
+            value = float(values[place])
+            return 0.0 if math.isnan(value) else value
+
+        def interval(tally: Tally) -> Interval:
+            low, high, estimate = (at(each) / nonzero if nonzero else 0.0 for each in tally)
+            return Interval(low=low, high=high, estimate=estimate)
+
+        nonzero, hidden, noise, signal = at(p.nonzero), at(p.hidden), at(p.noise), at(p.signal)
+        lost = interval(p.lost)
+        if hidden:
+            high = (at(p.lost[1]) + hidden) / (nonzero + hidden)
+            lost = Interval(low=lost.low, high=max(high, lost.high), estimate=lost.estimate)
+        return Fit(
+            format=self.format,
+            shift=self.shift,
+            lost=lost,
+            subnormal=interval(p.subnormal),
+            overflow=interval(p.overflow),
+            snr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf,
+        )
+
+
+def _room(window: tuple[int, int] | None) -> float:
+    """How many scales work; -Inf for none, so that it comes first."""
+    return -math.inf if window is None else window[1] - window[0]
+
+
+def _cells_of(row: Row, *, in_blocks: bool) -> list[str]:
+    fit = row.fit
+    window = "none" if row.window is None else scales(*row.window)
+    if in_blocks:
+        window = "no" if row.window is None else "yes"
+    noise = "inf" if math.isinf(fit.snr_db) else f"{fit.snr_db:.0f}"
+    written = _range if in_blocks else estimate_words
+    return [shown(row.name), *(written(each) for each in (fit.lost, fit.subnormal, fit.overflow)), noise, window]
+
+
+def estimate_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent; about 0 where it may be more."""
+    return "about 0 %" if interval.estimate == 0 < interval.high else percent(interval.estimate)
+
+
+def interval_words(interval: Interval) -> str:
+    """An interval as its estimate in per cent, with the ends where these differ.
+
+    >>> interval_words(Interval(low=0.0, high=0.19, estimate=0.0))
+    'about 0 % (0 % to 19 %)'
+    """
+    low, high = percent(interval.low), percent(interval.high)
+    return estimate_words(interval) + ("" if low == high else f" ({low} to {high})")
+
+
+def _range(interval: Interval) -> str:
+    """An interval in per cent as its estimate, or from end to end where it is too wide for a point to say anything.
+
+    Of blocks it is known how deep values lie below their block's largest one, but not where in a binade that one is.
+    """
+    if interval.high - interval.low <= max(_NARROW, 0.5 * interval.low):
+        return estimate_words(interval)
+    return f"{percent(interval.low)} to {percent(interval.high)}"
+
+
+def _reduced(choose: "np.ufunc", values: Floats, axis: int) -> Floats:
+    return choose.reduce(values, axis=axis, initial=np.nan)
