@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.errors import MissingExtraError
-from plimsoll.report import _serve
+from plimsoll.report.live.server import launch
 from plimsoll.runs import RunWriter, Scalars
 from tests.patience import HANG_SECONDS
 
@@ -35,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """The applications that were to run, and their ports; none does."""
-    from plimsoll.report import _server_loop
+    from plimsoll.report.live.server import uvicorn_loop
 
     made: list[tuple[Any, int]] = []
     monkeypatch.setattr(
-        _server_loop, "run", lambda page, listener: made.append((page, listener.getsockname()[1])) or page.close()
+        uvicorn_loop, "run", lambda page, listener: made.append((page, listener.getsockname()[1])) or page.close()
     )
     monkeypatch.delenv("PLIMSOLL_TOKEN", raising=False)
     return made
@@ -157,10 +157,10 @@ def test_the_port_is_free_again_after_a_refusal(tmp_path: Path, ran: list[tuple[
 def test_without_the_extra_the_install_line_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    whole = _serve.importlib.util.find_spec
-    monkeypatch.setattr(_serve.importlib.util, "find_spec", lambda name: None if name == package else whole(name))
+    whole = launch.importlib.util.find_spec
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == package else whole(name))
     with pytest.raises(MissingExtraError, match=rf"expected the package {package}; got none.*'uvicorn>=0.29'$"):
-        _serve.serve(folder)
+        launch.serve(folder)
 
 
 def test_importing_the_room_loads_no_server() -> None:

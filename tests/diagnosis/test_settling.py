@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.trend import goes_on
-from plimsoll.report._verdict_said import said
+from plimsoll.report.verdicts.verdict_phrases import said
 from plimsoll.runs import Run
 from tests.diagnosis.stories import LAYERS, Size, constant, of_layer, told
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plimsoll.formats import BLOCKS, ELEMENTS
-from plimsoll.report._server_figures import OF_ONE, OF_TWO
+from plimsoll.report.live.server.figures import OF_ONE, OF_TWO
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
 from tests.report.hostile import NAMES
 from tests.runs import making

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from plimsoll.cli._app import app
 from plimsoll.errors import PlimsollError, RunError
-from plimsoll.report._runs_list import RunsList
+from plimsoll.report.live.run_index.run_list import RunsList
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.hostile import folders
 from tests.patience import HANG_SECONDS

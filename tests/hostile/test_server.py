@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 
 from plimsoll.diagnosis import View
 from plimsoll.report import html
-from plimsoll.report._security import HEADERS
+from plimsoll.report.live.security import HEADERS
 from plimsoll.runs import Run
 from tests.hostile import server as hostile
 from tests.patience import HANG_SECONDS

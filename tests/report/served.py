@@ -39,8 +39,8 @@ class Served:
 @contextlib.contextmanager
 def served(folder: Path, *, port: int = 0, poll_seconds: float = 0.3) -> Iterator[Served]:
     """The live page of a folder, until the end of the block."""
-    from plimsoll.report._server import app
-    from plimsoll.report._server_loop import PageServer
+    from plimsoll.report.live.server.app import app
+    from plimsoll.report.live.server.uvicorn_loop import PageServer
 
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from plimsoll.report._aggregate import MOST_CELLS, MOST_COLUMNS, MOST_ROWS, Columns, Rows, few
+from plimsoll.report.drawing.aggregation import MOST_CELLS, MOST_COLUMNS, MOST_ROWS, Columns, Rows, few
 
 REFERENCE = {"max": np.nanmax, "min": np.nanmin, "sum": np.nansum, "mean": np.nanmean}
 

@@ -9,8 +9,8 @@ import torch
 
 from plimsoll.diagnosis import View, whatif
 from plimsoll.errors import NotRecordedError
-from plimsoll.report._html_whatif import SHIFTS, offline
-from plimsoll.report._server_answers import Answers
+from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.single_file.offline_whatif import SHIFTS, offline
 from plimsoll.runs import Batch, Run, RunWriter
 from tests.runs.test_blocks import wide_rows
 

@@ -15,7 +15,7 @@ from plimsoll import report
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
-from plimsoll.report._figure_words import safe
+from plimsoll.report.labels import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from tests.diagnosis.stories import SOUND, told
 from tests.report import hostile

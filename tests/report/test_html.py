@@ -14,8 +14,9 @@ import pytest
 
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
-from plimsoll.report import _html_figures, html
-from plimsoll.report._html_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
+from plimsoll.report import html
+from plimsoll.report.single_file import embedded_figures
+from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.faults import FAULTS
 from tests.diagnosis.stories import SOUND, constant, of_layer, told
@@ -238,36 +239,36 @@ def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_json_in_a_script_ends_no_script() -> None:
-    text = _html_figures.in_page({"</script>": "<!--\u2028&", "half": "\udc80"})
+    text = embedded_figures.in_page({"</script>": "<!--\u2028&", "half": "\udc80"})
     assert not set(text) & set("<>&\u2028\u2029") and text.isascii()
     assert json.loads(text) == {"</script>": "<!--\u2028&", "half": "\udc80"}
     with pytest.raises(ValueError, match="Out of range"):
-        _html_figures.in_page(float("nan"))
+        embedded_figures.in_page(float("nan"))
 
 
 # -- bounds
 
 
 def test_figures_stay_within_their_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, plots = View(Run(run)), _html_figures.Plots()
-    found = _html_figures.of_tensors(plots, view, (), [])
+    view, plots = View(Run(run)), embedded_figures.Plots()
+    found = embedded_figures.of_tensors(plots, view, (), [])
     assert len(found) == len({key for key, *_ in found}) == 36
-    tight = _html_figures.Plots()
-    tight.bytes = _html_figures.BUDGET_BYTES
-    assert _html_figures.of_tensors(tight, view, diagnose(view), []) == [] and tight.found == {}
+    tight = embedded_figures.Plots()
+    tight.bytes = embedded_figures.BUDGET_BYTES
+    assert embedded_figures.of_tensors(tight, view, diagnose(view), []) == [] and tight.found == {}
 
 
 def test_tensors_that_findings_name_come_first(run: Path) -> None:
     view = View(Run(run))
     found = diagnose(view)
-    listed = list(_html_figures._ordered(view, found, [("gradients", "blocks.5.mlp.weight"), ("gradients", "none")]))
+    listed = list(embedded_figures._ordered(view, found, [("gradients", "blocks.5.mlp.weight"), ("gradients", "none")]))
     assert listed[0] == (found[1].collection, found[1].where[0])
     assert ("gradients", "blocks.5.mlp.weight") in listed[:8] and ("gradients", "none") not in listed
     assert len(listed) == len(set(listed)) and {c for c, _ in listed} == set(view.run.tensors)
 
 
 def test_the_same_figure_is_there_once(tmp_path: Path) -> None:
-    plots = _html_figures.Plots()
+    plots = embedded_figures.Plots()
     view = View(Run(SOUND.write(tmp_path / "run", until=20)))
     from plimsoll.report import loss_and_scale
 
@@ -320,7 +321,7 @@ def test_every_value_is_counted_once(wide: View) -> None:
 def test_a_scale_at_every_step_costs_no_more(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = wide.cells("activation_gradients")  # these are stored at the loss scale
     assert cells is not None and len(merged(cells)) == 24
-    monkeypatch.setattr("plimsoll.report._html_whatif._GROUPS", 20)
+    monkeypatch.setattr("plimsoll.report.single_file.offline_whatif._GROUPS", 20)
     few = merged(cells)
     assert len(few) == 12 and (few.scale == 1).all() and few.nonzero.sum() == cells.nonzero.sum()
     assert float(np.nanmax(few.column("absmax"))) == pytest.approx(float(np.nanmax(cells.true_absmax)))
@@ -333,7 +334,7 @@ def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
 
 
 def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.report._html_whatif.LAYERS", 5)
+    monkeypatch.setattr("plimsoll.report.single_file.offline_whatif.LAYERS", 5)
     (each,) = offline(wide, "gradients", ["e4m3"])
     assert (len(each.names), each.left_out) == (5, 7) and "blocks.2.attn.weight" in each.names
 

@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.diagnosis import Finding, Spot, diagnose
 from plimsoll.report import markdown, summary
-from plimsoll.report._markdown import LONGEST_BYTES, code, escaped
+from plimsoll.report.single_file.markdown_report import LONGEST_BYTES, code, escaped
 from plimsoll.runs import RunWriter
 from tests.diagnosis.faults import FAULTS
 from tests.diagnosis.stories import SOUND

@@ -6,7 +6,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from plimsoll.report._notebook import PLOTLY
+from plimsoll.report.single_file.notebook import PLOTLY
 from plimsoll.runs import Run, RunWriter
 from tests.diagnosis.faults import FAULTS
 from tests.diagnosis.stories import SOUND

@@ -20,10 +20,11 @@ from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import collection_words, layer_name
 from plimsoll.lab._result import Training
-from plimsoll.report import _summary_words as words, html, markdown, summary
-from plimsoll.report._server_answers import Answers
-from plimsoll.report._summary import Summary
-from plimsoll.report._verdict import leading
+from plimsoll.report import html, markdown, summary
+from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.verdicts import summary_text
+from plimsoll.report.verdicts.run_summary import Summary
+from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
 from tests.diagnosis.faults import FAULTS, Fault
 
@@ -79,9 +80,14 @@ def test_all_surfaces_say_the_same_of_each_finding(surfaces: dict[str, str], tol
     for finding in told.findings:
         for name in ("check", "markdown", "html", "api"):
             text = surfaces[name]
-            when = words.sentence_case(words.when(finding)) if name == "html" else words.when(finding)
-            assert words.heading(finding) in text and when in text and finding.advice in text, (name, finding.rule)
-            value = dict(words.evidence(finding)).get("Worst")
+            when = (
+                summary_text.sentence_case(summary_text.when(finding)) if name == "html" else summary_text.when(finding)
+            )
+            assert summary_text.heading(finding) in text and when in text and finding.advice in text, (
+                name,
+                finding.rule,
+            )
+            value = dict(summary_text.evidence(finding)).get("Worst")
             assert value is None or value in text, (name, finding.rule)
 
 
@@ -113,12 +119,12 @@ def test_there_is_one_remedy(name: str, tmp_path: Path) -> None:
 
 
 def test_severities_and_collections_have_one_name() -> None:
-    script = (Path(plimsoll.__file__).parent / "report" / "_page" / "words.js").read_text("utf-8")
-    for severity, word in words.STATES.items():
+    script = (Path(plimsoll.__file__).parent / "report" / "live" / "page" / "words.js").read_text("utf-8")
+    for severity, word in summary_text.STATES.items():
         assert re.search(rf'\b{severity}: \["[^"]*", "{word}"\]', script), severity
     named: dict[str, Any] = dict(re.findall(r'(\w+): "([^"]+ (?:gradients|state))"', script))
     assert set(named) == {"gradients", "activation_gradients", "optimizer"}
-    assert all(words.sentence_case(collection_words(name)) == said for name, said in named.items())
+    assert all(summary_text.sentence_case(collection_words(name)) == said for name, said in named.items())
 
 
 @pytest.mark.parametrize("fault", FAULTS[::7], ids=lambda fault: fault.name)
@@ -128,8 +134,8 @@ def test_numbers_of_every_rule_are_spelled_alike(fault: Fault, tmp_path: Path) -
     found = summary(path).findings
     assert found
     for finding in found:
-        assert f"{finding.severity:<8}{finding.rule}  {words.when(finding)}" in text
-        for label, value in words.evidence(finding):
+        assert f"{finding.severity:<8}{finding.rule}  {summary_text.when(finding)}" in text
+        for label, value in summary_text.evidence(finding):
             assert value in " ".join(text.split()) or label == "Where"
     assert not re.search(r"\d%|\d{5,}|\d\.0\b|e[+-]0\d", "\n".join(text.splitlines()[1:]))
 
@@ -204,7 +210,7 @@ def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folde
 
 def test_facts_have_one_name_and_one_value(surfaces: dict[str, str], told: Summary, answers: Answers) -> None:
     asked = json.loads(answers.run("fp16"))["shown"]
-    facts = [list(fact) for fact in words.facts(told)]
+    facts = [list(fact) for fact in summary_text.facts(told)]
     assert asked["facts"] == facts and {"Steps", "Samples", "Started", "Record"} <= {name for name, _ in facts}
     for name, value in facts:
         assert (
@@ -262,7 +268,7 @@ def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -
         if finding.collection != "gradients":
             continue
         rows = set(report.heatmap(view, "underflow", "gradients").data[0].y)
-        shown = words.shown_as(finding)["names"]
+        shown = summary_text.shown_as(finding)["names"]
         assert isinstance(shown, list) and {re.sub("<[^>]*>", "", row) for row in rows} >= set(shown)
 
 

@@ -178,7 +178,7 @@ def test_hostile_names_are_text(page: Any, hostile: Served) -> None:
 def test_no_part_of_the_page_reads_text_as_html() -> None:
     from plimsoll import report
 
-    page = Path(report.__file__).with_name("_page")
+    page = Path(report.__file__).with_name("live") / "page"
     forbidden = (
         "innerHTML",
         "outerHTML",
@@ -199,7 +199,7 @@ def test_no_part_of_the_page_reads_text_as_html() -> None:
 def test_every_key_is_in_the_documentation() -> None:
     from plimsoll import report
 
-    page = Path(report.__file__).with_name("_page")
+    page = Path(report.__file__).with_name("live") / "page"
     told = {
         what for path in page.glob("*.js") for what in re.findall(r'says: "([^"]+)"', path.read_text(encoding="utf-8"))
     }

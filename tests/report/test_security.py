@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from plimsoll.errors import RunError
-from plimsoll.report._security import ANY_ADDRESS, HEADERS, cookie_of
-from plimsoll.report._server import App, app
+from plimsoll.report.live.security import ANY_ADDRESS, HEADERS, cookie_of
+from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter, Scalars
 from tests.diagnosis.stories import told
 
@@ -196,7 +196,7 @@ def test_the_policy_allows_no_foreign_and_no_inline_script() -> None:
 
 
 def test_the_page_has_no_inline_script() -> None:
-    from plimsoll.report._server_assets import assets
+    from plimsoll.report.live.server.assets import assets
 
     markup = assets()["index.html"].body.decode()
     assert "<script>" not in markup and " onload=" not in markup and " onclick=" not in markup

@@ -17,10 +17,10 @@ import plimsoll as pl
 from plimsoll import report
 from plimsoll.diagnosis import View
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
-from plimsoll.report._server import App, app
-from plimsoll.report._server_answers import OFFERED
-from plimsoll.report._server_figures import OF_ONE
-from plimsoll.report._summary import summary
+from plimsoll.report.live.server.answers import OFFERED
+from plimsoll.report.live.server.app import App, app
+from plimsoll.report.live.server.figures import OF_ONE
+from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.stories import LAYERS, constant, told
 from tests.patience import HANG_SECONDS
@@ -188,7 +188,7 @@ def test_what_if_is_that_of_the_library(get: Any, folder: Path, shift: int | Non
 
 
 def test_what_if_tells_the_worst_rows_and_how_many_more(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.report._server_answers._ROWS", 5)
+    monkeypatch.setattr("plimsoll.report.live.server.answers._ROWS", 5)
     answer = get("/api/runs/sound/whatif", format="e2m1", collection="weights")
     assert (len(answer["rows"]), answer["more"]) == (5, len(LAYERS) - 5)
 
@@ -344,7 +344,7 @@ def test_a_slow_question_to_one_run_delays_no_other(served: App) -> None:
 
 
 def test_who_waits_too_long_is_told_so(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.report._live._PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("plimsoll.report.live.live_runs._PATIENCE_SECONDS", 0.01)
     held, done = threading.Event(), threading.Event()
     thread = threading.Thread(
         target=lambda: served.answers.live.answer("sound", "slower", lambda _: (held.set(), done.wait(HANG_SECONDS)))

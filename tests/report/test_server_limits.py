@@ -16,12 +16,13 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from starlette.testclient import TestClient
 
 from plimsoll.errors import StateError
-from plimsoll.report import _live, _live_verdicts, _server_loop, _server_turns
-from plimsoll.report._live import Live
-from plimsoll.report._live_streams import MOST_STREAMS
-from plimsoll.report._security import LONGEST_HEAD_BYTES
-from plimsoll.report._server import app
-from plimsoll.report._server_turns import BusyError, Turns
+from plimsoll.report.live import background_verdicts, live_runs
+from plimsoll.report.live.event_streams import MOST_STREAMS
+from plimsoll.report.live.live_runs import Live
+from plimsoll.report.live.security import LONGEST_HEAD_BYTES
+from plimsoll.report.live.server import turns as _server_turns, uvicorn_loop
+from plimsoll.report.live.server.app import app
+from plimsoll.report.live.server.turns import BusyError, Turns
 from tests.diagnosis.stories import told
 from tests.patience import HANG_SECONDS, wait_until
 from tests.report.served import Served, served
@@ -87,7 +88,7 @@ def test_of_three_hundred_streams_as_many_are_open_as_are_allowed(site: Served) 
     ids=["nothing", "a word", "a line", "headers", "half a body"],
 )  # fmt: skip
 def test_what_is_half_sent_is_cut_off(site: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(_server_loop, "_REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(uvicorn_loop, "_REQUEST_SECONDS", 0.05)
     with connected(site) as line:
         line.sendall(sent)
         until_closed(line)  # or hangs
@@ -95,7 +96,7 @@ def test_what_is_half_sent_is_cut_off(site: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_bytes_that_trickle_in_gain_no_time(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server_loop, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(uvicorn_loop, "_REQUEST_SECONDS", 0.2)
     ended = threading.Event()
     with connected(site) as line:
 
@@ -125,7 +126,7 @@ def test_an_answer_under_way_is_not_cut_off(site: Served, monkeypatch: pytest.Mo
     with connected(site) as line:
         line.sendall(head(site, "/api/runs", "Connection: close"))
         assert asked.wait(HANG_SECONDS)
-        monkeypatch.setattr(_server_loop, "_REQUEST_SECONDS", 0.05)
+        monkeypatch.setattr(uvicorn_loop, "_REQUEST_SECONDS", 0.05)
         with connected(site) as other:
             until_closed(other)  # which came later, and sends nothing
         go_on.set()
@@ -133,7 +134,7 @@ def test_an_answer_under_way_is_not_cut_off(site: Served, monkeypatch: pytest.Mo
 
 
 def test_who_does_not_read_is_cut_off(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server_loop, "_SENDING_SECONDS", 0.05)
+    monkeypatch.setattr(uvicorn_loop, "_SENDING_SECONDS", 0.05)
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     line.connect(("127.0.0.1", site.port))
@@ -145,7 +146,7 @@ def test_who_does_not_read_is_cut_off(site: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_there_are_only_so_many_connections(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server_loop, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(uvicorn_loop, "MOST_CONNECTIONS", 3)
     with ExitStack() as lines:
         for _ in range(3):
             lines.enter_context(connected(site))
@@ -273,7 +274,7 @@ def test_a_run_that_fails_is_no_500_and_costs_itself_only(
             raise error("in the depths\x1b[31m")
         return {"fine": True}
 
-    monkeypatch.setattr("plimsoll.report._server_answers._whatif", fails)
+    monkeypatch.setattr("plimsoll.report.live.server.answers._whatif", fails)
     made = app(folder)
     asked = TestClient(made, base_url="http://localhost", raise_server_exceptions=False)
     answer = asked.get("/api/runs/bad/whatif?format=fp16")
@@ -312,7 +313,7 @@ def test_two_runs_that_are_not_to_be_had_are_refused(folder: Path, monkeypatch: 
     holder = threading.Thread(target=lambda: live.answer("bad", None, lambda _: held()))
     holder.start()
     held.begun.acquire()
-    monkeypatch.setattr(_live, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(live_runs, "_PATIENCE_SECONDS", 0.01)
     with pytest.raises(StateError, match="Ask again"):
         live.answer_of_two("good", "bad", "q", lambda *_: b"")
     held.go_on.set()
@@ -327,9 +328,9 @@ def test_a_verdict_that_hangs_leaves_the_others_judged(monkeypatch: pytest.Monke
             return held().decode() if run.id == "bad" else super()._judge(run)
 
     runs = Judging(listed("bad", modified=2.0), listed("good"))
-    monkeypatch.setattr(_live_verdicts, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(background_verdicts, "_PATIENCE_SECONDS", 0.01)
     runs.verdicts.judge_next()
-    monkeypatch.setattr(_live_verdicts, "_PATIENCE_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(background_verdicts, "_PATIENCE_SECONDS", HANG_SECONDS)
     runs.verdicts.judge_next()
     assert runs.verdicts.judge_next() is None
     assert runs.verdicts.of(listed("good")) is not None and runs.verdicts.of(listed("bad")) is None

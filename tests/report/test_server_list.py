@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError
-from plimsoll.report import _runs_list
-from plimsoll.report._live_verdicts import Verdicts
-from plimsoll.report._runs_list import Listed, RunsList
-from plimsoll.report._summary import summary
+from plimsoll.report.live.background_verdicts import Verdicts
+from plimsoll.report.live.run_index import run_list
+from plimsoll.report.live.run_index.run_list import Listed, RunsList
+from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.diagnosis.stories import told
 from tests.patience import HANG_SECONDS, wait_until
@@ -86,14 +86,14 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     for name in "abc":
         a_run(tmp_path / name)
     clock, read = Clock(LATER), []
-    whole = _runs_list.listed
+    whole = run_list.listed
 
     def noted(name: str, path: Path, root: Path, stamp: Any) -> Any:
         if root == tmp_path:  # a server of another test may still look at its own runs
             read.append(name)
         return whole(name, path, root, stamp)
 
-    monkeypatch.setattr(_runs_list, "listed", noted)
+    monkeypatch.setattr(run_list, "listed", noted)
     found = RunsList(tmp_path, clock)
     found.runs()
     assert sorted(read) == ["a", "b", "c"]
@@ -106,7 +106,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pyte
 
 def test_a_change_within_the_tick_of_a_look_is_not_missed(tmp_path: Path) -> None:
     path = a_run(tmp_path / "a")
-    clock = Clock(max(entry[0] for entry in _runs_list.stamp_of(path)) / 1e9)
+    clock = Clock(max(entry[0] for entry in run_list.stamp_of(path)) / 1e9)
     found = RunsList(tmp_path, clock)
     before = found.run("a")
     text = (path / "run.json").read_text("utf-8")
@@ -115,12 +115,12 @@ def test_a_change_within_the_tick_of_a_look_is_not_missed(tmp_path: Path) -> Non
     os.utime(path / "run.json", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if in the same tick
     assert found._stamps["a"] is None and before is not None
     looked: list[str] = []
-    whole = _runs_list.listed
-    _runs_list.listed = lambda *a: (looked.append(a[0]), whole(*a))[1]
+    whole = run_list.listed
+    run_list.listed = lambda *a: (looked.append(a[0]), whole(*a))[1]
     try:
         found.run("a")
     finally:
-        _runs_list.listed = whole
+        run_list.listed = whole
     assert looked == ["a"]
 
 
@@ -221,7 +221,7 @@ def test_a_closed_run_that_changed_is_judged_at_once() -> None:
 def test_a_live_run_is_judged_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Judged(listed("a", live=True, modified=1000.0))
     ticks = iter([0.0, 3.0, 10.0, 10.5, 20.0, 20.0])
-    monkeypatch.setattr("plimsoll.report._live_verdicts.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("plimsoll.report.live.background_verdicts.time.perf_counter", lambda: next(ticks))
     assert made.verdicts.judge_next() == pytest.approx(12.0)  # 3 s of work, then four times as long at rest
     made.change("a", "2")
     for wait in (1.0, 13.9):
@@ -262,8 +262,8 @@ def test_the_last_verdict_stands_until_the_next() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("plimsoll.report._live_verdicts._KEPT", 3)
-    monkeypatch.setattr("plimsoll.report._live_verdicts._SUMMARIES", 1)
+    monkeypatch.setattr("plimsoll.report.live.background_verdicts._KEPT", 3)
+    monkeypatch.setattr("plimsoll.report.live.background_verdicts._SUMMARIES", 1)
     whole = summary(Run(told(samples=1).write(tmp_path / "run")))
     runs = [listed(name) for name in "abcd"]
     verdicts = Verdicts(lambda: runs, lambda _: whole)

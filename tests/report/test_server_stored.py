@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
 
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
-from plimsoll.report._live_view import LiveView
-from plimsoll.report._runs_list import RunsList
-from plimsoll.report._server import app
-from plimsoll.report._server_answers import Answers
+from plimsoll.report.live.growing_view import LiveView
+from plimsoll.report.live.run_index.run_list import RunsList
+from plimsoll.report.live.server.answers import Answers
+from plimsoll.report.live.server.app import app
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.runs.storage import listing as _listing
 from plimsoll.runs.storage.location import Stored

@@ -10,9 +10,9 @@ import pytest
 from plimsoll.diagnosis import SEVERITIES, Finding, View, diagnose
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report import markdown, summary
-from plimsoll.report._summary import Summary
-from plimsoll.report._verdict import LONGEST, leading, verdict
-from plimsoll.report._verdict_said import _PHRASES, short
+from plimsoll.report.verdicts.run_summary import Summary
+from plimsoll.report.verdicts.verdict import LONGEST, leading, verdict
+from plimsoll.report.verdicts.verdict_phrases import _PHRASES, short
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from tests.diagnosis.faults import FAULTS, A, B, Fault
 from tests.diagnosis.stories import SOUND, constant, told

@@ -8,8 +8,8 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.report import TEMPLATES, themed
-from plimsoll.report._figure_parts import line, made
-from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEVERITY
+from plimsoll.report.drawing.plotly_parts import line, made
+from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEVERITY
 
 MARKS = {"blue": BLUE, "orange": ORANGE, "green": GREEN, "red": RED, "purple": PURPLE, "grey": GREY}
 

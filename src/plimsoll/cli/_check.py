@@ -82,7 +82,7 @@ class _Judged:
         return {rank: last for rank, last in self.one.run.incomplete.items() if last < self.view.last_step}
 
     def to_dict(self) -> dict[str, object]:
-        from plimsoll.report._verdict import state_of, verdict
+        from plimsoll.report.verdicts.verdict import state_of, verdict
 
         state, sentence = state_of(self.view, self.found), verdict(self.view, self.found)
         facts: dict[str, object] = {
@@ -98,7 +98,7 @@ class _Judged:
 def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds: dict[str, float]) -> _Judged:
     """The run with its findings; raises `RunError` where nothing was recorded that could be judged."""
     from plimsoll.diagnosis import View, diagnose
-    from plimsoll.report._verdict import leading_first
+    from plimsoll.report.verdicts.verdict import leading_first
 
     view = View(one.run, until)
     found = leading_first(diagnose(view, rules=select, thresholds=thresholds), view.last_step)
@@ -139,7 +139,7 @@ def _print(judged: _Judged, target: Console) -> None:
     head = f": {_counts(found)}, {_reach(view.last_step)}{ended}"
     target.print(Text.assemble((printable(judged.one.called, lines=False), "bold"), head), soft_wrap=True)
     if view.last_step >= 0:
-        from plimsoll.report._verdict import verdict
+        from plimsoll.report.verdicts.verdict import verdict
 
         target.print(Text(verdict(view, found)))
     if judged.missing and not judged.alarm:
@@ -172,14 +172,16 @@ def _reach(last_step: int) -> str:
 
 
 def _lines(finding: "Finding") -> list[Text | Padding]:
-    from plimsoll.report import _summary_words as words
+    from plimsoll.report.verdicts import summary_text
 
-    head = Text.assemble((f"{finding.severity:<8}", _COLOURS[finding.severity]), (words.heading(finding), "bold"))
-    lines: list[Text | Padding] = [head.append(f"  {words.when(finding)}")]
+    head = Text.assemble(
+        (f"{finding.severity:<8}", _COLOURS[finding.severity]), (summary_text.heading(finding), "bold")
+    )
+    lines: list[Text | Padding] = [head.append(f"  {summary_text.when(finding)}")]
     if finding.where:
-        lines.append(_indented(Text(words.where(finding), style="cyan")))
+        lines.append(_indented(Text(summary_text.where(finding), style="cyan")))
     lines.append(_indented(Text(finding.meaning)))
-    told = ". ".join(f"{label}: {value}" for label, value in words.evidence(finding) if label != "Where")
+    told = ". ".join(f"{label}: {value}" for label, value in summary_text.evidence(finding) if label != "Where")
     if told:
         lines.append(_indented(Text(told, style="dim")))
     lines.append(_indented(Text(f"-> {finding.advice}")))

@@ -87,12 +87,12 @@ def _of_run(training: "Training") -> list[Text]:
 
 
 def _finding(finding: "Finding") -> Text:
-    from plimsoll.report import _summary_words as words
+    from plimsoll.report.verdicts import summary_text
 
     line = Text.assemble((f"{finding.severity:<6} ", _COLOURS[finding.severity]), (f"{finding.rule:<14}", "bold"))
-    line.append(f" {words.when(finding)}")
+    line.append(f" {summary_text.when(finding)}")
     if finding.where:
-        line.append(f", {words.where(finding, 1)}", style="cyan")
+        line.append(f", {summary_text.where(finding, 1)}", style="cyan")
     return line
 
 

@@ -56,8 +56,8 @@ def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
     if str(output) == "-":
         raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
     from plimsoll.report import html
-    from plimsoll.report._html import checked_path
-    from plimsoll.report._summary import summary
+    from plimsoll.report.single_file.html_report import checked_path
+    from plimsoll.report.verdicts.run_summary import summary
 
     checked_path(output)  # before the work
     found = [(one, view_at(one, until)) for one in opened(run)]

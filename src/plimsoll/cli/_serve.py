@@ -26,6 +26,6 @@ def serve(
     ] = None,
 ) -> None:
     """A web page that follows runs as they are written: verdicts, figures, what-if. Ends at Ctrl-C."""
-    from plimsoll.report._serve import serve as served
+    from plimsoll.report.live.server.launch import serve as served
 
     served(folder, host, port, token=token, open_browser=opened, allow_hosts=allowed or ())

@@ -8,24 +8,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plimsoll.report._figure_audit import audit
-    from plimsoll.report._figure_before import before_after
-    from plimsoll.report._figure_codes import code_usage
-    from plimsoll.report._figure_heatmap import heatmap
-    from plimsoll.report._figure_loss import loss_and_scale
-    from plimsoll.report._figure_record import record
-    from plimsoll.report._figure_scale import scale_curve
-    from plimsoll.report._figure_spectrogram import spectrogram
-    from plimsoll.report._figure_underflow import underflow_over_time
-    from plimsoll.report._figure_updates import updates
-    from plimsoll.report._figure_window import scale_window
-    from plimsoll.report._figure_zeros import zero_heatmap
-    from plimsoll.report._figures import FIGURES, figure_for
-    from plimsoll.report._html import html
-    from plimsoll.report._markdown import markdown
-    from plimsoll.report._serve import serve
-    from plimsoll.report._summary import Summary, summary
-    from plimsoll.report._theme import TEMPLATES, themed
+    from plimsoll.report.drawing.theme import TEMPLATES, themed
+    from plimsoll.report.figure_registry import FIGURES, figure_for
+    from plimsoll.report.figures.audit import audit
+    from plimsoll.report.figures.before_after import before_after
+    from plimsoll.report.figures.code_usage import code_usage
+    from plimsoll.report.figures.heatmap import heatmap
+    from plimsoll.report.figures.loss_and_scale import loss_and_scale
+    from plimsoll.report.figures.record import record
+    from plimsoll.report.figures.scale_curve import scale_curve
+    from plimsoll.report.figures.scale_window import scale_window
+    from plimsoll.report.figures.spectrogram import spectrogram
+    from plimsoll.report.figures.underflow_over_time import underflow_over_time
+    from plimsoll.report.figures.updates import updates
+    from plimsoll.report.figures.zero_heatmap import zero_heatmap
+    from plimsoll.report.live.server.launch import serve
+    from plimsoll.report.single_file.html_report import html
+    from plimsoll.report.single_file.markdown_report import markdown
+    from plimsoll.report.verdicts.run_summary import Summary, summary
 
 __all__ = [
     "FIGURES",
@@ -53,27 +53,27 @@ __all__ = [
 
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOME_OF = {
-    "FIGURES": "_figures",
-    "TEMPLATES": "_theme",
-    "Summary": "_summary",
-    "audit": "_figure_audit",
-    "before_after": "_figure_before",
-    "code_usage": "_figure_codes",
-    "figure_for": "_figures",
-    "heatmap": "_figure_heatmap",
-    "html": "_html",
-    "loss_and_scale": "_figure_loss",
-    "markdown": "_markdown",
-    "record": "_figure_record",
-    "scale_curve": "_figure_scale",
-    "scale_window": "_figure_window",
-    "serve": "_serve",
-    "spectrogram": "_figure_spectrogram",
-    "summary": "_summary",
-    "themed": "_theme",
-    "underflow_over_time": "_figure_underflow",
-    "updates": "_figure_updates",
-    "zero_heatmap": "_figure_zeros",
+    "FIGURES": "figure_registry",
+    "TEMPLATES": "drawing.theme",
+    "Summary": "verdicts.run_summary",
+    "audit": "figures.audit",
+    "before_after": "figures.before_after",
+    "code_usage": "figures.code_usage",
+    "figure_for": "figure_registry",
+    "heatmap": "figures.heatmap",
+    "html": "single_file.html_report",
+    "loss_and_scale": "figures.loss_and_scale",
+    "markdown": "single_file.markdown_report",
+    "record": "figures.record",
+    "scale_curve": "figures.scale_curve",
+    "scale_window": "figures.scale_window",
+    "serve": "live.server.launch",
+    "spectrogram": "figures.spectrogram",
+    "summary": "verdicts.run_summary",
+    "themed": "drawing.theme",
+    "underflow_over_time": "figures.underflow_over_time",
+    "updates": "figures.updates",
+    "zero_heatmap": "figures.zero_heatmap",
 }
 
 

@@ -18,5 +18,5 @@ def register(shower: Callable[["Run"], dict[str, Any]]) -> None:
 def shown(run: "Run") -> dict[str, Any]:
     """The run by media type, by who has registered: the report's room, which does so when it is loaded."""
     if not _shower:
-        importlib.import_module("plimsoll.report._notebook")
+        importlib.import_module("plimsoll.report.single_file.notebook")
     return _shower[0](run)

@@ -11,8 +11,8 @@ from plimsoll.lab._measures import columns, lost_at, mean, median, share_lost
 from plimsoll.lab._result import Training
 from plimsoll.lab.clip._kinds import Kind
 from plimsoll.lab.clip._train import Setup
-from plimsoll.report._summary import LOSS_STEPS
-from plimsoll.report._verdict import leading_first, verdict
+from plimsoll.report.verdicts.run_summary import LOSS_STEPS
+from plimsoll.report.verdicts.verdict import leading_first, verdict
 from plimsoll.runs import Run
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from plimsoll.formats import FP16
 from plimsoll.kernels import row_layout
-from plimsoll.report._figure_parts import Layout, Trace, made
-from plimsoll.report._figure_words import powers
-from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, PURPLE
+from plimsoll.report.drawing.plotly_parts import Layout, Trace, made
+from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE
+from plimsoll.report.labels import powers
 from plimsoll.spectrum import Spectrum
 from plimsoll.text import percent
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from plimsoll.lab.unit_sweep._grid import FP16, FP32, STATIC, UNIT_FP16, UNIT_FP32, WAYS, Design, Way, reference
 from plimsoll.lab.unit_sweep._judge import Scores
-from plimsoll.report._figure_parts import Trace, made
-from plimsoll.report._theme import BLUE, GREEN, GREY, ORANGE, RED
+from plimsoll.report.drawing.plotly_parts import Trace, made
+from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, RED
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

@@ -18,5 +18,5 @@ def register(drawer: Callable[["Audit", "Audit | None"], Any]) -> None:
 def figure(before: "Audit", after: "Audit | None") -> Any:
     """The figure, by who has registered; the report's room, which does so when it is loaded, unless another has."""
     if not _drawers:
-        importlib.import_module("plimsoll.report._figure_audit")
+        importlib.import_module("plimsoll.report.figures.audit")
     return _drawers[0](before, after)

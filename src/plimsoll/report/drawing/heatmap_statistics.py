@@ -1,0 +1,142 @@
+"""What a heat map can show: each statistic as layers by steps, how samples of it become one, how it is drawn and said.
+
+Shares are drawn by their square root, so that one per cent is seen beside all; sizes by their power of two.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.diagnosis.view import log2
+from plimsoll.formats import get_element
+from plimsoll.report.drawing.aggregation import How
+
+Scale = Literal["share", "power", "binades", "count"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Matrix:
+    """Numbers of layers x steps: `names` are drawn, `series` are the tensors they stand for."""
+
+    names: tuple[str, ...]
+    series: tuple[str, ...]
+    steps: Ints
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistic:
+    """One statistic: its title after the collection's name, the words before its number, how it is merged and drawn."""
+
+    title: str
+    words: str
+    how: How
+    scale: Scale
+    of: Callable[[View, str], Matrix | None]
+
+
+def _by_series(compute: Callable[[Cells], Floats]) -> Callable[[View, str], Matrix | None]:
+    def found(view: View, collection: str) -> Matrix | None:
+        cells = view.cells(collection)
+        if cells is None:
+            return None
+        values = compute(cells)
+        return Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values)
+
+    return found
+
+
+def underflow(view: View, collection: str) -> Matrix | None:
+    """The share of values that underflowed; of parameters' gradients by module, as the rules judge them."""
+    narrow = view.narrow(collection)
+    if narrow is None:
+        return None
+    cells, lost = narrow.cells, narrow.lost_of_cell
+    nonzero = cells.total(cells.nonzero)
+    if collection != "gradients":
+        values = _blank(narrow.fraction, narrow, nonzero, lost)
+        return Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values)
+    modules = Modules.of(cells)
+    values = _blank(modules.underflow(narrow), narrow, modules.total(nonzero), modules.total(lost))
+    series = tuple(modules.main_layers(cells))
+    return Matrix(names=modules.names, series=series, steps=cells.steps, values=values)
+
+
+def _blank(share: Floats, narrow: Narrow, nonzero: Floats, lost: Floats) -> Floats:
+    """The share; NaN where all values of a narrow format are zero and nothing says why."""
+    return np.where((nonzero == 0) & (lost == 0) & narrow.censors.any(), np.nan, share)
+
+
+def _norm(cells: Cells) -> Floats:
+    return log2(cells.norm)
+
+
+def _rms(cells: Cells) -> Floats:
+    return log2(cells.rms)
+
+
+def _absmax(cells: Cells) -> Floats:
+    return log2(cells.true_absmax)
+
+
+def _absmean(cells: Cells) -> Floats:
+    with np.errstate(all="ignore"):
+        return log2(cells.total(cells.column("abssum") / cells.scale) / cells.finite)
+
+
+def _std(cells: Cells) -> Floats:
+    with np.errstate(all="ignore"):
+        mean = cells.total(cells.column("sum") / cells.scale) / cells.finite
+        return log2(np.sqrt(np.maximum(cells.rms**2 - mean**2, 0.0)))
+
+
+def _nonfinite(cells: Cells) -> Floats:
+    return np.where(cells.nonfinite > 0, cells.nonfinite, np.where(cells.recorded, 0.0, np.nan))
+
+
+def _headroom(cells: Cells) -> Floats:
+    """Binades from the largest magnitude, as stored, to the top of the format that it was stored in."""
+    top = np.array([np.log2(get_element(name, "heatmap").max) for name in cells.formats])[cells.format]
+    with np.errstate(all="ignore"):
+        room = top - log2(cells.column("absmax"))
+    return -cells.highest(-room)
+
+
+def _ratio(cells: Cells) -> Floats:
+    with np.errstate(all="ignore"):
+        return log2(cells.norm / np.sqrt(cells.total(cells.column("weight_norm") ** 2)))
+
+
+def _unmoved(cells: Cells) -> Floats:
+    with np.errstate(all="ignore"):
+        return cells.total_of("unmoved") / cells.total_of("pushed")
+
+
+def _zero(cells: Cells) -> Floats:
+    return cells.zero_fraction
+
+
+def _statistic(title: str, words: str, how: How, scale: Scale, compute: Callable[[Cells], Floats]) -> Statistic:
+    return Statistic(title=title, words=words, how=how, scale=scale, of=_by_series(compute))
+
+
+# Norms and the like are merged as powers of two: their mean is the geometric one.
+STATISTICS: Mapping[str, Statistic] = {
+    "underflow": Statistic(title="what is flushed to zero", words="lost", how="max", scale="share", of=underflow),
+    "zero": _statistic("values that are zero", "zero", "mean", "share", _zero),
+    "nonfinite": _statistic("NaN and infinite values", "not finite", "sum", "count", _nonfinite),
+    "headroom": _statistic("binades left to the top of the format", "binades left", "min", "binades", _headroom),
+    "norm": _statistic("their norm", "norm", "mean", "power", _norm),
+    "rms": _statistic("their root mean square", "root mean square", "mean", "power", _rms),
+    "std": _statistic("their standard deviation", "standard deviation", "mean", "power", _std),
+    "absmean": _statistic("their mean magnitude", "mean magnitude", "mean", "power", _absmean),
+    "absmax": _statistic("their largest magnitude", "largest magnitude", "max", "power", _absmax),
+    "ratio": _statistic("size against the weights", "update / weight", "mean", "power", _ratio),
+    "unmoved": _statistic("weights that did not move", "unmoved", "max", "share", _unmoved),
+}

@@ -1,0 +1,100 @@
+"""Load lines: what a format holds, drawn over where values lie, moved by the scale at which it holds them.
+
+The picture shows true values. A format that holds them times S overflows at its limit divided by S, so its lines lie
+lower the higher the scale; where the recorded scale changes over time, the lines are step curves.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.formats import Format
+from plimsoll.report.drawing.aggregation import Columns
+from plimsoll.report.drawing.plotly_parts import Layout, Trace
+from plimsoll.report.drawing.theme import GREY, ORANGE, PURPLE, RED
+from plimsoll.report.labels import power, safe
+
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_BESIDE = 14.0  # binades beyond the values within which a line is still drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadLine:
+    """One limit of a format over the columns: the exponent of the true value at it, and what it means."""
+
+    format: str
+    says: str  # a line of no format says all
+    colour: str
+    dash: str
+    height: Floats
+
+    @property
+    def words(self) -> str:
+        """What stands beside the line."""
+        return f"{self.format}: {self.says}" if self.format else self.says
+
+
+def load_lines(formats: Sequence[tuple[Format, Floats]]) -> list[LoadLine]:
+    """The limits of formats, each with the power of two by which it holds the values higher, column by column."""
+    found: list[LoadLine] = []
+    for i, (fmt, moved) in enumerate(formats):
+        limits = [
+            (float(np.log2(fmt.overflow_threshold)), "overflow above", RED),
+            (float(fmt.min_exponent), "fewer digits below", ORANGE),
+            (float(fmt.quantum_exponent - 1 if fmt.has_subnormals else fmt.min_exponent - 1), "zero below", PURPLE),
+        ]
+        for exponent, says, colour in limits:
+            dash = _DASHES[i % len(_DASHES)]
+            found.append(LoadLine(format=fmt.name, says=says, colour=colour, dash=dash, height=exponent - moved))
+    return found
+
+
+def level(mark: tuple[float, str], columns: Columns) -> LoadLine:
+    """A line at one magnitude."""
+    height = np.full(len(columns.at), math.log2(mark[0]))
+    return LoadLine(format="", says=safe(mark[1]), colour=GREY, dash="dash", height=height)
+
+
+def in_reach(lines: Sequence[LoadLine], low: float, high: float) -> tuple[list[LoadLine], list[str]]:
+    """The lines near the values, and of the others what they are and where."""
+    near = [one for one in lines if one.height.max() >= low - _BESIDE and one.height.min() <= high + _BESIDE]
+    far = [
+        f"{one.format}: {one.says} {power(round(float(np.median(one.height))))}"
+        for one in lines
+        if one not in near and one.says != "fewer digits below" and np.isfinite(np.median(one.height))
+    ]
+    return near, far
+
+
+def drawn(lines: Sequence[LoadLine], at: Ints, spacing: float) -> tuple[list[Trace], list[Layout]]:
+    """The lines as traces, and their words at the right end, at least `spacing` apart."""
+    traces = [_trace(one, at) for one in lines]
+    notes: list[Layout] = []
+    below = -np.inf
+    for one in sorted(lines, key=lambda each: float(each.height[-1])):
+        place = max(float(one.height[-1]) - 0.5, below + spacing)
+        below = place
+        notes.append(
+            {"text": one.words, "x": 1, "xref": "paper", "xanchor": "right", "y": place,
+             "yanchor": "bottom", "font": {"size": 11, "color": one.colour}, "borderpad": 1}
+        )  # fmt: skip
+    return traces, notes
+
+
+def _trace(one: LoadLine, at: Ints) -> Trace:
+    """A line between columns: binade e is drawn from e - 1/2 to e + 1/2, so the value 2^e lies half a binade lower."""
+    edges = np.flatnonzero(np.diff(one.height, prepend=np.nan, append=np.nan) != 0)
+    kept = np.unique(np.clip(np.concatenate([edges, edges - 1, [0, len(at) - 1]]), 0, len(at) - 1))
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": at[kept],
+        "y": (one.height[kept] - 0.5).astype(np.float32),
+        "line": {"color": one.colour, "width": 2, "dash": one.dash, "shape": "hvh"},
+        "name": one.words,
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }

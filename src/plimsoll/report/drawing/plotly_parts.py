@@ -1,0 +1,136 @@
+"""What all figures are made with: the view that is asked, a Plotly figure from plain data, and parts that recur.
+
+A figure is put together as plain data, and made a Plotly object by `made` at the very end: so Plotly is loaded only
+when a figure is asked for. A figure that has nothing to show says in words what is missing; it is never an exception,
+since a report must not fail for want of one recorded thing.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.errors import ArgumentError, MissingExtraError
+from plimsoll.extras import install_line
+from plimsoll.report.drawing.theme import GREY, MODEBAR_REMOVE, TEMPLATES
+from plimsoll.runs import Run
+from plimsoll.runs.reading.name_matching import unknown
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+Source = Run | View | str | os.PathLike[str]
+Trace = dict[str, Any]
+Layout = dict[str, Any]
+
+_LEGEND_LINE, _LEGEND_ENTRIES, _BELOW = 20, 4, 48  # pixels a line, entries in it; pixels for the axis
+STEP_AXIS: Mapping[str, Any] = {"title": {"text": "step"}, "showgrid": False, "zeroline": False, "tickformat": ",d"}
+
+
+def view_of(run: Source, until: int | None, operation: str) -> View:
+    """The view of a run, its folder, or a view itself; up to and with a step."""
+    if isinstance(run, View):
+        if until is not None:
+            raise ArgumentError(
+                f"{operation}: expected until=None with a View, which has its own; got {until!r}. Make another View."
+            )
+        return run
+    return View(run if isinstance(run, Run) else Run(run), until)
+
+
+def made(
+    operation: str, title: str, subtitle: str, traces: Sequence[Trace], layout: Layout, meta: Mapping[str, Any]
+) -> "Figure":
+    """The Plotly figure, in the light theme. `meta` is data for whoever shows it: `figure`, `rows` and the like."""
+    try:
+        from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{operation}: expected the package plotly; got none. Install it: {install_line('report')}"
+        ) from error
+    head = {"text": title, "subtitle": {"text": subtitle}}
+    bar = {"remove": [*MODEBAR_REMOVE]}  # in the layout too, as users change templates
+    whole = {"template": TEMPLATES["light"], "title": head, "meta": dict(meta), "modebar": bar}
+    whole |= _with_legend(traces, layout)
+    return Figure({"data": list(traces), "layout": whole})
+
+
+def _with_legend(traces: Sequence[Trace], layout: Layout) -> Layout:
+    """The layout with room for the legend under the step axis."""
+    entries = sum(bool(t.get("name")) and t.get("showlegend", t["type"] == "scatter") for t in traces)
+    if entries < 2:
+        return {**layout, "showlegend": False}
+    room = 10 + _LEGEND_LINE * -(-entries // _LEGEND_ENTRIES)
+    margin = layout.get("margin", {})
+    below = {**margin, "b": margin.get("b", _BELOW) + room}
+    return {**layout, "margin": below, "height": layout["height"] + room, "showlegend": True}
+
+
+def nothing(operation: str, title: str, words: str, meta: Mapping[str, Any]) -> "Figure":
+    """A figure without data that says what is missing."""
+    note = {
+        "text": words,
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0.5,
+        "y": 0.5,
+        "font": {"size": 14},
+        "align": "center",
+    }
+    hidden = {"visible": False}
+    layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden, "height": 240}
+    return made(operation, title, "", [], layout, {**meta, "empty": True})
+
+
+def series_checked(view: View, operation: str, collection: str, name: str | None = None) -> None:
+    """Raises `NotRecordedError` for a collection, or a name in it, that the run does not have."""
+    if collection not in view.run.tensors:
+        raise unknown(operation, "a collection", collection, list(view.run.tensors))
+    if name is not None and name not in view.run.tensors[collection]:
+        raise unknown(operation, f"a name in {collection!r}", name, view.run.tensors[collection])
+
+
+def since_mark(step: int | None, words: str = "since step", row: str = "") -> tuple[list[Layout], list[Layout]]:
+    """A vertical line at a step with its words at the top: shapes and annotations."""
+    if step is None:
+        return [], []
+    line = {"type": "line", "x0": step, "x1": step, "xref": f"x{row}", "y0": 0, "y1": 1, "yref": "paper",
+            "line": {"color": GREY, "width": 1.5, "dash": "dot"}}  # fmt: skip
+    note = {"text": f"{words} {step:,}", "x": step, "xref": f"x{row}", "y": 1, "yref": "paper", "yanchor": "bottom",
+            "xanchor": "center", "font": {"size": 11}}  # fmt: skip
+    return [line], [note]
+
+
+def plotted(values: Floats) -> NDArray[np.float32]:
+    """Heights in single precision, which halves a page; what is beyond it becomes infinite, a gap in the line."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32)
+
+
+def line(x: Ints | Floats, y: Floats, name: str, colour: str, hover: str, **more: Any) -> Trace:
+    """A line over steps; `hover` is a template of our own, without anything from a run in it."""
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(x) > 1 else "markers",
+        "x": x,
+        "y": plotted(y),
+        "name": name,
+        "line": {"color": colour, "width": 2, **more.pop("line", {})},
+        "marker": {"color": colour, "size": 7},
+        "hovertemplate": hover + "<extra></extra>",
+        **more,
+    }
+
+
+def band(x: Ints | Floats, low: Floats, high: Floats, name: str, colour: str, **more: Any) -> list[Trace]:
+    """An area between two lines, without hover."""
+    common: Trace = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "hoverinfo": "skip", **more}
+    shade = "rgba({},{},{},0.22)".format(*(int(colour[i : i + 2], 16) for i in (1, 3, 5)))
+    return [
+        {**common, "y": plotted(low), "showlegend": False},
+        {**common, "y": plotted(high), "fill": "tonexty", "fillcolor": shade, "name": name},
+    ]

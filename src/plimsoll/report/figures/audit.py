@@ -1,0 +1,297 @@
+"""`audit`: where every operation's values and gradients lie, in program order, against what formats hold.
+
+Operations go down, magnitudes across: forward in the left half, backward in the right one. Each operation has a mark at
+its standard deviation and a line over the middle nine tenths of its magnitudes; of two audits, the marks of the first
+are hollow. Above, a bar for each format shows what it holds at the present scale.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Format, get_element
+from plimsoll.report.drawing.audit_rows import Line, Place, lines_of, middle, ticks_of
+from plimsoll.report.drawing.plotly_parts import Layout, Trace, made, nothing
+from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
+from plimsoll.report.labels import joined, power, powers, safe
+from plimsoll.text import counted
+from plimsoll.unit import Audit, Reading
+from plimsoll.unit.auditing.figure_hook import register
+from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_HEADS: dict[Direction, str] = {"forward": "Forward: values", "backward": "Backward: gradients"}
+_OF_DIRECTION: dict[Direction, tuple[str, ...]] = {"forward": ("fp16", "e4m3"), "backward": ("fp16", "e5m2")}
+_DASHES = {"fp16": "solid", "e4m3": "dash", "e5m2": "dash"}
+_LEAST = (-32.0, 18.0)  # binades that are always shown: those of FP16, and room for the formats' names
+_MOST = 60.0  # binades above and below which marks stand at the edge
+_BAR, _GAP = 9, 17  # pixels of a format's bar, and from one to the next
+_NAMED_WORST, _APART = 3, 4  # how many are named, and how many rows lie between them at least
+
+
+def audit(before: Audit, after: Audit | None = None) -> "Figure":
+    """Every operation's standard deviation and middle nine tenths, forward and backward, in program order.
+
+    With two audits, of a model before and after its conversion, marks of the first are hollow. Operations that hold NaN
+    or Inf, those that are all zero, and those without a gradient stand at the edges. Above 60 operations the axis names
+    groups of modules, and hovering names the operation; the worst are named in any case.
+
+    Raises `ArgumentError` for what is no `Audit`.
+    """
+    for name, given in (("before", before), ("after", after)):
+        if not isinstance(given, Audit) and (given is not None or name == "before"):
+            raise ArgumentError(
+                f"audit figure: expected {name} to be an Audit; got {type(given).__name__}. Call plimsoll.unit.audit."
+            )
+    lines = lines_of(before, after)
+    meta: Layout = {"figure": "audit", "operations": len(lines)}
+    if not lines:
+        return nothing("audit figure", "Scale of every operation", "The model ran no operation on numbers.", meta)
+    ticks = ticks_of([line.row for line in lines])
+    low, high = _reach(lines)
+    traces = _each_once([t for d in DIRECTIONS for t in _traces(lines, d, low, high, two=after is not None)])
+    traces += _legend_of_bars()
+    shown = before if after is None else after
+    return made("audit figure", _title(before, after), _said(before, after), traces,
+                _layout(lines, ticks, low, high, shown), meta)  # fmt: skip
+
+
+register(audit)
+
+
+def _each_once(traces: list[Trace]) -> list[Trace]:
+    """The traces, of which the first of each name is in the legend."""
+    names = [trace["name"] for trace in traces]
+    return [{**trace, "showlegend": names.index(trace["name"]) == i} for i, trace in enumerate(traces)]
+
+
+def _title(before: Audit, after: Audit | None) -> str:
+    return f"{safe(before.model)}: scale of every operation" + ("" if after is None else ", before and after")
+
+
+def _said(before: Audit, after: Audit | None) -> str:
+    parts = [counted(len((after or before).operations), "operation")]
+    for words, found in (("", before),) if after is None else (("before", before), ("after", after)):
+        far = found.beyond(2.0)
+        readings = sum(1 for _ in found.readings())
+        parts.append(f"{words} {len(far)} of {readings} beyond 2<sup>±2</sup>".strip())
+    worst = (after or before).worst[:1]
+    parts += [f"farthest: {_worst_words(reading)}" for reading in worst]
+    return joined(parts)
+
+
+def _worst_words(reading: Reading) -> str:
+    if reading.spoiled:
+        return f"{safe(reading.row.name)} {reading.direction}: NaN or Inf"
+    if not np.isfinite(reading.scale):
+        return f"{safe(reading.row.name)} {reading.direction}: all zero"
+    return f"{safe(reading.row.name)} {reading.direction} {power(round(reading.scale, 1))}"
+
+
+def _reach(lines: Sequence[Line]) -> tuple[float, float]:
+    """The binades that are shown."""
+    ends = [end for line in lines for reading in line.readings() for end in (*middle(reading), reading.scale)]
+    known = [end for end in ends if np.isfinite(end)]
+    low, high = min([_LEAST[0], *(end - 2 for end in known)]), max([_LEAST[1], *(end + 2 for end in known)])
+    return max(low, -_MOST), min(high, _MOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """How an audit's marks look."""
+
+    when: str
+    colour: str
+    symbol: str
+    width: int
+    off: float  # rows by which the marks stand aside, so that two audits' do not hide each other
+
+
+def _looks(two: bool) -> list[_Look]:
+    if not two:
+        return [_Look(when="", colour=BLUE, symbol="circle", width=3, off=0.0)]
+    return [
+        _Look(when="before", colour=ORANGE, symbol="circle-open", width=2, off=-0.16),
+        _Look(when="after", colour=BLUE, symbol="circle", width=2, off=0.16),
+    ]
+
+
+def _traces(lines: Sequence[Line], direction: Direction, low: float, high: float, *, two: bool) -> list[Trace]:
+    found: list[Trace] = []
+    axis = "x" if direction == "forward" else "x2"
+    for look in _looks(two):
+        places = [(i + look.off, place) for i, line in enumerate(lines) if (place := line.at(look.when, direction))]
+        found += [_spans(places, axis, look), _marks(places, axis, look, low, high)]
+        found += _edges(places, axis, low, high)
+    return found
+
+
+def _spans(places: Sequence[tuple[float, Place]], axis: str, look: _Look) -> Trace:
+    """The middle nine tenths as lines."""
+    across: list[float | None] = []
+    down: list[float | None] = []
+    for at, place in places:
+        if place.reading is not None and np.isfinite(middle(place.reading)[0]):
+            across += [*middle(place.reading), None]
+            down += [at, at, None]
+    return {"type": "scatter", "mode": "lines", "x": across, "y": down, "xaxis": axis, "hoverinfo": "skip",
+            "line": {"color": look.colour, "width": look.width}, "opacity": 0.45,
+            "name": f"{look.when}: 5 to 95 % of the values".strip(": "),
+            "legendgroup": f"span {look.when}"}  # fmt: skip
+
+
+def _marks(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: float, high: float) -> Trace:
+    shown = [(at, p, p.reading.scale) for at, p in places if p.reading is not None and np.isfinite(p.reading.scale)]
+    size = 8 if len(places) <= 60 else 6
+    mark = {"color": look.colour, "size": size, "symbol": look.symbol, "line": {"width": 1.5, "color": look.colour}}
+    return {"type": "scatter", "mode": "markers", "x": [min(max(s, low), high) for _, _, s in shown],
+            "y": [at for at, _, _ in shown], "text": [p.words for _, p, _ in shown], "xaxis": axis, "marker": mark,
+            "hovertemplate": "%{text}<extra></extra>", "cliponaxis": False,
+            "name": f"{look.when}: standard deviation".strip(": "), "legendgroup": f"mark {look.when}"}  # fmt: skip
+
+
+def _edges(places: Sequence[tuple[float, Place]], axis: str, low: float, high: float) -> list[Trace]:
+    """What has no place on the scale: NaN and Inf at the right edge; all zero, and no gradient, at the left one."""
+    inside = 0.015 * (high - low)
+    kinds: list[tuple[str, str, str, float, Callable[[Place], bool]]] = [
+        ("NaN or Inf", RED, "x", high - inside, lambda p: p.reading is not None and p.reading.spoiled > 0),
+        (
+            "all zero",
+            RED,
+            "triangle-left",
+            low + inside,
+            lambda p: p.reading is not None and p.reading.scale == -np.inf,
+        ),
+        ("no gradient", GREY, "line-ew-open", low + inside, lambda p: p.reading is None),
+    ]
+    found: list[Trace] = []
+    for name, colour, symbol, x, holds in kinds:
+        chosen = [(at, place) for at, place in places if holds(place)]
+        if chosen:
+            mark: dict[str, Any] = {"color": colour, "size": 8, "symbol": symbol, "line": {"width": 2, "color": colour}}
+            found.append(
+                {"type": "scatter", "mode": "markers", "x": [x] * len(chosen), "y": [at for at, _ in chosen],
+                 "text": [place.words for _, place in chosen], "xaxis": axis, "marker": mark, "name": name,
+                 "hovertemplate": "%{text}<extra></extra>", "legendgroup": name,
+                 "cliponaxis": False}
+            )  # fmt: skip
+    return found
+
+
+def _layout(lines: Sequence[Line], ticks: Any, low: float, high: float, shown: Audit) -> Layout:
+    places, texts = powers(low, high, 8)
+    across: Layout = {"tickvals": places, "ticktext": texts, "range": [low, high], "zeroline": False, "showgrid": False}
+    shapes, notes = list[Layout](), list[Layout]()
+    for direction in DIRECTIONS:
+        axis = "x" if direction == "forward" else "x2"
+        shapes += [_unit(axis), *_bars(axis, direction)]
+        notes += [_head(axis, _HEADS[direction]), *_names(axis)]
+    notes += _named(lines, shown, ticks.grouped)
+    rows = len(lines)
+    inner = max(rows * (22 if not ticks.grouped else 7 if rows <= 400 else 4), 120)
+    top, bottom = 92 + 22 + _GAP * len(FORMATS), 52
+    return {
+        "xaxis": {**across, "domain": [0, 0.485], "title": {"text": _ends_said("forward")}},
+        "xaxis2": {**across, "domain": [0.515, 1.0], "title": {"text": _ends_said("backward")}, "anchor": "y"},
+        "yaxis": {"tickvals": ticks.places, "ticktext": ticks.texts, "range": [rows - 0.4, -0.6], "zeroline": False,
+                  "showgrid": not ticks.grouped, "ticks": ""},
+        "shapes": [*shapes, *_separators(ticks)],
+        "annotations": notes,
+        "height": inner + top + bottom,
+        "margin": {"l": 64, "r": 24, "t": top, "b": bottom},
+    }  # fmt: skip
+
+
+def _ends_said(direction: Direction) -> str:
+    first, second = (get_element(name, "audit figure").name.upper() for name in _OF_DIRECTION[direction])
+    return f"magnitude; red: ends of {first} and, dashed, {second}"
+
+
+def _unit(axis: str) -> Layout:
+    return {"type": "line", "xref": axis, "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "layer": "below",
+            "line": {"color": GREY, "width": 2}}  # fmt: skip
+
+
+def _bars(axis: str, direction: Direction) -> list[Layout]:
+    """A bar for each format above the rows, pale where it has fewer digits; and lines down from the ends of some."""
+    found: list[Layout] = []
+    for number, name in enumerate(FORMATS):
+        fmt = get_element(name, "audit figure")
+        zero, normal, top = _limits(fmt)
+        y0 = 6 + _GAP * (len(FORMATS) - 1 - number)
+        bar: Layout = {"type": "rect", "xref": axis, "yref": "paper", "ysizemode": "pixel", "yanchor": 1, "y0": y0,
+                       "y1": y0 + _BAR, "line": {"width": 0}, "fillcolor": GREY}  # fmt: skip
+        found += [{**bar, "x0": zero, "x1": normal, "opacity": 0.4}, {**bar, "x0": normal, "x1": top}]
+        if name in _OF_DIRECTION[direction]:
+            for at in (zero, top):
+                found.append(
+                    {"type": "line", "xref": axis, "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1,
+                     "layer": "below", "line": {"color": RED, "width": 1.2, "dash": _DASHES[name]}}
+                )  # fmt: skip
+    return found
+
+
+def _limits(fmt: Format) -> tuple[float, float, float]:
+    """log2 of where the format gives zero, has fewer digits, and overflows."""
+    return fmt.quantum_exponent - 1.0, float(fmt.min_exponent), float(np.log2(fmt.overflow_threshold))
+
+
+def _names(axis: str) -> list[Layout]:
+    return [
+        {"text": get_element(name, "audit figure").name.upper(), "xref": axis, "yref": "paper",
+         "x": _limits(get_element(name, "audit figure"))[0], "y": 1, "xanchor": "right", "yanchor": "middle",
+         "xshift": -4, "yshift": 6 + _BAR / 2 + _GAP * (len(FORMATS) - 1 - number), "font": {"size": 10}}
+        for number, name in enumerate(FORMATS)
+    ]  # fmt: skip
+
+
+def _head(axis: str, words: str) -> Layout:
+    return {"text": f"<b>{words}</b>", "xref": f"{axis} domain", "x": 0, "xanchor": "left", "yref": "paper", "y": 1,
+            "yanchor": "bottom", "yshift": _GAP * len(FORMATS) + 4}  # fmt: skip
+
+
+def _legend_of_bars() -> list[Trace]:
+    """What the bars mean: traces without a place."""
+    return [
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
+         "marker": {"color": GREY, "size": 10, "symbol": "square", "opacity": opacity}}
+        for name, opacity in (("a format holds it", 1.0), ("with fewer digits", 0.4))
+    ]  # fmt: skip
+
+
+def _named(lines: Sequence[Line], shown: Audit, grouped: bool) -> list[Layout]:
+    """The worst of each direction by name, where the axis does not name them."""
+    found: list[Layout] = []
+    at = {line.row.key: i for i, line in enumerate(lines)}
+    for direction in DIRECTIONS if grouped else ():
+        axis = "x" if direction == "forward" else "x2"
+        taken: list[int] = []
+        for reading in shown.ranked("scale", direction=direction):
+            row = at[reading.row.key]
+            if np.isfinite(reading.scale) and all(abs(row - other) > _APART for other in taken):
+                taken.append(row)
+                found.append(_name_of(reading, axis, row))
+            if len(taken) == _NAMED_WORST:
+                break
+    return found
+
+
+def _name_of(reading: Reading, axis: str, row: int) -> Layout:
+    """The name of an operation beside its line: at the end where there is room."""
+    left = reading.scale > _LEAST[0] / 2
+    return {"text": safe(reading.row.name, 36), "xref": axis, "yref": "y", "x": middle(reading)[0 if left else 1],
+            "y": row, "xanchor": "right" if left else "left", "xshift": -6 if left else 6,
+            "font": {"size": 10}}  # fmt: skip
+
+
+def _separators(ticks: Any) -> list[Layout]:
+    return [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": at - 0.5, "y1": at - 0.5,
+         "layer": "below", "line": {"color": GREY, "width": 0.5}, "opacity": 0.5}
+        for at in ticks.borders
+    ]  # fmt: skip

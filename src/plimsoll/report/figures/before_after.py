@@ -1,0 +1,170 @@
+"""`before_after`: layer by layer, what one run lost and another did not; or what a plan would change of a run."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.planning.check import check_plan
+from plimsoll.errors import ArgumentError
+from plimsoll.formats import Plan
+from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
+from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, made, nothing, series_checked, view_of
+from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
+from plimsoll.report.labels import capital, joined, labels, of, powers, safe
+from plimsoll.text import counted, percent
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_MOST_LAYERS = 40
+_OF_PLAN = ("weights", "activations", "gradients")
+
+
+def before_after(
+    before: Source,
+    after: "Source | Plan",
+    collection: str = "gradients",
+    statistic: str = "underflow",
+    *,
+    until: int | None = None,
+) -> "Figure":
+    """Each layer twice: in the first run, and in the second; or as a plan would have held it.
+
+    Of shares (underflow, zeros) the highest over the steps is shown, of sizes the median. The layers that differ most
+    come first.
+
+    - `after`: another run of the same model, or a `Plan`, whose formats and scales are then asked what they would lose
+      of the values of the first run ("weights", "activations" or "gradients"; what the plan leaves alone is left out).
+    - `statistic`: as for `heatmap`; with a plan, underflow.
+
+    Raises `ArgumentError` for another statistic, and `NotRecordedError` for a collection that a run does not have.
+    """
+    kind = _kind(statistic, collection, after)
+    view = view_of(before, until, "before_after")
+    title = f"{capital(of(collection))}, before and after: {kind.title}"
+    meta: Layout = {"figure": "before_after", "collection": collection, "statistic": statistic}
+    if not view.run.tensors:
+        return nothing("before_after", title, "Nothing was recorded in the first run.", meta)
+    if isinstance(after, Plan):
+        first, second = _as_it_was(view, collection), _as_planned(view, after, collection)
+        names = ("as it was", f"as planned ({safe(after.target)})")
+    else:
+        other = view_of(after, None if isinstance(after, View) else until, "before_after")
+        first, second = _levels(view, collection, kind), _levels(other, collection, kind)
+        names = (safe(view.run.path.name), safe(other.run.path.name))
+        names = names if names[0] != names[1] else ("before", "after")
+    common = [name for name in first if name in second]
+    if not common:
+        return nothing("before_after", title, "The two have no layer with such a number in common.", meta)
+    common.sort(key=lambda name: -abs(first[name] - second[name]))
+    shown = common[:_MOST_LAYERS]
+    said = _said(shown, len(common), first, second, kind)
+    return _painted(title, said, shown, (first, second), names, kind, meta)
+
+
+def _kind(statistic: str, collection: str, after: object) -> Statistic:
+    allowed = ["underflow"] if isinstance(after, Plan) else [n for n, s in STATISTICS.items() if s.scale != "count"]
+    if statistic not in allowed:
+        raise ArgumentError(
+            f"before_after: expected a statistic among {', '.join(allowed)}; got {statistic!r}. Choose one."
+        )
+    if isinstance(after, Plan) and collection not in _OF_PLAN:
+        raise ArgumentError(
+            f"before_after: expected a collection among {', '.join(_OF_PLAN)} with a plan; got {collection!r}. "
+            "Choose one of these."
+        )
+    return STATISTICS[statistic]
+
+
+def _levels(view: View, collection: str, kind: Statistic) -> dict[str, float]:
+    """A number for each layer: the highest share, or the median size."""
+    series_checked(view, "before_after", collection)
+    matrix = kind.of(view, collection)
+    found: dict[str, float] = {}
+    for i, name in enumerate(matrix.names if matrix is not None else ()):
+        values = matrix.values[i] if matrix is not None else np.empty(0)
+        known = values[np.isfinite(values)]
+        if len(known):
+            found[name] = float(known.max() if kind.scale == "share" else np.median(known))
+    return found
+
+
+def _as_it_was(view: View, collection: str) -> dict[str, float]:
+    """Of each module, the highest share that the run's own formats flushed."""
+    recorded = "activation_gradients" if collection == "gradients" else collection
+    recorded = recorded if recorded in view.run.tensors else collection
+    found: dict[str, float] = {}
+    for name, share in _levels(view, recorded, STATISTICS["underflow"]).items():
+        module = name.partition(":")[0] if recorded.startswith("activation") else name
+        module = module.rpartition(".")[0] if recorded == "weights" else module
+        found[module] = max(found.get(module, 0.0), share)
+    return found
+
+
+def _as_planned(view: View, plan: Plan, role: str) -> dict[str, float]:
+    """Of each module of a plan, the share that its format would lose of the run's values, at its scale."""
+    rows = check_plan(plan, view).rows
+    return {row.module: row.found.estimate for row in rows if row.role == role and row.found is not None}
+
+
+def _painted(
+    title: str,
+    subtitle: str,
+    shown: list[str],
+    values: tuple[Mapping[str, float], Mapping[str, float]],
+    names: tuple[str, str],
+    kind: Statistic,
+    meta: Layout,
+) -> "Figure":
+    """A line a layer, from the one mark to the other."""
+    ticks = labels(shown)
+    hover = {"share": "%{x:.3~%}", "binades": "%{x:.1f} binades"}.get(kind.scale, "2<sup>%{x:.1f}</sup>")
+    across: list[float | None] = []
+    down: list[str | None] = []
+    for name, tick in zip(shown, ticks, strict=True):
+        across += [values[0][name], values[1][name], None]
+        down += [tick, tick, None]
+    traces: list[Trace] = [
+        {"type": "scatter", "mode": "lines", "x": across, "y": down, "line": {"color": GREY, "width": 2},
+         "hoverinfo": "skip", "showlegend": False}
+    ]  # fmt: skip
+    for name, numbers, colour, symbol in zip(names, values, (ORANGE, BLUE), ("circle-open", "circle"), strict=True):
+        mark = {"color": colour, "size": 10, "symbol": symbol, "line": {"width": 2, "color": colour}}
+        traces.append(
+            {"type": "scatter", "mode": "markers", "x": [numbers[n] for n in shown], "y": ticks, "marker": mark,
+             "name": name, "hovertemplate": f"%{{y}}<br>%{{fullData.name}}<br>{kind.words}: {hover}<extra></extra>"}
+        )  # fmt: skip
+    layout: Layout = {
+        "xaxis": _axis(kind, [float(numbers[n]) for numbers in values for n in shown]),
+        "yaxis": {"type": "category", "autorange": "reversed", "categoryorder": "array", "categoryarray": ticks},
+        "height": int(max(150 + 22 * len(shown), 280)),
+    }
+    return made("before_after", title, subtitle, traces, layout, {**meta, "layers": len(shown)})
+
+
+def _axis(kind: Statistic, values: list[float]) -> Layout:
+    low, high = min(values), max(values)
+    if kind.scale == "share":
+        top = max(1.06 * high, 0.02)
+        return {"title": {"text": kind.words}, "tickformat": "~%", "range": [-0.02 * top, top], "zeroline": False}
+    places, texts = powers(low - 1, high + 1, 9)
+    texts = [f"{place:.0f}" for place in places] if kind.scale == "binades" else texts
+    return {
+        "title": {"text": kind.words},
+        "tickvals": places,
+        "ticktext": texts,
+        "range": [low - 1, high + 1],
+        "zeroline": False,
+    }
+
+
+def _said(
+    shown: list[str], common: int, first: Mapping[str, float], second: Mapping[str, float], kind: Statistic
+) -> str:
+    told = [f"the {len(shown)} that differ most of {common:,}"] if common > len(shown) else [counted(common, "layer")]
+    if kind.scale == "share":
+        worst = [max(each[name] for name in shown) for each in (first, second)]
+        told.append(f"the worst: {percent(worst[0])} before, {percent(worst[1])} after")
+    return joined(told)

@@ -1,0 +1,198 @@
+"""`heatmap`: layers down, steps across, colour is a number of each layer at each step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.errors import ArgumentError
+from plimsoll.report.drawing.aggregation import Rows, few
+from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    made,
+    nothing,
+    series_checked,
+    since_mark,
+    view_of,
+)
+from plimsoll.report.labels import capital, joined, labels, of, power, powers
+from plimsoll.text import percent
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_LONGEST_NAME = 300  # characters of a series' name that `meta` carries for whoever follows a click
+_FOCUS_ABOVE = 60  # layers above which only those in focus are drawn
+_SHARE_TICKS = (0.0, 0.01, 0.05, 0.25, 0.5, 1.0)
+_COUNT_TICKS = (0, 1, 10, 100, 1000, 10_000, 1_000_000)
+
+
+def heatmap(
+    run: Source,
+    statistic: str = "underflow",
+    collection: str = "gradients",
+    *,
+    focus: Sequence[str] = (),
+    since_step: int | None = None,
+    until: int | None = None,
+) -> "Figure":
+    """Layers by steps: one number of each layer at each step as a colour.
+
+    - `statistic`: "underflow" (of parameters' gradients by module, as the rules judge it), "zero", "nonfinite",
+      "headroom" (binades left to the top of the format that held the values), "norm", "rms", "std", "absmean",
+      "absmax", and of updates "ratio" and "unmoved".
+    - `focus`: names whose rows are set in bold, or drawn alone where there are more than 60; `since_step` is marked.
+
+    Layers stand in the order in which they were first measured. Of many, those with one prefix share a row, and many
+    steps share a column; the figure says what is shown of them. Raises `ArgumentError` for another statistic and
+    `NotRecordedError` for a collection that the run does not have.
+    """
+    view = view_of(run, until, "heatmap")
+    if statistic not in STATISTICS:
+        raise ArgumentError(
+            f"heatmap: expected a statistic among {', '.join(STATISTICS)}; got {statistic!r}. Choose one."
+        )
+    kind = STATISTICS[statistic]
+    title = f"{capital(of(collection))}: {kind.title}"
+    meta = {"figure": "heatmap", "collection": collection, "statistic": statistic}
+    if not view.run.tensors:
+        return nothing("heatmap", title, "Nothing was recorded in this run.", meta)
+    if statistic in ("ratio", "unmoved") and collection != "updates":
+        raise ArgumentError(
+            f"heatmap: expected collection='updates' with {statistic!r}; got {collection!r}. Give that collection."
+        )
+    series_checked(view, "heatmap", collection)
+    matrix = kind.of(view, collection)
+    if matrix is None or np.isnan(matrix.values).all():
+        return nothing("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
+    note = _says_nothing_is_lost(view_formats(view, collection), statistic)
+    return painted("heatmap", title, note, kind, matrix, meta, focus=focus, since_step=since_step)
+
+
+def view_formats(view: Any, collection: str) -> list[str]:
+    """The formats that a collection was recorded in."""
+    cells = view.cells(collection)
+    return [] if cells is None else list(cells.formats)
+
+
+def painted(
+    operation: str,
+    title: str,
+    note: str,
+    kind: Statistic,
+    matrix: Matrix,
+    meta: Layout,
+    *,
+    focus: Sequence[str] = (),
+    since_step: int | None = None,
+) -> "Figure":
+    """A matrix as a heat map."""
+    matrix, said = focused(matrix, focus)
+    rows, columns = few(matrix.names, matrix.steps)
+    values = rows.merged(columns.merged(matrix.values, kind.how), kind.how)
+    colour = coloured(values, kind.scale, kind.words)
+    ticks = row_labels(rows, matrix, focus)
+    trace: Trace = {
+        "type": "heatmap", "x": columns.at, "y": ticks, "z": colour.z, "coloraxis": "coloraxis",
+        "ygap": 1 if len(ticks) <= 40 else 0, "hoverongaps": False,
+        "hovertemplate": f"%{{y}}<br>{columns.when} %{{x}}<br>{colour.hover}<extra></extra>",
+    }  # fmt: skip
+    if colour.shown is not None:
+        trace["customdata"] = colour.shown
+    shapes, notes = since_mark(since_step)
+    layout: Layout = {
+        "xaxis": dict(STEP_AXIS),
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
+        "coloraxis": colour.axis,
+        "height": int(min(max(170 + 22 * len(ticks), 260), 680)),
+        "shapes": shapes,
+        "annotations": notes,
+    }
+    subtitle = joined([said, note, columns.said(kind.how), rows.said(kind.how)])
+    return made(operation, title, subtitle, [trace], layout, {**meta, "rows": series_of(rows, matrix)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Colour:
+    """Numbers as colours: `z`, the colour axis, and what hovering says (with `shown` where z itself is no number)."""
+
+    z: Floats
+    axis: Layout
+    hover: str
+    shown: Floats | None = None
+
+
+def coloured(values: Floats, scale: Scale, words: str, top: float | None = None) -> Colour:
+    """The colours of a matrix of numbers; shares up to `top`, or to the next of 5, 25, 50 and 100 % above them."""
+    if scale == "share":
+        top = top or next((t for t in _SHARE_TICKS[2:] if not np.nanmax(values) > t), 1.0)
+        ticks = [t for t in _SHARE_TICKS if t <= top]
+        axis = _axis(0.0, np.sqrt(top), [float(np.sqrt(t)) for t in ticks], [percent(t) for t in ticks], words)
+        z = np.sqrt(np.clip(values, 0.0, 1.0))
+        hover = f"{words}: %{{customdata:.3~r}} %"
+        return Colour(z=_small(z), axis=axis, hover=hover, shown=_small(100 * values))
+    if scale == "count":
+        z = np.log2(values + 1)
+        most = max(float(np.nanmax(z)), 1.0)
+        ticks = [n for n in _COUNT_TICKS if np.log2(n + 1) <= most]
+        axis = _axis(0.0, most, [float(np.log2(n + 1)) for n in ticks], [f"{n:,}" for n in ticks], words)
+        hover = f"{words}: %{{customdata:,d}}"
+        return Colour(z=_small(z), axis=axis, hover=hover, shown=_small(values))
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+    places, texts = powers(low, high, 7)
+    if scale == "binades":
+        texts = [f"{place:.0f}" for place in places]
+        return Colour(z=_small(values), axis=_axis(low, high, places, texts, words), hover=f"{words}: %{{z:.1f}}")
+    hover = f"{words}: 2<sup>%{{z:.1f}}</sup>"
+    return Colour(z=_small(values), axis=_axis(low, high, places or [low], texts or [power(low)], words), hover=hover)
+
+
+def _axis(low: float, high: float, places: list[float], texts: list[str], words: str) -> Layout:
+    bar = {"tickvals": places, "ticktext": texts, "title": {"text": words}}
+    return {"cmin": low, "cmax": float(high), "colorbar": bar}
+
+
+def _small(values: Floats) -> Any:
+    return values.astype(np.float32)
+
+
+def focused(matrix: Matrix, focus: Sequence[str]) -> tuple[Matrix, str]:
+    """Only the rows in focus, where there are too many to see them among the others."""
+    wanted = set(focus)
+    kept = [i for i, name in enumerate(matrix.series) if name in wanted]
+    if not kept or len(matrix.names) <= _FOCUS_ABOVE or len(kept) == len(matrix.names):
+        return matrix, ""
+    chosen = Matrix(
+        names=tuple(matrix.names[i] for i in kept),
+        series=tuple(matrix.series[i] for i in kept),
+        steps=matrix.steps,
+        values=matrix.values[kept],
+    )
+    return chosen, f"the {len(kept):,} concerned of {len(matrix.names):,}"
+
+
+def row_labels(rows: Rows, matrix: Matrix, focus: Sequence[str]) -> list[str]:
+    """Names of the rows, bold where a finding names them."""
+    wanted = set(focus)
+    place = rows.place.tolist()
+    bold = {place[i] for i, name in enumerate(matrix.series) if name in wanted}
+    texts = labels(rows.names)
+    return [f"<b>{t}</b>" if i in bold and len(bold) < len(texts) else t for i, t in enumerate(texts)]
+
+
+def series_of(rows: Rows, matrix: Matrix) -> list[str | None]:
+    """For each row the tensor to look at: its first one."""
+    names = [matrix.series[int(i)] for i in rows.order[rows.starts]]
+    return [name if len(name) <= _LONGEST_NAME else None for name in names]
+
+
+def _says_nothing_is_lost(formats: Sequence[str], statistic: str) -> str:
+    wide = all(name in ("fp32", "fp64", "bf16", "tf32") for name in formats)
+    return f"recorded in {', '.join(formats)}, which flushes nothing" if statistic == "underflow" and wide else ""

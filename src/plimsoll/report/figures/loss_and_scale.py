@@ -1,0 +1,231 @@
+"""`loss_and_scale`: the loss, the loss scale, skipped steps, a guard's acts and the findings, on one time axis."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plimsoll.diagnosis import Finding, View, diagnose, grouped
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.report.drawing.aggregation import Columns
+from plimsoll.report.drawing.lanes import Lane, lanes
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    band,
+    line,
+    made,
+    nothing,
+    plotted,
+    since_mark,
+    view_of,
+)
+from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED, SEVERITY
+from plimsoll.report.labels import joined, powers, safe
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_MOST_POINTS = 1200
+_MOST_FINDINGS = 14
+_LOG_FROM = 20.0  # times the smallest loss: above it the loss has a logarithmic axis
+_PANELS = {"loss": 210, "scale": 150}  # pixels
+_LANE, _GAP, _AROUND = 22, 26, 140  # pixels: a lane; between panels; title and step axis
+
+
+def loss_and_scale(
+    run: Source,
+    findings: Sequence[Finding] | None = None,
+    *,
+    beside: Source | None = None,
+    until: int | None = None,
+) -> "Figure":
+    """Loss and loss scale over the steps, with what was skipped, what a guard did and what was found.
+
+    Each finding has a lane of its own under the curves, from its first step to its last.
+
+    - `findings`: None for those of `diagnose`, which takes its time for a large run; an empty tuple for none.
+    - `beside`: another run, whose curves are drawn dashed.
+    """
+    view = view_of(run, until, "loss_and_scale")
+    other = None if beside is None else view_of(beside, None if isinstance(beside, View) else until, "loss_and_scale")
+    told = list(diagnose(view) if findings is None else findings)
+    meta: Layout = {"figure": "loss_and_scale"}
+    title = "Loss and loss scale" if len(view.scalar("scale")[0]) else "Loss"
+    strips = [*_found(told), *_acts(view)]
+    parts = _curves(view, "", safe(view.run.path.name) if other is not None else "")
+    if other is not None:
+        more = _curves(other, "dash", safe(other.run.path.name))
+        parts = {
+            panel: [*parts.get(panel, []), *more.get(panel, [])] for panel in _PANELS if panel in parts or panel in more
+        }
+    if not parts and not strips:
+        return nothing("loss_and_scale", title, "Neither a loss nor a loss scale was recorded in this run.", meta)
+    shapes, notes = since_mark(told[0].since_step if len(told) == 1 else None)
+    return _arranged(title, _said(told, parts), parts, strips, {"shapes": shapes, "annotations": notes}, meta)
+
+
+def _curves(view: View, dash: str, run: str) -> dict[str, list[Trace]]:
+    """The traces of each panel that has any."""
+    found: dict[str, list[Trace]] = {}
+    if len(view.scalar("loss")[0]):
+        found["loss"] = _loss(view, dash, run)
+    if len(view.scalar("scale")[0]):
+        found["scale"] = _scale(view, dash, run)
+    elif len(_skipped(view)) and "loss" in found:
+        found["loss"] += _marked(_skipped(view), *view.scalar("loss"), "gradients not finite", ORANGE, "x-thin-open")
+    return found
+
+
+def _loss(view: View, dash: str, run: str) -> list[Trace]:
+    steps, values = view.scalar("loss")
+    finite = np.where(np.isfinite(values), values, np.nan)
+    columns = Columns.of(steps, _MOST_POINTS)
+    mean = columns.merged(finite, "mean")
+    hover = "step %{x}<br>loss %{y:.4~g}" if columns.each == 1 else "around step %{x}<br>mean loss %{y:.4~g}"
+    drawn: list[Trace] = []
+    if columns.each > 1:
+        low, high = columns.merged(finite, "min"), columns.merged(finite, "max")
+        drawn += band(columns.at, low, high, f"{run} loss, lowest to highest".strip(), BLUE)
+    drawn.append(
+        line(columns.at, mean, f"{run} loss".strip(), BLUE, hover, line={"width": 1.6, "dash": dash or "solid"})
+    )
+    bad = steps[~np.isfinite(values)]
+    if len(bad):
+        edge = float(np.nanmax(mean)) if np.isfinite(mean).any() else 1.0
+        drawn += _marked(bad, steps, np.full(len(steps), edge), f"{run} loss is NaN or infinite".strip(), RED, "x")
+    return drawn
+
+
+def _scale(view: View, dash: str, run: str) -> list[Trace]:
+    steps, values = view.scalar("scale")
+    with np.errstate(all="ignore"):
+        exponents = np.where(np.isfinite(values) & (values > 0), np.log2(values), np.nan)
+    columns = Columns.of(steps, _MOST_POINTS)
+    low = columns.merged(exponents, "min")
+    hover = "step %{x}<br>scale 2<sup>%{y:.0f}</sup>"
+    name = (
+        f"{run} loss scale".strip()
+        if columns.each == 1
+        else f"{run} loss scale, the lowest of each {columns.each} steps".strip()
+    )
+    style = {"width": 2, "dash": dash or "solid", "shape": "hv"}
+    drawn = [line(columns.at, low, name, GREEN, hover, line=style)]
+    skips = _skipped(view)
+    if len(skips) and not dash:
+        drawn += _marked(skips, steps, exponents, "skipped step (gradients not finite)", ORANGE, "x-thin-open")
+    return drawn
+
+
+def _skipped(view: View) -> Ints:
+    """The steps whose gradients were not finite: a scaler has skipped them."""
+    steps, values = view.scalar("nonfinite")
+    events = np.array([e.step for e in view.events if e.kind == "skip"], dtype=np.int64)
+    return np.union1d(steps[np.nan_to_num(values) > 0], events)
+
+
+def _marked(at: Ints, steps: Ints, values: Floats, name: str, colour: str, symbol: str) -> list[Trace]:
+    """Marks at some steps, as high as the curve there; of very many the first of each column."""
+    shown = at[Columns.of(at, _MOST_POINTS).starts]
+    high = values[np.clip(np.searchsorted(steps, shown, side="right") - 1, 0, None)]
+    known = np.isfinite(high)
+    trace: Trace = {
+        "type": "scatter", "mode": "markers", "x": shown[known], "y": plotted(high[known]),
+        "name": f"{name} ({len(at):,})",
+        "marker": {"color": colour, "size": 8, "symbol": symbol, "line": {"width": 2, "color": colour}},
+        "hovertemplate": "%{fullData.name}<br>step %{x}<extra></extra>",
+    }  # fmt: skip
+    return [trace] if known.any() else []
+
+
+def _found(findings: Sequence[Finding]) -> list[Lane]:
+    told = [
+        Lane(
+            label=f"{f.severity}: {f.rule}",
+            colour=SEVERITY[f.severity],
+            spans=((f.since_step, max(f.until_step, f.since_step)),),
+            words=(f"{f.meaning} {f'In {grouped(f.where)}.' if f.where else ''}",),
+        )
+        for f in findings[:_MOST_FINDINGS]
+    ]
+    rest = findings[_MOST_FINDINGS:]
+    if rest:
+        spans = ((min(f.since_step for f in rest), max(f.until_step for f in rest)),)
+        told.append(Lane(label=f"and {len(rest)} more", colour=SEVERITY["info"], spans=spans, words=("",)))
+    return told
+
+
+def _acts(view: View) -> list[Lane]:
+    """A lane for what a guard did."""
+    acts = [e for e in view.events if e.kind == "guard"]
+    shown = acts[:: -(-len(acts) // _MOST_POINTS) or 1]
+    if not acts:
+        return []
+    spans, words = tuple((e.step, e.step) for e in shown), tuple(e.message for e in shown)
+    return [Lane(label=f"guard: {len(acts):,} acts", colour=PURPLE, spans=spans, words=words)]
+
+
+def _arranged(
+    title: str, subtitle: str, parts: dict[str, list[Trace]], strips: list[Lane], marks: Layout, meta: Layout
+) -> "Figure":
+    """The panels one above the other, over one time axis."""
+    panels = {name: _PANELS[name] for name in _PANELS if name in parts}
+    strip_height = _LANE * len(strips)
+    heights = [*panels.values(), *([strip_height] if strips else [])]
+    inside = sum(heights) + _GAP * (len(heights) - 1)
+    layout: Layout = {"height": inside + _AROUND, **marks}
+    traces: list[Trace] = []
+    top = float(inside)
+    for i, height in enumerate(heights):
+        axis: dict[str, Any] = {"domain": [max((top - height) / inside, 0.0), top / inside]}
+        row = "" if i == 0 else str(i + 1)
+        if i < len(panels):
+            mine = parts[list(panels)[i]]
+            axis |= _loss_axis(mine) if list(panels)[i] == "loss" else _scale_axis(mine)
+        else:
+            mine, more = lanes(strips)
+            axis |= more
+        traces += [{**trace, "yaxis": f"y{row}"} for trace in mine]
+        layout[f"yaxis{row}"] = axis
+        top -= height + _GAP
+    lowest = "" if len(heights) == 1 else str(len(heights))
+    layout["xaxis"] = {**STEP_AXIS, "anchor": f"y{lowest}", "showgrid": True}
+    return made("loss_and_scale", title, subtitle, traces, layout, meta)
+
+
+def _loss_axis(traces: list[Trace]) -> Layout:
+    values = np.concatenate([np.empty(0), *(np.asarray(t["y"], dtype=np.float64) for t in traces if not _is_mark(t))])
+    known = values[np.isfinite(values)]
+    if not len(known):  # marks alone, at a height that means nothing
+        return {"title": {"text": "loss"}, "showticklabels": False, "showgrid": False, "zeroline": False}
+    logarithmic = len(known) > 0 and known.min() > 0 and known.max() > _LOG_FROM * known.min()
+    return {"title": {"text": "loss"}, **({"type": "log", "exponentformat": "power"} if logarithmic else {})}
+
+
+def _is_mark(trace: Trace) -> bool:
+    return "symbol" in trace.get("marker", {})
+
+
+def _scale_axis(traces: list[Trace]) -> Layout:
+    values = np.concatenate([np.asarray(t["y"], dtype=np.float64) for t in traces])
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    places, texts = powers(low - 0.9, high + 0.9, 6)
+    return {"title": {"text": "loss scale"}, "tickvals": places, "ticktext": texts, "range": [low - 1, high + 1]}
+
+
+def _said(findings: Sequence[Finding], parts: dict[str, list[Trace]]) -> str:
+    missing = [
+        words
+        for panel, words in (("loss", "no loss was recorded"), ("scale", "no loss scale was recorded"))
+        if panel not in parts
+    ]
+    grave = [f for f in findings if f.severity == "alarm"]
+    alarms = (
+        f"{len(grave)} alarm{'' if len(grave) == 1 else 's'}, the first since step {min(f.since_step for f in grave):,}"
+        if grave
+        else ""
+    )
+    return joined([alarms, *missing])

@@ -1,0 +1,219 @@
+"""`scale_curve`: what each loss scale would cost; all layers and steps added up."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.estimates.element_counts import Populations
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.estimates.usable_scales import TOLERANCE, Scales
+from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
+from plimsoll.errors import FormatError
+from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
+from plimsoll.report.drawing.aggregation import histogram
+from plimsoll.report.drawing.plotly_parts import Layout, Source, line, made, nothing, series_checked, view_of
+from plimsoll.report.drawing.theme import BLUE, GREEN, PURPLE, RED
+from plimsoll.report.labels import capital, joined, of, powers, scale_range
+from plimsoll.text import percent
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_AROUND = 4  # powers of two that are drawn beyond the window
+_COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = WeakKeyDictionary()
+_WIDE_BINADES = 100  # formats that reach farther are no one's trouble
+
+
+def scale_curve(
+    run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None
+) -> "Figure":
+    """What a format would lose of all recorded values at each loss scale, and how many would overflow.
+
+    The scales that work for all layers at all steps (nothing overflows, less than 1 % of any layer is lost) are shaded;
+    those that were used are marked. The curves add all layers and steps up: `scale_window` tells them apart.
+
+    - `fmt`: None for the narrowest format that the collection was recorded in, or FP16 where that is a wide one.
+
+    Raises `NotRecordedError` for a collection that the run does not have, `FormatError` for one of blocks or scales.
+    """
+    view = view_of(run, until, "scale_curve")
+    chosen = None if fmt is None else element(fmt, "scale_curve")
+    title, meta = "What each loss scale would cost", {"figure": "scale_curve", "collection": collection}
+    if not view.run.tensors:
+        return nothing("scale_curve", title, "Nothing was recorded in this run.", meta)
+    series_checked(view, "scale_curve", collection)
+    cells = view.cells(collection)
+    if cells is None or not cells.nonzero.any():
+        return nothing("scale_curve", title, f"No {of(collection)} but zeros were recorded up to this step.", meta)
+    chosen = chosen or _narrowest(cells)
+    title = f"{capital(of(collection))} in {chosen.name.upper()}: what each loss scale would cost"
+    shifts, lost, over = _known_costs(view, cells, chosen)
+    narrow = view.narrow(collection)
+    window = None if narrow is None else Scales.of_record(narrow, chosen).window
+    used = _used(view)
+    meta |= {"format": chosen.name, "window": None if window is None else list(window)}
+    shapes, notes = _window_mark(window)
+    more, words = _used_mark(used, shifts)
+    places, texts = powers(float(shifts[0]), float(shifts[-1]), 12)
+    layout: Layout = {
+        "xaxis": {"title": {"text": "loss scale"}, "tickvals": places, "ticktext": texts, "zeroline": False},
+        "yaxis": {"title": {"text": "share of the values"}, "tickformat": "~%", "rangemode": "tozero"},
+        "shapes": [*shapes, *more],
+        "annotations": [*notes, *words],
+        "height": 400,
+    }
+    hover = "%{fullData.name}<br>scale 2<sup>%{x}</sup><br>%{y:.2~%}"
+    traces = [
+        line(shifts, lost, "lost: rounds to zero", PURPLE, hover),
+        line(shifts, over, "overflows", RED, hover),
+    ]
+    return made("scale_curve", title, _said(window, used, lost, over), traces, layout, meta)
+
+
+def _known_costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
+    """The costs, computed once for each record and format."""
+    narrow = view.narrow(cells.collection)
+    if narrow is None:
+        return _costs(view, cells, fmt)
+    kept = _COSTS.setdefault(narrow, {})
+    if fmt not in kept:
+        kept[fmt] = _costs(view, cells, fmt)
+    return kept[fmt]
+
+
+def _costs(view: View, cells: Cells, fmt: Format) -> tuple[Ints, Floats, Floats]:
+    """Shifts, and at each the share of all values that is lost and that overflows."""
+    whole = _summed(cells)
+    values = Populations(cells=whole)
+    flushed = _Flushed.of(view, cells, fmt)
+    total = float(whole.nonzero[0]) + flushed.total
+    highest = int(values.highest_shift(fmt)[0])
+    lowest = int(values.lowest_shift(fmt, TOLERANCE)[0])
+    shifts = np.arange(min(lowest, highest) - _AROUND - 2, max(lowest, highest) + _AROUND + 3, dtype=np.int64)
+    lost = [float(values.lost(fmt, int(k)).estimate[0]) + flushed.still(int(k)) for k in shifts]
+    over = [float(values.overflow(fmt, int(k)).estimate[0]) for k in shifts]
+    return shifts, np.array(lost) / total, np.array(over) / total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Flushed:
+    """Values that the run's own format has flushed: how many of each row, and how steeply they spread.
+
+    `held`: the shift at which the format that is asked about would flush the same.
+    """
+
+    lost: Floats
+    held: Floats
+    spread: Floats
+
+    @classmethod
+    def of(cls, view: View, cells: Cells, fmt: Format) -> "_Flushed":
+        narrow = view.narrow(cells.collection)
+        nothing_lost = np.empty(0)
+        if narrow is None or not narrow.censors.any():
+            return cls(lost=nothing_lost, held=nothing_lost, spread=nothing_lost)
+        held = np.round(narrow.floor_shift(fmt)).astype(np.int64)
+        lost = np.nan_to_num(narrow.lost)
+        with np.errstate(all="ignore"):
+            spread = -np.log2(narrow.hidden(fmt, held + 1) / lost)  # what one power of two more brings back
+        some = lost > 0
+        return cls(lost=lost[some], held=held[some].astype(np.float64), spread=spread[some])
+
+    @property
+    def total(self) -> float:
+        return float(self.lost.sum())
+
+    def still(self, shift: int) -> float:
+        """About how many of them would be lost at another scale too."""
+        return float((self.lost * 2.0 ** (-self.spread * np.maximum(shift - self.held, 0.0))).sum())
+
+
+def _summed(cells: Cells) -> Cells:
+    """All rows as one, scales undone."""
+    lift = np.round(np.log2(cells.scale)).astype(np.int64)
+    low, counts = histogram(cells, cells.lowest - lift)
+    one, zero = np.ones(1), np.zeros(1, dtype=np.int64)
+    smallest, largest = (
+        choose(cells.column(name) / cells.scale) * one
+        for choose, name in ((np.nanmin, "absmin"), (np.nanmax, "absmax"))
+    )
+    columns = {"absmin": smallest, "absmax": largest, "min": smallest, "max": largest}
+    return Cells(
+        collection=cells.collection,
+        names=("all",),
+        steps=zero,
+        formats=("fp32",),
+        layer=zero,
+        at=zero,
+        format=zero,
+        scale=one,
+        columns=columns,
+        lowest=zero + low,
+        start=np.array([0, len(counts)]),
+        flat=counts.astype(np.int64),
+    )
+
+
+def _said(window: tuple[int, int] | None, used: tuple[int, int] | None, lost: Floats, over: Floats) -> str:
+    if window is not None:
+        told = f"{scale_range(*window)} work at all steps: nothing overflows, less than 1 % of any layer is lost"
+    else:
+        best = int(np.argmax(over > 0)) - 1
+        told = f"no scale works for all layers: below overflow, {percent(float(lost[max(best, 0)]))} is lost at best"
+    if used is None:
+        return joined([told, "no loss scale was recorded"])
+    return joined([told, f"used: {scale_range(*used)}"])
+
+
+def _window_mark(window: tuple[int, int] | None) -> tuple[list[Layout], list[Layout]]:
+    if window is None:
+        return [], []
+    low, high = window
+    box = {"type": "rect", "x0": low - 0.5, "x1": high + 0.5, "y0": 0, "y1": 1, "yref": "paper", "layer": "below",
+           "fillcolor": "rgba(31,157,120,0.18)", "line": {"width": 0}}  # fmt: skip
+    note = {"text": "these work", "x": (low + high) / 2, "y": 0.97, "yref": "paper", "yanchor": "top",
+            "font": {"color": GREEN}}  # fmt: skip
+    return [box], [note]
+
+
+def _used(view: View) -> tuple[int, int] | None:
+    """The lowest and the highest loss scale that was used, as powers of two."""
+    values = view.scalar("scale")[1]
+    known = np.round(np.log2(values[np.isfinite(values) & (values > 0)])).astype(np.int64)
+    return (int(known.min()), int(known.max())) if len(known) else None
+
+
+def _used_mark(used: tuple[int, int] | None, shifts: Ints) -> tuple[list[Layout], list[Layout]]:
+    """Lines at the scales used, as far as they lie in the picture."""
+    if used is None:
+        return [], []
+    words = {used[0]: "lowest used", used[1]: "highest used"} if used[0] != used[1] else {used[0]: "used"}
+    inside = {at: said for at, said in words.items() if shifts[0] <= at <= shifts[-1]}
+    shapes = [
+        {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper",
+         "line": {"color": BLUE, "width": 2, "dash": "dot"}} for at in inside
+    ]  # fmt: skip
+    notes = [
+        {"text": said, "x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "font": {"color": BLUE}}
+        for at, said in inside.items()
+    ]
+    return shapes, notes
+
+
+def _narrowest(cells: Cells) -> Format:
+    known = [get_element(name, "scale_curve") for name in cells.formats]
+    own = min(known, key=lambda fmt: (fmt.bits, fmt.name))
+    return own if own.binades < _WIDE_BINADES else FP16
+
+
+def element(fmt: object, operation: str) -> Format:
+    """The element format that is meant; `FormatError` for those of blocks, or of scales."""
+    found = get(fmt)
+    if isinstance(found, BlockFormat) or not found.signed:
+        raise FormatError(
+            f"{operation}: expected a format for values; got {found.name}. Ask for an element format, as fp16 or e4m3."
+        )
+    return found

@@ -1,0 +1,156 @@
+"""`underflow_over_time`: how much of the gradients narrow formats flush to zero, and whether that grows."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.diagnosis import Finding, View, diagnose
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.wording import value_words
+from plimsoll.report.drawing.aggregation import Columns
+from plimsoll.report.drawing.heatmap_statistics import Matrix, underflow
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    line,
+    made,
+    nothing,
+    series_checked,
+    since_mark,
+    view_of,
+)
+from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, PURPLE, RED
+from plimsoll.report.figures.heatmap import view_formats
+from plimsoll.report.labels import capital, joined, of, safe
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_MANY = 0.05  # of a layer's values: above it the layer underflows (T5, T6)
+_LEVELS = ((0.01, "1 %: below it, stay", ORANGE), (0.05, "5 %: rising above it, change", RED))
+_SHOWN = 4  # layers that have a line of their own
+
+
+def underflow_over_time(
+    run: Source,
+    collection: str = "gradients",
+    *,
+    findings: Sequence[Finding] | None = None,
+    focus: Sequence[str] = (),
+    since_step: int | None = None,
+    until: int | None = None,
+) -> "Figure":
+    """The share of values that are flushed to zero over the steps, and of layers of which more than 5 % is.
+
+    With lines at 1 % and 5 %, the levels of the early rule, and its outlook.
+
+    - `findings`: where the outlook is taken from; None asks the rule (of gradients; it takes its time for a large run).
+    - `focus`: layers with lines of their own; without, the worst. `since_step` is marked.
+
+    Raises `NotRecordedError` for a collection that the run does not have.
+    """
+    view = view_of(run, until, "underflow_over_time")
+    title = f"{capital(of(collection))}: what is flushed to zero, over time"
+    meta: Layout = {"figure": "underflow_over_time", "collection": collection}
+    if not view.run.tensors:
+        return nothing("underflow_over_time", title, "Nothing was recorded in this run.", meta)
+    series_checked(view, "underflow_over_time", collection)
+    matrix = underflow(view, collection)
+    if matrix is None or np.isnan(matrix.values).all():
+        return nothing("underflow_over_time", title, f"No {of(collection)} were recorded up to this step.", meta)
+    columns = Columns.of(matrix.steps)
+    everything, layers = _overall(view, collection, matrix), _share_of_layers(matrix)
+    traces = [
+        _line(columns, everything, f"of all {value_words(collection)} in narrow formats", BLUE, 3.0),
+        _line(columns, layers, "of layers, those that lose over 5 %", GREY, 1.5, "dot"),
+        *_single(matrix, columns, focus),
+    ]
+    top = max(0.06, 1.08 * max(float(np.nanmax(t["y"])) for t in traces))
+    marks, notes = since_mark(since_step)
+    levels, said = _level_marks(top)
+    layout: Layout = {
+        "xaxis": dict(STEP_AXIS),
+        "yaxis": {"title": {"text": "share flushed to zero"}, "tickformat": "~%", "range": [-0.01 * top, top]},
+        "shapes": [*levels, *marks],
+        "annotations": [*said, *notes],
+        "height": 420,
+        "margin": {"r": 40},
+    }
+    formats = f"recorded in {', '.join(view_formats(view, collection))}"
+    subtitle = joined([_outlook(view, collection, findings), formats, columns.said("max")])
+    return made("underflow_over_time", title, subtitle, traces, layout, meta)
+
+
+def _overall(view: View, collection: str, matrix: Matrix) -> Floats:
+    """The collection's underflow rate, step by step; 0 in formats that lose nothing."""
+    at, share = underflow_by_step(view, collection)
+    everything = np.zeros(len(matrix.steps))
+    everything[np.searchsorted(matrix.steps, at)] = share
+    return everything
+
+
+def _share_of_layers(matrix: Matrix) -> Floats:
+    known = np.maximum(np.count_nonzero(~np.isnan(matrix.values), axis=0), 1)
+    return np.count_nonzero(np.nan_to_num(matrix.values) > _MANY, axis=0) / known
+
+
+def _single(matrix: Matrix, columns: Columns, focus: Sequence[str]) -> list[Trace]:
+    """Lines of the layers in focus, or of those that lose most; none where no layer loses anything."""
+    worst = np.nan_to_num(np.fmax.reduce(matrix.values, axis=1, initial=np.nan))
+    wanted = set(focus)
+    chosen = [i for i, name in enumerate(matrix.series) if name in wanted or matrix.names[i] in wanted]
+    ranked = sorted(chosen or range(len(worst)), key=lambda i: -worst[i])[:_SHOWN]
+    colours = (PURPLE, ORANGE, "#3aa3a0", RED)
+    return [
+        _line(columns, matrix.values[i], safe(matrix.names[i], 36), colour, 1.5)
+        for i, colour in zip(ranked, colours, strict=False)
+        if worst[i] > 0
+    ]
+
+
+def _line(columns: Columns, values: Floats, name: str, colour: str, width: float, dash: str = "solid") -> Trace:
+    hover = f"%{{fullData.name}}<br>{columns.when} %{{x}}<br>%{{y:.2~%}}"
+    return line(
+        columns.at, columns.merged(values, "max"), name, colour, hover,
+        line={"width": width, "dash": dash}, connectgaps=True,
+    )  # fmt: skip
+
+
+def _level_marks(top: float) -> tuple[list[Layout], list[Layout]]:
+    shapes = [
+        {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": at, "y1": at,
+         "line": {"color": colour, "width": 1.2, "dash": "dash"}}
+        for at, _, colour in _LEVELS
+    ]  # fmt: skip
+    notes = [
+        {"text": words, "x": 1, "xref": "paper", "xanchor": "right", "y": at, "yanchor": "bottom",
+         "font": {"color": colour, "size": 11}}
+        for at, words, colour in _LEVELS
+        if top < 0.5 or at > 0.01  # the lower one's words have no room in a picture of large shares
+    ]  # fmt: skip
+    return shapes, notes
+
+
+def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) -> str:
+    """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
+    if collection != "gradients":
+        return ""
+    told = diagnose(view, rules=["underflow-rising", "underflow-high"]) if findings is None else findings
+    rising = next((f for f in told if f.rule == "underflow-rising"), None)
+    if rising is not None:
+        outlook = safe(str(rising.evidence.get("outlook", "watch")))
+        return f"<b>outlook: {outlook}</b> (rising since step {rising.since_step:,})"
+    high = next((f for f in told if f.rule == "underflow-high" and f.collection == collection), None)
+    at, _ = underflow_by_step(view, collection)
+    rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
+    if high is not None:
+        rate = underflow_rate(view, collection, high.since_step, high.until_step)
+    if rate is None or rate.share < _LEVELS[0][0]:
+        outlook = "stay"
+    else:
+        outlook = "watch" if rate.share < _LEVELS[1][0] else "too much is lost"
+    return f"<b>outlook: {outlook}</b> ({'nothing' if rate is None else rate.words_with_steps}, no steady rise)"

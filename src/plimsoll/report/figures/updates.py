@@ -1,0 +1,215 @@
+"""`updates`: how far each step moves the weights, and how many of them it does not move at all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.formats import get_element
+from plimsoll.report.drawing.aggregation import Columns, How
+from plimsoll.report.drawing.heatmap_statistics import STATISTICS
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    band,
+    line,
+    made,
+    nothing,
+    since_mark,
+    view_of,
+)
+from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED
+from plimsoll.report.labels import joined, power, powers, safe
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+_SHOWN = 4  # layers that have a line of their own
+_COLOURS = (ORANGE, PURPLE, GREEN, RED)
+_MANY_UNMOVED = 0.5  # the threshold of updates-swallowed
+_LAG = 20.0  # the threshold of spike-forerunner
+_MEMORY = 0.999  # beta2, Adam's default
+_NOTHING = "No updates were recorded in this run. Watch with collect= naming 'updates'."
+
+
+def updates(
+    run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
+) -> "Figure":
+    """The norm of each update over that of its weight, as a power of two; and the share of weights that did not move.
+
+    Half of all layers lie in the band. Updates below the dashed lines, where weights are held in 16 bits, are mostly
+    rounded away: FP16 swallows those below 2^-12 of the weight, BF16 those below 2^-9.
+
+    - `focus`: layers with lines of their own; without, those of which most stays unmoved. `since_step` is marked.
+    """
+    view = view_of(run, until, "updates")
+    title, meta = "How far updates move the weights", {"figure": "updates", "collection": "updates"}
+    cells = view.cells("updates")
+    if cells is None:
+        return nothing("updates", title, _NOTHING, meta)
+    columns = Columns.of(cells.steps)
+    ratio, unmoved = _statistic(view, "ratio"), _statistic(view, "unmoved")
+    chosen = _chosen(cells.names, unmoved, focus)
+    over = _Panel("y", cells.names, ratio, "mean", "update / weight", "2<sup>%{y:.1f}</sup>")
+    under = _Panel("y2", cells.names, unmoved, "max", "unmoved", "%{y:.2~%}")
+    known = [each for each in (over, under) if not np.isnan(each.values).all()]
+    if not known:
+        return nothing("updates", title, "Updates were recorded, but not against their weights.", meta)
+    traces = [trace for each in known for trace in _traces(each, columns, chosen, each is known[0])]
+    marks, notes = since_mark(since_step)
+    limits, words = _swallowed_below(cells.formats)
+    split = under in known
+    layout: Layout = {
+        "xaxis": {**STEP_AXIS, "anchor": "y2" if split else "y"},
+        "yaxis": {**_power_axis(traces, limits), "domain": [0.42 if split else 0.0, 1.0]},
+        "shapes": [*marks, *(_across(at, ORANGE, "y") for at in limits)],
+        "annotations": [*notes, *words],
+        "height": 500 if split else 360,
+    }  # fmt: skip
+    if split:
+        layout["shapes"].append(_across(_MANY_UNMOVED, RED, "y2"))
+        layout["yaxis2"] = {
+            "title": {"text": "weights unmoved"},
+            "domain": [0.0, 0.32],
+            "tickformat": "~%",
+            "range": [-0.03, 1.03],
+        }
+    formats = f"weights in {', '.join(cells.formats)}"
+    return made("updates", title, joined([formats, columns.said("mean")]), traces, layout, meta)
+
+
+def lag(run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None) -> "Figure":
+    """Squared gradients over Adam's second moments, by layer: near 1 in the mean, far above after a surprise."""
+    view = view_of(run, until, "lag")
+    title, meta = "Gradients against Adam's memory of them", {"figure": "updates", "collection": "gradients"}
+    found = _lags(view)
+    if found is None:
+        return nothing("lag", title, "Gradients and Adam's second moments were not recorded at the same steps.", meta)
+    names, steps, values = found
+    columns = Columns.of(steps)
+    with np.errstate(all="ignore"):
+        panel = _Panel("y", names, np.log2(values), "max", "squared gradient / second moment", "2<sup>%{y:.1f}</sup>")
+    traces = _traces(panel, columns, _chosen(names, values, focus), True)
+    marks, notes = since_mark(since_step)
+    limit = float(np.log2(_LAG))
+    layout: Layout = {
+        "xaxis": dict(STEP_AXIS),
+        "yaxis": {**_power_axis(traces, [limit]), "title": {"text": "squared gradient / second moment"}},
+        "shapes": [*marks, _across(limit, RED, "y")],
+        "annotations": [*notes, _at_right(limit, f"{_LAG:.0f} times: a spike may follow", RED)],
+        "height": 400,
+    }
+    return made("lag", title, columns.said("max"), traces, layout, meta)
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """Numbers of layers x steps in one panel."""
+
+    axis: str
+    names: Sequence[str]
+    values: Floats
+    how: How
+    words: str
+    hover: str
+
+
+def _statistic(view: View, name: str) -> Floats:
+    found = STATISTICS[name].of(view, "updates")
+    return np.empty((0, 0)) if found is None else np.where(np.isfinite(found.values), found.values, np.nan)
+
+
+def _chosen(names: Sequence[str], values: Floats, focus: Sequence[str]) -> list[int]:
+    """The layers in focus, or those with the highest values."""
+    place = {name: i for i, name in enumerate(names)}
+    wanted = [place[name] for name in focus if name in place]
+    most = np.nan_to_num(np.fmax.reduce(values, axis=1, initial=np.nan))
+    return (wanted or np.argsort(-most, kind="stable").tolist())[:_SHOWN]
+
+
+def _traces(panel: _Panel, columns: Columns, chosen: Sequence[int], first: bool) -> list[Trace]:
+    """The band of the middle half of all layers and their median, and the lines of some."""
+    values = columns.merged(panel.values, panel.how)
+    when = f"{columns.when} %{{x}}"
+    common: dict[str, Any] = {"yaxis": panel.axis, "connectgaps": True}
+    traces: list[Trace] = []
+    if len(values) > _SHOWN:
+        low, middle, high = _quartiles(values)
+        hover = f"{when}<br>half of the layers are above<br>{panel.words} {panel.hover}"
+        traces += band(
+            columns.at, low, high, "half of the layers", BLUE, **common, legendgroup="band", showlegend=first
+        )
+        traces.append(
+            line(columns.at, middle, "median layer", BLUE, hover, **common, legendgroup="median", showlegend=first)
+        )
+    for i, colour in zip(chosen, _COLOURS, strict=False):
+        name = safe(panel.names[i], 36)
+        hover = f"%{{fullData.name}}<br>{when}<br>{panel.words} {panel.hover}"
+        style = {"width": 1.5}
+        traces.append(
+            line(columns.at, values[i], name, colour, hover, **common, line=style, legendgroup=str(i), showlegend=first)
+        )
+    return traces
+
+
+def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
+    """Quarter, median and three quarters over the layers; NaN where no layer has a number."""
+    result = np.full((3, values.shape[1]), np.nan)
+    known = ~np.isnan(values).all(axis=0)
+    with np.errstate(invalid="ignore"):  # between two infinite numbers there is none
+        result[:, known] = np.nanquantile(values[:, known], [0.25, 0.5, 0.75], axis=0)
+    return result[0], result[1], result[2]
+
+
+def _swallowed_below(formats: Sequence[str]) -> tuple[list[float], list[Layout]]:
+    """Where updates of weights in 16 bits or fewer are mostly lost: half the spacing of a weight's neighbours."""
+    narrow = [fmt for fmt in (get_element(name, "updates") for name in formats) if fmt.bits <= 16]
+    limits = [float(-fmt.mantissa_bits - 2) for fmt in narrow]
+    words = [
+        _at_right(at, f"{fmt.name} swallows below {power(at)}", ORANGE) for at, fmt in zip(limits, narrow, strict=True)
+    ]
+    return limits, words
+
+
+def _across(height: float, colour: str, axis: str) -> Layout:
+    style = {"color": colour, "width": 1.2, "dash": "dash"}
+    return {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": height, "y1": height, "yref": axis, "line": style}
+
+
+def _at_right(height: float, words: str, colour: str) -> Layout:
+    return {"text": words, "x": 1, "xref": "paper", "xanchor": "right", "y": height, "yanchor": "bottom",
+            "font": {"color": colour, "size": 11}}  # fmt: skip
+
+
+def _power_axis(traces: Sequence[Trace], more: Sequence[float]) -> Layout:
+    values = np.concatenate(
+        [np.asarray(t["y"], dtype=np.float64) for t in traces if t["yaxis"] == "y"] + [np.array(more)]
+    )
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()) - 1, float(values.max()) + 1) if len(values) else (-1.0, 1.0)
+    places, texts = powers(low, high, 8)
+    return {"title": {"text": "update / weight"}, "tickvals": places, "ticktext": texts, "range": [low, high]}
+
+
+def _lags(view: View) -> tuple[tuple[str, ...], Ints, Floats] | None:
+    """Of each gradient with second moments, its sum of squares over theirs, corrected for their start at zero."""
+    gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
+    if gradients is None or optimizer is None:
+        return None
+    place = {name: i for i, name in enumerate(optimizer.names)}
+    pairs = [
+        (i, place[f"{name}:exp_avg_sq"]) for i, name in enumerate(gradients.names) if f"{name}:exp_avg_sq" in place
+    ]
+    common, mine, theirs = np.intersect1d(gradients.steps, optimizer.steps, return_indices=True)
+    if not pairs or not len(common):
+        return None
+    layers, moments = [layer for layer, _ in pairs], [moment for _, moment in pairs]
+    sums = optimizer.total_of("sum")[moments][:, theirs] / (1 - _MEMORY ** (common + 1))
+    with np.errstate(all="ignore"):
+        values = np.where(sums > 0, gradients.norm[layers][:, mine] ** 2 / sums, np.nan)
+    return tuple(gradients.names[i] for i in layers), common, values

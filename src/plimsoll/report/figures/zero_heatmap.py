@@ -1,0 +1,123 @@
+"""`zero_heatmap`: which values are zero, and which of those zeros a format has made."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plimsoll.diagnosis.estimates.format_losses import Narrow
+from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.report.drawing.aggregation import MOST_CELLS, few
+from plimsoll.report.drawing.heatmap_statistics import Matrix
+from plimsoll.report.drawing.plotly_parts import (
+    STEP_AXIS,
+    Layout,
+    Source,
+    Trace,
+    made,
+    nothing,
+    series_checked,
+    since_mark,
+    view_of,
+)
+from plimsoll.report.figures.heatmap import coloured, focused, row_labels, series_of
+from plimsoll.report.labels import capital, joined, of
+from plimsoll.text import counted
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
+
+
+def zero_heatmap(
+    run: Source,
+    collection: str = "activations",
+    *,
+    focus: Sequence[str] = (),
+    since_step: int | None = None,
+    until: int | None = None,
+) -> "Figure":
+    """Layers by steps: above, the share of values that are zero in any format; below, of those that underflowed.
+
+    A shadow step counts the two apart; at other steps the second is estimated, as the rules do. Formats that flush
+    nothing have the first picture alone.
+
+    - `focus`: names whose rows are set in bold, or drawn alone where there are many; `since_step` is marked.
+
+    Raises `NotRecordedError` for a collection that the run does not have.
+    """
+    view = view_of(run, until, "zero_heatmap")
+    title = f"{capital(of(collection))}: values that are zero"
+    meta: Layout = {"figure": "zero_heatmap", "collection": collection}
+    if not view.run.tensors:
+        return nothing("zero_heatmap", title, "Nothing was recorded in this run.", meta)
+    series_checked(view, "zero_heatmap", collection)
+    narrow = view.narrow(collection)
+    if narrow is None or np.isnan(narrow.cells.zero_fraction).all():
+        return nothing("zero_heatmap", title, f"No {of(collection)} were recorded up to this step.", meta)
+    return _painted(title, _parts(narrow), _said(narrow), narrow.cells, meta, focus, since_step)
+
+
+def _parts(narrow: Narrow) -> list[tuple[str, Floats]]:
+    """What the pictures show, and its share of all values, by cell."""
+    cells = narrow.cells
+    count = cells.total_of("count")
+    with np.errstate(all="ignore"):
+        flushed = np.fmin(np.nan_to_num(narrow.lost_of_cell), cells.total_of("zeros")) / count
+        rest = cells.zero_fraction - flushed
+    found = [("zero in any format", rest)]
+    if narrow.censors.any():
+        found.append(("underflowed", flushed))
+    return found
+
+
+def _painted(
+    title: str,
+    parts: Sequence[tuple[str, Floats]],
+    said: str,
+    cells: Cells,
+    meta: Layout,
+    focus: Sequence[str],
+    since_step: int | None,
+) -> "Figure":
+    traces: list[Trace] = []
+    marks, notes = since_mark(since_step)
+    layout: Layout = {"xaxis": dict(STEP_AXIS), "shapes": marks, "annotations": notes}
+    top, subtitle, tall = 1.0, said, 0
+    each = (1.0 - 0.1 * (len(parts) - 1)) / len(parts)
+    for i, (words, values) in enumerate(parts):
+        matrix, only = focused(Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values), focus)
+        rows, columns = few(matrix.names, matrix.steps, MOST_CELLS // len(parts))
+        drawn = columns.merged(rows.merged(matrix.values, "mean"), "mean")
+        colour = coloured(drawn, "share", words, top=1.0)
+        ticks = row_labels(rows, matrix, focus)
+        axis = "y" if i == 0 else f"y{i + 1}"
+        traces.append(
+            {"type": "heatmap", "x": columns.at, "y": ticks, "z": colour.z, "customdata": colour.shown,
+             "coloraxis": "coloraxis", "yaxis": axis, "hoverongaps": False, "ygap": 1 if len(ticks) <= 40 else 0,
+             "hovertemplate": f"%{{y}}<br>{columns.when} %{{x}}<br>{colour.hover}<extra></extra>"}
+        )  # fmt: skip
+        layout[f"yaxis{axis[1:]}"] = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": "",
+                                      "domain": [max(top - each, 0.0), top]}  # fmt: skip
+        notes.append({"text": f"<b>{words}</b>", "x": 1, "xref": "paper", "xanchor": "right", "y": top, "yref": "paper",
+                      "yanchor": "bottom"})  # fmt: skip
+        layout["coloraxis"] = {
+            **colour.axis,
+            "colorbar": {**colour.axis["colorbar"], "title": {"text": "of all values"}},
+        }
+        layout["xaxis"]["anchor"] = axis
+        subtitle = joined([said, only, columns.said("mean"), rows.said("mean")])
+        meta["rows"] = series_of(rows, matrix)
+        top -= each + 0.1
+        tall = len(ticks)
+    layout["height"] = int(min(max(150 + (30 + 18 * tall) * len(parts), 260), 760))
+    return made("zero_heatmap", title, subtitle, traces, layout, meta)
+
+
+def _said(narrow: Narrow) -> str:
+    if not narrow.censors.any():
+        return f"recorded in {', '.join(narrow.cells.formats)}, which flushes nothing"
+    told = ~np.isnan(narrow.cells.column("underflowed"))
+    if not told.any():
+        return "what underflowed is estimated; a shadow step would count it"
+    steps = len(np.unique(narrow.cells.at[told]))
+    return f"what underflowed is counted at {counted(steps, 'shadow step')}, and estimated at the others"

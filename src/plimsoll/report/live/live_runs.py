@@ -1,0 +1,230 @@
+"""`Live`: the runs of a folder as the live page asks about them: each opened once, followed, and kept while it fits.
+
+An answer is made under the run's own lock and kept until the run has something new, so a slow question to one run
+keeps nobody waiting who asks about another.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from plimsoll.diagnosis import View
+from plimsoll.errors import NotRecordedError, PlimsollError, RunError, StateError
+from plimsoll.report.live.growing_view import LiveView
+from plimsoll.report.live.run_index.run_list import Listed, RunsList, Source
+from plimsoll.runs import Run
+
+_T = TypeVar("_T")
+
+_PATIENCE_SECONDS = 60.0  # for another question to the same run
+_ANSWERS = 256  # answers kept of one run
+_PAIRS = 32  # answers kept about two
+
+
+class LiveRun:
+    """One run that is being looked at. Raises as `Run` does."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self._path, self._source = path, source
+        self._lock = threading.RLock()
+        self._token: str | None = None
+        self._identity: object = None
+        self._view: LiveView | None = None
+        self._answers: OrderedDict[object, Any] = OrderedDict()
+        self.size_bytes = 0
+
+    def answer(self, listed: Listed, question: object, make: Callable[[LiveView], Any]) -> Any:
+        """What `make` makes of the run's view, once for each state of the run and question; each time for None."""
+        with self.held():
+            view = self._followed(listed)
+            if question is None:
+                return make(view)
+            if question not in self._answers:
+                self._answers[question] = make(view)
+                self.size_bytes = view.size_bytes + sum(_size(each) for each in self._answers.values())
+                if len(self._answers) > _ANSWERS:
+                    self._answers.popitem(last=False)
+            self._answers.move_to_end(question)
+            return self._answers[question]
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """No other thread is answered about the run within the block. Raises `StateError` if that is not to be had."""
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            raise StateError(
+                f"serve: expected an answer within {_PATIENCE_SECONDS:.0f} s; got none, since other questions to this "
+                "run are being answered. Ask again."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def take_if_free(self) -> bool:
+        """Takes hold of the run unless another thread has; the caller then is to `let_go`."""
+        return self._lock.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """Ends what `take_if_free` began."""
+        self._lock.release()
+
+    def judged(self, listed: Listed, make: Callable[[LiveView], _T]) -> _T:
+        """What `make` makes of a copy of the view, without keeping others waiting; what it has read is kept."""
+        with self._lock:
+            copy = self._followed(listed).copied()
+        result = make(copy)
+        with self._lock:
+            if self._view is not None and self._token == listed.token:
+                self._view.adopt(copy)
+                self.size_bytes = self._view.size_bytes
+        return result
+
+    def _followed(self, listed: Listed) -> LiveView:
+        if self._view is not None and self._token == listed.token:
+            return self._view
+        self._answers.clear()
+        self._source.check(self._path)
+        view = self._view
+        if view is not None:
+            view.follow()
+        if view is None or self._identity != _identity(view.run):
+            view = LiveView(self._source.opened(self._path))  # another run may have been put in its place
+            self._identity = _identity(view.run)
+        self._view, self._token = view, listed.token
+        return view
+
+
+class Live:
+    """All runs below a folder."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        most_bytes: int = 2 << 30,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.list = RunsList(folder, clock)
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, Path], LiveRun] = OrderedDict()
+        self._pairs: OrderedDict[object, bytes] = OrderedDict()
+
+    def listed(self, run_id: str) -> Listed:
+        """The list's row of a run, as it is now. Raises `NotRecordedError` for an id that no run has."""
+        found = self.list.run(run_id)
+        if found is None:
+            raise NotRecordedError(
+                "serve: expected the id of a run in the served folder; got one that none has. It may have been moved "
+                "or deleted; the list has those that are there."
+            )
+        return found
+
+    def answer(self, run_id: str, question: object, make: Callable[[LiveView], Any]) -> tuple[Listed, Any]:
+        """The run as it was listed, and what `make` makes of its view, remembered under `question`."""
+        found = self.opened(run_id)
+        run = self._opened(found)
+        try:
+            result = run.answer(found, question, make)
+        except Exception as error:
+            if isinstance(error, PlimsollError) and not isinstance(error, RunError):
+                raise
+            self.forget(found)  # with what was read of it, and may be half of something
+            self.listed(run_id)  # which says so if it has gone
+            if isinstance(error, RunError) or not isinstance(error, OSError | LookupError):
+                raise
+            raise RunError(
+                "serve: expected a run that stays as it is while it is read; got one whose files changed. Ask again."
+            ) from error
+        self._trim()
+        return found, result
+
+    def judged(self, listed: Listed, make: Callable[[View], _T]) -> _T:
+        """What `make` makes of a run for the list; a run that nobody has open is not kept open for it."""
+        with self._lock:
+            run = self._open.get((listed.id, listed.path))
+        if run is not None:
+            return run.judged(listed, make)
+        self.list.source.check(listed.path)
+        return make(View(self.list.source.opened(listed.path)))
+
+    def opened(self, run_id: str) -> Listed:
+        """As `listed`; the run is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
+        found = self.listed(run_id)
+        if not found.opens:
+            raise RunError(_why(found.problem or "damaged"))
+        self._opened(found)
+        return found
+
+    def answer_of_two(
+        self, first: str, second: str, question: object, make: Callable[[LiveView, LiveView], bytes]
+    ) -> bytes:
+        """What `make` makes of two runs' views, remembered for the state that both are in."""
+        key = (first, self.listed(first).token, second, self.listed(second).token, question)
+        with self._lock:
+            if key in self._pairs:
+                return self._pairs[key]
+        with _held(*(self._opened(self.listed(each)) for each in (first, second))):
+            _, result = self.answer(
+                first, None, lambda one: self.answer(second, None, lambda other: make(one, other))[1]
+            )
+        with self._lock:
+            self._pairs[key] = result
+            while len(self._pairs) > _PAIRS:
+                self._pairs.popitem(last=False)
+        return result
+
+    def forget(self, listed: Listed) -> None:
+        """Drops what is kept of a run."""
+        with self._lock:
+            self._open.pop((listed.id, listed.path), None)
+
+    def _opened(self, listed: Listed) -> LiveRun:
+        key = (listed.id, listed.path)
+        with self._lock:
+            if key not in self._open:
+                self._open[key] = LiveRun(listed.path, self.list.source)
+            self._open.move_to_end(key)
+            return self._open[key]
+
+    def _trim(self) -> None:
+        """Drops the runs that nobody asked about for longest, until the rest fits; the last one stays in any case."""
+        with self._lock:
+            while len(self._open) > 1 and sum(run.size_bytes for run in self._open.values()) > self._most_bytes:
+                self._open.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _held(first: LiveRun, second: LiveRun) -> Generator[None]:
+    """Both runs at once. Who waits for one holds none: so nobody waits for a run because another one is slow."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < _PATIENCE_SECONDS:
+        with first.held():
+            if second.take_if_free():
+                try:
+                    yield
+                finally:
+                    second.let_go()
+                return
+        first, second = second, first
+    raise StateError("serve: expected two runs that can be read at a time; got two in use. Ask again.")
+
+
+def _why(problem: str) -> str:
+    whole = ": expected " in problem
+    return problem if whole else f"serve: expected a run that can be read; got one that is {problem}. See its run.json."
+
+
+def _identity(run: Run) -> tuple[object, ...]:
+    """What tells a run from another one that was put in its place."""
+    sessions: Any = run.manifest.get("sessions") or [{}]
+    return run.manifest.get("created"), sessions[0].get("started"), sessions[0].get("pid")
+
+
+def _size(answer: object) -> int:
+    return len(answer) if isinstance(answer, bytes) else 1024

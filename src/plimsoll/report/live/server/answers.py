@@ -1,0 +1,277 @@
+"""What the live page's API answers, as JSON (docs/how-to/serve.md lists it): made of a run's view and kept with it."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from plimsoll.diagnosis import Finding, View, whatif
+from plimsoll.diagnosis.what_if.answer import predictor_of
+from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
+from plimsoll.formats import BlockFormat, get, get_element
+from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
+from plimsoll.report.live.background_verdicts import Verdict, Verdicts
+from plimsoll.report.live.growing_view import LiveView
+from plimsoll.report.live.live_runs import Live
+from plimsoll.report.live.run_index.run_list import Listed, within
+from plimsoll.report.live.server.figures import drawn, drawn_of_two, needs_findings, whole
+from plimsoll.report.verdicts import summary_text
+from plimsoll.report.verdicts.run_summary import Summary, first_step, jsonable, median_loss, seconds_of, summary
+from plimsoll.runs import Event
+
+_ROWS = 50  # layers of a what-if
+_EVENTS = 200
+_LIST_SECONDS = 0.5  # how old the list may be
+_FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
+OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.name not in ("fp64", "fp32"))
+
+
+class Answers:
+    """The answers to all questions about the runs of a folder. Raises Plimsoll's errors."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+        self.live = Live(folder, clock=clock)
+        self.verdicts = Verdicts(lambda: self._found(_LIST_SECONDS), self._judged, clock)
+        self._clock = clock
+
+    @property
+    def root(self) -> Path:
+        """The served folder."""
+        return self.live.list.folder
+
+    def runs(self) -> bytes:
+        """The list of runs."""
+        self.verdicts.looked_at()
+        found, now = self.live.list.runs(_LIST_SECONDS), self._clock()
+        rows = [self._row(run, now) for run in found]
+        return encoded({"folder": self.root.name or str(self.root), "version": self.version, "runs": rows})
+
+    @property
+    def version(self) -> int:
+        """A number that changes with the list."""
+        return self.live.list.version + self.verdicts.version
+
+    def run(self, run_id: str) -> bytes:
+        """A run's page."""
+        listed = self.live.opened(run_id)
+        verdict = self.verdicts.for_page(listed)
+
+        def make(view: LiveView) -> bytes:
+            steps, told = view.run.steps, _renewed(_summary_of(verdict), view)
+            return encoded({
+                "summary": self._told(told),
+                "shown": summary_text.run_shown(told, view.events),
+                "collections": dict(view.run.tensors),
+                "scalars": view.run.scalar_names,
+                "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
+                "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
+                "settings": view.run.settings,
+                "events": [_event(event) for event in view.events[-_EVENTS:]],
+            })  # fmt: skip
+
+        _, body = self.live.answer(run_id, ("run", verdict.serial), make)
+        live = listed.is_live(self._clock())
+        return _with({"id": listed.id, "name": listed.name, "live": live, "token": _token(listed, verdict)}, body)
+
+    def figure(self, run_id: str, name: str, query: Mapping[str, str]) -> bytes:
+        """A figure of a run."""
+        listed = self.live.opened(run_id)
+        findings: Sequence[Finding] = ()
+        if needs_findings(name, query):  # asked for before the run's lock is taken, under which the verdict is made
+            verdict = self.verdicts.for_page(listed)
+            findings = _summary_of(verdict).findings
+        else:
+            verdict = self.verdicts.of(listed)
+
+        def make(view: LiveView) -> bytes:
+            return drawn(view, name, query, findings).encode()
+
+        question = ("figure", name, *sorted(query.items()), None if verdict is None else verdict.serial)
+        _, body = self.live.answer(run_id, question, make)
+        return _with({"token": _token(listed, verdict)}, body)
+
+    def whatif(self, run_id: str, query: Mapping[str, str]) -> bytes:
+        """What a format would make of a run."""
+        unknown = sorted(query.keys() - {"format", "shift", "collection"})
+        if unknown or not query.get("format"):
+            raise ArgumentError(
+                f"serve: expected format, and perhaps shift and collection; got {', '.join(query)[:200] or 'nothing'}. "
+                "Correct the address."
+            )
+        fmt, collection = query["format"], query.get("collection") or "gradients"
+        shift = whole(query["shift"], "shift") if query.get("shift") else None
+
+        def make(view: LiveView) -> bytes:
+            return encoded(_whatif(view, fmt, shift, collection))
+
+        listed, body = self.live.answer(run_id, ("whatif", fmt, shift, collection), make)
+        return _with({"token": _token(listed, self.verdicts.of(listed))}, body)
+
+    def compare(self, first: str, second: str) -> bytes:
+        """Two runs side by side, and where they part."""
+        verdicts = [self.verdicts.for_page(self.live.opened(each)) for each in (first, second)]
+        told = [self._told(_summary_of(verdict)) for verdict in verdicts]
+
+        def make(a: LiveView, b: LiveView) -> bytes:
+            divergence, sentence = _diff(a, b, self.root)
+            return encoded({"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence})
+
+        question = ("compare", *(verdict.serial for verdict in verdicts))
+        return self.live.answer_of_two(first, second, question, make)
+
+    def compare_figure(self, first: str, second: str, name: str, query: Mapping[str, str]) -> bytes:
+        """A figure of two runs."""
+        question = ("figure", name, *sorted(query.items()))
+        return self.live.answer_of_two(first, second, question, lambda a, b: drawn_of_two(a, b, name, query).encode())
+
+    def look(self, run_id: str) -> Mapping[str, object] | None:
+        """What a stream tells of a run, or of the list (""); None where nothing can be told."""
+        if not run_id:
+            self.verdicts.looked_at()
+            self._found(_FOLLOWED_SECONDS)
+            return {"version": self.version}
+        try:
+            found = self.live.list.run(run_id)
+        except RunError:  # storage that does not answer now
+            return None
+        if found is None:
+            return {"id": run_id, "token": "", "last_step": -1}
+        self.verdicts.looked_at(run_id)
+        return {"id": found.id, "token": _token(found, self.verdicts.of(found)), "last_step": found.last_step}
+
+    def close(self) -> None:
+        """Ends the work in the background."""
+        self.verdicts.close()
+
+    def _found(self, max_age_seconds: float) -> list[Listed]:
+        """The list; that of the last look where storage does not answer."""
+        try:
+            return self.live.list.runs(max_age_seconds)
+        except RunError:
+            return self.live.list.known()
+
+    def _row(self, run: Listed, now: float) -> dict[str, object]:
+        verdict = self.verdicts.of(run)
+        state = "unreadable" if run.problem else "unknown" if verdict is None else verdict.state
+        return {
+            "id": run.id,
+            "name": run.name,
+            "state": state,
+            "verdict": None if run.problem or verdict is None else verdict.sentence,
+            "last_step": run.last_step,
+            "closed": run.closed,
+            "live": run.is_live(now),
+            "created": run.created,
+            "modified": run.modified,
+            "tensors": run.tensors,
+            "ranks": run.ranks,
+            "problem": run.problem,
+        }
+
+    def _told(self, found: Summary) -> dict[str, object]:
+        problems = [within(problem, self.root) for problem in found.problems]
+        findings = [{**finding.to_dict(), "shown": summary_text.shown_as(finding)} for finding in found.findings]
+        return {
+            **found.to_dict(), "path": within(found.path, self.root), "problems": problems, "findings": findings
+        }  # fmt: skip
+
+    def _judged(self, run: Listed) -> Summary | str:
+        """What is said of a run, or why nothing can be."""
+        try:
+            return self.live.judged(run, summary)
+        except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
+            why = within(str(error), self.root) if isinstance(error, PlimsollError) else type(error).__name__
+            return f"Cannot be judged: {why}"
+
+
+def _summary_of(verdict: Verdict) -> Summary:
+    if verdict.summary is None:
+        raise RunError(f"serve: expected a run that can be judged; got one that cannot. {verdict.sentence}")
+    return verdict.summary
+
+
+def _renewed(found: Summary, view: View) -> Summary:
+    """A summary with the facts of now, where its verdict is a few steps old."""
+    run = view.run
+    last = {name: view.scalar(name)[1] for name in ("loss", "scale")}
+    return replace(
+        found,
+        first_step=first_step(view, run.steps),
+        last_step=view.last_step,
+        samples=len(run.steps),
+        tensors={collection: len(names) for collection, names in run.tensors.items()},
+        scalars=tuple(run.scalar_names),
+        ranks=len(run.ranks),
+        closed=run.closed,
+        seconds=seconds_of(run, found.created),
+        loss=float(last["loss"][-1]) if len(last["loss"]) else None,
+        median_loss=median_loss(last["loss"]),
+        scale=float(last["scale"][-1]) if len(last["scale"]) else None,
+        problems=tuple(run.problems),
+        dropped=run.dropped,
+    )
+
+
+def _token(listed: Listed, verdict: Verdict | None) -> str:
+    """What changes when a run has something new to show: data, or a verdict on it."""
+    return listed.token if verdict is None else f"{listed.token}-{verdict.serial}"
+
+
+def _event(event: Event) -> dict[str, object]:
+    return {
+        "step": event.step,
+        "kind": event.kind,
+        "message": event.message,
+        "details": event.details,
+        "time": event.time,
+    }
+
+
+def encoded(data: Mapping[str, object]) -> bytes:
+    """JSON in ASCII, without what browsers cannot read: numbers that are none are their names."""
+    try:
+        return json.dumps(data, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(jsonable(data), allow_nan=False).encode()
+
+
+def _with(head: Mapping[str, object], body: bytes) -> bytes:
+    """The entries of both; `body` is an object's JSON."""
+    return encoded(head)[:-1] + b", " + body[1:]
+
+
+def _whatif(view: View, fmt: str, shift: int | None, collection: str) -> dict[str, object]:
+    found = whatif(view, fmt, shift, collection)
+    narrow, in_blocks = view.narrow(collection), isinstance(get(fmt), BlockFormat)
+    best = 0 if in_blocks else found.shift  # which block formats choose for themselves
+    if shift is not None and narrow is not None and not in_blocks:
+        best = predictor_of(narrow).best_shift(get_element(fmt, "whatif"))
+    steps, lost, over = found.over_time()
+    return {
+        "format": found.format,
+        "collection": collection,
+        "sentence": found.sentence,
+        "shift": found.shift,
+        "best_shift": best,
+        "chosen": found.chosen,
+        "censored": found.censored,
+        "block": found.block,
+        "overall": found.overall.to_dict(),
+        "rows": [row.to_dict() for row in found.rows[:_ROWS]],
+        "more": max(len(found.rows) - _ROWS, 0),
+        "over_time": {"step": steps.tolist(), "lost": lost.tolist(), "overflow": over.tolist()},
+        "stretches": [stretch.to_dict() for stretch in found.stretches],
+    }
+
+
+def _diff(first: View, second: View, root: Path) -> tuple[object, str]:
+    """Where two runs part, as data and in a sentence; no data where they cannot be compared."""
+    from plimsoll.diagnosis import diff
+
+    try:
+        found = diff(first, second)
+    except (NotRecordedError, ArgumentError, RunError) as error:
+        return None, within(str(error), root)
+    return {**found.to_dict(), "a": within(found.a, root), "b": within(found.b, root)}, found.sentence

@@ -1,0 +1,213 @@
+"""`app`: the live page and its API as an ASGI application, behind the `Gate`. Only `serve` loads FastAPI.
+
+Questions are answered in `Turns`, so a slow run delays no other; `Live` keeps the runs, `Streams` tells what is new.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any
+from urllib.parse import unquote
+
+from fastapi import FastAPI, Request, Response
+
+from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
+from plimsoll.report.live.event_streams import EventStream, Streams
+from plimsoll.report.live.run_index.run_list import within
+from plimsoll.report.live.security import LOOPBACK, Gate, Receive, Scope, Send, is_api
+from plimsoll.report.live.server.answers import Answers, encoded
+from plimsoll.report.live.server.assets import Asset, assets
+from plimsoll.report.live.server.turns import BusyError, Turns
+
+# Newer versions of FastAPI send traces where the environment says so. What is asked about runs never leaves here.
+_SILENT: dict[str, Any] = {
+    "telemetry": dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
+}
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (BusyError, 429),
+    (NotRecordedError, 404),
+    (ArgumentError, 422),
+    (FormatError, 422),
+    (StateError, 409),
+    (RunError, 409),
+    (PlimsollError, 422),
+)
+
+
+_LOG = logging.getLogger("plimsoll")
+
+
+class App:
+    """The ASGI application. `answers` and `streams` are what it answers from; `close` ends both."""
+
+    def __init__(self, answers: Answers, streams: Streams, gate: Gate) -> None:
+        self.answers, self.streams, self._gate = answers, streams, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        await self._gate(scope, receive, send)
+
+    def close(self) -> None:
+        """Ends the streams and the work in the background."""
+        self.streams.close()
+        self.answers.close()
+
+
+def app(
+    folder: str | os.PathLike[str],
+    token: str | None = None,
+    hosts: Iterable[str] = LOOPBACK,
+    *,
+    poll_seconds: float | None = None,
+) -> App:
+    """The live page of a folder of runs, of this machine or by a URI, for any ASGI server.
+
+    - `token`: what a browser must bring; None for none, which is for loopback addresses only.
+    - `hosts`: the names that the page is known under, each with its port, or without for any port. Requests for
+      another name are refused.
+    - `poll_seconds`: how often open runs are looked at for something new; as it comes every second, and every 10 in a
+      store, whose listings are not renewed sooner in any case.
+
+    Raises `ArgumentError` for a folder that is none, `RunError` for storage that does not answer.
+    """
+    answers = Answers(os.fspath(folder))
+    streams = Streams(
+        answers.look, poll_seconds=answers.live.list.source.poll_seconds if poll_seconds is None else poll_seconds
+    )
+    inner = _application(answers, streams)
+    return App(answers, streams, Gate(inner, hosts=hosts, token=token))
+
+
+def _application(answers: Answers, streams: Streams) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        yield
+        streams.close()
+        answers.close()
+
+    inner = FastAPI(
+        docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False, **_SILENT
+    )
+    _add_errors(inner, answers)
+    _add_page(inner, assets())
+    _add_api(inner, answers, Turns())
+
+    @inner.api_route("/api/stream", methods=["GET", "HEAD"], response_model=None)
+    async def stream(run: str | None = None) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _AsResponse(EventStream(streams, run))
+
+    return inner
+
+
+def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
+    def get(path: str, answer: Callable[[Request], bytes]) -> None:
+        async def endpoint(request: Request) -> Response:
+            runs = _runs(request)
+            try:
+                body = await turns.answer(runs, lambda: answer(request))
+            except Exception as error:  # a run may hold anything; one that cannot be answered about is no 500
+                if isinstance(error, PlimsollError) or not any(runs):
+                    raise
+                _LOG.exception("plimsoll serve: %s could not be answered", request.url.path)
+                raise RunError(
+                    "serve: expected a run that can be read and judged; got one for which that fails "
+                    f"({type(error).__name__}). The terminal of plimsoll serve says where."
+                ) from error
+            return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+        inner.api_route(path, methods=["GET", "HEAD"], response_model=None)(endpoint)
+
+    get("/api/runs", lambda _: answers.runs())
+    get("/api/runs/{id}", lambda request: answers.run(_part(request, "id")))
+    get(
+        "/api/runs/{id}/figure/{figure}",
+        lambda request: answers.figure(_part(request, "id"), _part(request, "figure"), _query(request)),
+    )
+    get("/api/runs/{id}/whatif", lambda request: answers.whatif(_part(request, "id"), _query(request)))
+    get("/api/compare", lambda request: answers.compare(*_pair(_query(request))))
+    get("/api/compare/figure/{figure}", lambda request: _compare_figure(answers, request))
+
+
+def _compare_figure(answers: Answers, request: Request) -> bytes:
+    query = _query(request)
+    first, second = _pair(query)
+    rest = {key: value for key, value in query.items() if key not in ("a", "b")}
+    return answers.compare_figure(first, second, _part(request, "figure"), rest)
+
+
+def _runs(request: Request) -> tuple[str, ...]:
+    """The runs that a question is about; of the list, "" is."""
+    if "id" in request.path_params:
+        return (_part(request, "id"),)
+    return tuple(request.query_params.get(each, "") for each in ("a", "b"))
+
+
+def _part(request: Request, name: str) -> str:
+    """A segment of the path, whose quoting the gate has left as it was.
+
+    A slash at its end is left out: browsers take "." (the id of the served folder itself) out of an address, not "./".
+    """
+    return unquote(str(request.path_params[name]), errors="replace").removesuffix("/")
+
+
+def _query(request: Request) -> dict[str, str]:
+    return {key: value for key, value in request.query_params.items() if key != "token"}
+
+
+def _pair(query: dict[str, str]) -> tuple[str, str]:
+    if not query.get("a") or not query.get("b"):
+        raise ArgumentError("serve: expected two runs, a and b; got fewer. Name both in the address.")
+    return query["a"], query["b"]
+
+
+def _add_page(inner: FastAPI, files: dict[str, Asset]) -> None:
+    def sent(request: Request, asset: Asset) -> Response:
+        headers = {"etag": asset.digest, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == asset.digest:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.body, media_type=asset.kind, headers=headers)
+
+    @inner.api_route("/", methods=["GET", "HEAD"], response_model=None)
+    async def index(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return sent(request, files["index.html"])
+
+    @inner.api_route("/assets/{path:path}", methods=["GET", "HEAD"], response_model=None)
+    async def asset(request: Request, path: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if path not in files:
+            raise NotRecordedError("serve: expected a file of the live page; got an address that none has. Go to /.")
+        return sent(request, files[path])
+
+
+def _add_errors(inner: FastAPI, answers: Answers) -> None:
+    def told(request: Request, status: int, text: str) -> Response:
+        if is_api(request.url.path):
+            return Response(encoded({"error": text}), status, media_type="application/json")
+        return Response(f"{text}\n", status, media_type="text/plain")
+
+    async def refused(request: Request, error: Exception) -> Response:
+        status = next(number for kind, number in _STATUS if isinstance(error, kind))
+        return told(request, status, within(str(error), answers.root))
+
+    async def unknown(request: Request, _: Exception) -> Response:
+        return told(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
+
+    async def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
+        return told(request, 500, "plimsoll: this could not be answered; the terminal of plimsoll serve says why.")
+
+    handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+        PlimsollError: refused, 404: unknown, 405: unknown, Exception: defect
+    }  # fmt: skip
+    for kind, handler in handlers.items():
+        inner.add_exception_handler(kind, handler)
+
+
+class _AsResponse(Response):
+    """An event stream, as what FastAPI takes for an answer."""
+
+    def __init__(self, stream: EventStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._stream(scope, receive, send)

@@ -1,0 +1,108 @@
+"""`markdown`: a run's verdict and findings for a comment on a change, in GitHub's Markdown.
+
+Names come from whoever wrote the run. They stand in code spans, where nothing is markup; within sentences, where a
+verdict has them, every sign that Markdown knows is escaped, and addresses and mentions are broken up.
+"""
+
+import re
+from collections.abc import Sequence
+
+from plimsoll.diagnosis import Finding
+from plimsoll.report.drawing.plotly_parts import Source
+from plimsoll.report.verdicts import summary_text
+from plimsoll.report.verdicts.run_summary import Summary, summary
+
+LONGEST_BYTES = 60_000  # GitHub takes comments of 65,536 characters
+_SIGNS = {"alarm": "⛔", "warning": "⚠️", "healthy": "✅", "empty": "◌", "info": "·"}
+_MARKUP = re.compile(r"([\\`*_\[\]<>&|~#$])")
+_LEADS_AWAY = re.compile(r"(@|://|\bwww(?=\.))", re.IGNORECASE)
+_ZERO_WIDTH = "\u200b"
+
+
+def markdown(run: Source, *, findings: Sequence[Finding] | None = None, until: int | None = None) -> str:
+    """The verdict, a table of findings, and what is behind them folded away; at most 60 KB.
+
+    - `findings`: those of `diagnose`, unless others are given. `until`: tells of the run as it was at this step.
+
+    Raises `RunError` for a folder that holds no run.
+    """
+    return of_summary(summary(run, findings, until=until))
+
+
+def of_summary(told: Summary) -> str:
+    """The same of a summary; as many findings as there is room for."""
+    for most in (50, 25, 12, 6, 3):
+        text = _page(told, most)
+        if len(text.encode("utf-8")) <= LONGEST_BYTES:
+            return text
+    return _page(told, 0)
+
+
+def code(text: str, *, in_table: bool = False) -> str:
+    r"""Text as a code span, whatever is in it.
+
+    >>> print(code("a`b"), code("a|b", in_table=True))
+    ``a`b`` `a\|b`
+    """
+    clean = summary_text.cut(text, 120) or " "
+    clean = clean.encode("utf-8", "replace").decode("utf-8")
+    fence = "`" * (max((len(run) for run in re.findall("`+", clean)), default=0) + 1)
+    pad = " " if clean.startswith("`") or clean.endswith("`") else ""
+    inside = clean.replace("|", "\\|") if in_table else clean
+    return f"{fence}{pad}{inside}{pad}{fence}"
+
+
+def escaped(text: str) -> str:
+    r"""Text in which nothing is Markdown's, an address or a mention.
+
+    >>> print(escaped("a_b <i> [x](y)"))
+    a\_b \<i\> \[x\](y)
+    """
+    clean = summary_text.cut(text, 1000).encode("utf-8", "replace").decode("utf-8")
+    return _LEADS_AWAY.sub(rf"\1{_ZERO_WIDTH}", _MARKUP.sub(r"\\\1", clean))
+
+
+def _page(told: Summary, most: int) -> str:
+    counts = summary_text.counted(told)
+    lines = [f"### {_SIGNS[told.state]} {escaped(told.verdict)}", "", f"**{summary_text.STATES[told.state]}**"]
+    lines[-1] += f" ({counts})" if counts else ""
+    lines[-1] += f" · run {code(told.name)}"
+    lines[-1] += f" · steps {told.first_step:,} to {told.last_step:,}" if told.last_step >= 0 else ""
+    kept = told.findings[:most]
+    if kept:
+        lines += ["", "| | rule | when | where |", "|---|---|---|---|", *(_row(f) for f in kept)]
+    left = len(told.findings) - len(kept)
+    if left:
+        lines += ["", f"And {left} more: `plimsoll check` lists them."]
+    if kept:
+        lines += ["", "<details><summary>What they mean and what to do</summary>", ""]
+        lines += [line for finding in kept for line in _details(finding)]
+        lines += ["</details>"]
+    lines += ["", "<details><summary>The run</summary>", "", *_facts(told), "", "</details>", ""]
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> str:
+    where = code(summary_text.where(finding), in_table=True) if finding.where else "the run"
+    sign = f"{_SIGNS[finding.severity]} {finding.severity}"
+    return f"| {sign} | {code(summary_text.heading(finding), in_table=True)} | {summary_text.when(finding)} | {where} |"
+
+
+def _details(finding: Finding) -> list[str]:
+    numbers = ", ".join(
+        f"{escaped(label.lower())}: {_value(value)}" for label, value in summary_text.evidence(finding)[:12]
+    )
+    lines = [f"**{code(summary_text.heading(finding))}**, {summary_text.when(finding)}", ""]
+    lines += [escaped(f"{summary_text.explanation(finding)} {finding.meaning}".strip()), ""]
+    lines += [f"*Evidence:* {numbers}", ""] if numbers else []
+    return [*lines, f"*What to do:* {escaped(finding.advice)}", ""]
+
+
+def _value(value: str) -> str:
+    """A number as it is, a name as code."""
+    return value if re.fullmatch(r"[-+\d.,^ %einfa]+|over 99 %|under 0.01 %", value) else code(value)
+
+
+def _facts(told: Summary) -> list[str]:
+    rows = [*summary_text.facts(told), *((f"Problem {i}", p) for i, p in enumerate(told.problems[:10], 1))]
+    return ["| | |", "|---|---|", *(f"| {escaped(label)} | {escaped(value)} |" for label, value in rows)]
