@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from plimsoll.lab._characters import make_batch, standard_library
-from plimsoll.lab.audit._experiment import Setup, Trained
+from plimsoll.lab.experiments.audit.experiment import Setup, Trained
+from plimsoll.lab.source_text import make_batch, standard_library
 from plimsoll.unit import audit, convert
 
 WIDTH, COLOURS = 900, 64

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from plimsoll.cli import _lab_progress, _lab_show, app
 from plimsoll.diagnosis import Finding
-from plimsoll.lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, _registry
+from plimsoll.lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, registry
 from plimsoll.runs import RunWriter, Scalars
 
 FINDING = Finding(
@@ -51,7 +51,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
     """Experiments by name, in place of the real ones."""
     found = {"toy": experiment(10.0), "broken": experiment(9.0), "hostile": experiment(10.0, "[red]\x1b[2J</script>")}
     found = {name: dataclasses.replace(each, name=name) for name, each in found.items()}
-    monkeypatch.setattr(_registry, "EXPERIMENTS", found)
+    monkeypatch.setattr(registry, "EXPERIMENTS", found)
     monkeypatch.setattr("plimsoll.lab.EXPERIMENTS", found)
     monkeypatch.setenv("COLUMNS", "80")
     return found

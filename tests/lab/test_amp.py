@@ -12,19 +12,19 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.lab import Bench, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._measures import Ratio
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.amp import _experiment as experiment
-from plimsoll.lab.amp._claims import of_losses, of_memory, of_times
-from plimsoll.lab.amp._data import make_rows, make_scenes, make_spans
-from plimsoll.lab.amp._experiment import AMP, levels_of, measure_with
-from plimsoll.lab.amp._judge import ends, fell_to, furthest, losses
-from plimsoll.lab.amp._memory import Footprint, footprint
-from plimsoll.lab.amp._models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
-from plimsoll.lab.amp._networks import Network, feed_forward, published, spans, unet
-from plimsoll.lab.amp._time import Timed, ratio, time_steps
-from plimsoll.lab.amp._train import FP8, Setup, rounds_of, setup_for, to_task
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.amp import experiment
+from plimsoll.lab.experiments.amp.analysis import ends, fell_to, furthest, losses
+from plimsoll.lab.experiments.amp.claims import of_losses, of_memory, of_times
+from plimsoll.lab.experiments.amp.data import make_rows, make_scenes, make_spans
+from plimsoll.lab.experiments.amp.experiment import AMP, levels_of, measure_with
+from plimsoll.lab.experiments.amp.memory import Footprint, footprint
+from plimsoll.lab.experiments.amp.models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
+from plimsoll.lab.experiments.amp.networks import Network, feed_forward, published, spans, unet
+from plimsoll.lab.experiments.amp.timing import Timed, ratio, time_steps
+from plimsoll.lab.experiments.amp.training import FP8, Setup, rounds_of, setup_for, to_task
+from plimsoll.lab.statistics import Ratio
 from plimsoll.runs import Run
 
 SMALL_BERT = {
@@ -42,7 +42,7 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("_experiment", "_train"):
-            patch.setattr(f"plimsoll.lab.amp.{module}.trained_networks", lambda _: SMALL[:2])
+            patch.setattr(f"plimsoll.lab.experiments.amp.{module}.trained_networks", lambda _: SMALL[:2])
         patch.setattr(experiment, "LEVELS", ("fp32", "amp-fp16", FP8))
         return measure_with(bench(tmp_path_factory.mktemp("amp")), TINY, counted=SMALL, timed=SMALL, workers=1)
 
@@ -180,7 +180,7 @@ def test_timed_steps_leave_the_weights_and_are_of_one_loss(monkeypatch: pytest.M
     torch.manual_seed(0)
     before = [p.clone() for p in FeedForward((8, 4)).parameters()]
     ticks = iter(range(100))
-    monkeypatch.setattr("plimsoll.lab.amp._time.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("plimsoll.lab.experiments.amp.timing.time.perf_counter", lambda: float(next(ticks)))
     found = time_steps(network, ("fp32", "amp-fp16"), rounds=2, seed=0, device="cpu", progress=Silent())
     assert all(p.equal(q) and p.dtype is q.dtype for p, q in zip(before, made[0].parameters(), strict=True))
     assert found["fp32"].seconds == found["amp-fp16"].seconds == [1.0, 1.0]  # the round that warms up is left out

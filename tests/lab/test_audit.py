@@ -10,13 +10,13 @@ import torch
 from plimsoll import unit
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import EXPERIMENTS, Bench, Measured
-from plimsoll.lab._characters import SYMBOLS
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.audit._cost import _Arithmetic, added_share, operations
-from plimsoll.lab.audit._experiment import FIGURE, Setup, measure_with, setup_for
-from plimsoll.lab.audit._judge import claims
-from plimsoll.lab.unit._model import Plain, Unit
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.audit.analysis import claims
+from plimsoll.lab.experiments.audit.cost import _Arithmetic, added_share, operations
+from plimsoll.lab.experiments.audit.experiment import FIGURE, Setup, measure_with, setup_for
+from plimsoll.lab.experiments.unit.model import Plain, Unit
+from plimsoll.lab.source_text import SYMBOLS
 
 SMALL = Setup(steps=24, width=64, layers=2, heads=2, length=32, pieces=8, every=6)
 COSTED = {"width": 64, "layers": 2, "heads": 2, "length": 16}

@@ -13,8 +13,9 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab.bert._data import (
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.bert.analysis import Score, behind, judged, nats_over, scored, scores
+from plimsoll.lab.experiments.bert.data import (
     LENGTH,
     LONGEST_ANSWER,
     PREDICTIONS,
@@ -25,11 +26,10 @@ from plimsoll.lab.bert._data import (
     source,
     source_of,
 )
-from plimsoll.lab.bert._experiment import claims, jobs_of
-from plimsoll.lab.bert._judge import Score, behind, judged, nats_over, scored, scores
-from plimsoll.lab.bert._score import best_spans, exact, f1
-from plimsoll.lab.bert._text import MASK, SPECIAL, corpus, vocabulary_of, words
-from plimsoll.lab.bert._train import (
+from plimsoll.lab.experiments.bert.experiment import claims, jobs_of
+from plimsoll.lab.experiments.bert.scores import best_spans, exact, f1
+from plimsoll.lab.experiments.bert.tokenizer import MASK, SPECIAL, corpus, vocabulary_of, words
+from plimsoll.lab.experiments.bert.training import (
     KINDS,
     PHASES,
     Job,
@@ -58,7 +58,7 @@ def few_questions() -> "object":
     """Those of the held-out text for both trainings: the whole text takes seconds to look through."""
     with pytest.MonkeyPatch.context() as patch:
         asked = questions(held_out=True)
-        patch.setattr("plimsoll.lab.bert._data.questions", lambda *, held_out: asked)
+        patch.setattr("plimsoll.lab.experiments.bert.data.questions", lambda *, held_out: asked)
         yield
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plimsoll.errors import PlimsollError
-from plimsoll.lab import _characters
-from plimsoll.lab._characters import (
+from plimsoll.lab import source_text
+from plimsoll.lab.source_text import (
     ALPHABET,
     HELD_OUT,
     OTHER,
@@ -59,7 +59,7 @@ def test_no_module_is_both_trained_on_and_held_out() -> None:
 
 def test_reading_imports_no_module_of_the_text() -> None:
     code = (
-        "import sys; from plimsoll.lab._characters import *; before = set(sys.modules); standard_library(); "
+        "import sys; from plimsoll.lab.source_text import *; before = set(sys.modules); standard_library(); "
         "print(sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -103,7 +103,7 @@ def test_what_is_held_out_is_spread_from_its_beginning_to_its_end(text: Text, pi
 
 
 def test_line_ends_of_other_systems_are_one_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_characters, "_source", lambda _: "a\r\nb\té")
+    monkeypatch.setattr(source_text, "_source", lambda _: "a\r\nb\té")
     standard_library.cache_clear()
     try:
         assert spelled(standard_library().held_out) == "\n".join(["a\nb\ufffd\ufffd"] * len(HELD_OUT))

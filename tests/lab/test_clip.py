@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._workers import one_thread
-from plimsoll.lab.clip import _kinds as kinds
-from plimsoll.lab.clip._data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
-from plimsoll.lab.clip._demo import claims, measure_with
-from plimsoll.lab.clip._judge import judged
-from plimsoll.lab.clip._kinds import DEMO_KINDS, FP16
-from plimsoll.lab.clip._model import EPSILON, Clip, contrastive_loss
-from plimsoll.lab.clip._train import Setup, setup_for
-from plimsoll.lab.clip._workers import train_all
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.clip import variants
+from plimsoll.lab.experiments.clip.analysis import judged
+from plimsoll.lab.experiments.clip.data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
+from plimsoll.lab.experiments.clip.demo import claims, measure_with
+from plimsoll.lab.experiments.clip.model import EPSILON, Clip, contrastive_loss
+from plimsoll.lab.experiments.clip.tasks import train_all
+from plimsoll.lab.experiments.clip.training import Setup, setup_for
+from plimsoll.lab.experiments.clip.variants import DEMO_KINDS, FP16
+from plimsoll.lab.running.workers import one_thread
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
 
@@ -197,7 +197,7 @@ def test_another_scaler_in_the_stock_scalers_place_breaks_its_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     recovers: Callable[..., Any] = lambda _, on: DynamicScaler(on, regrowth_interval=2)  # noqa: E731
-    monkeypatch.setitem(kinds.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
+    monkeypatch.setitem(variants.ALL_KINDS, "fp16", dataclasses.replace(FP16, scaler=recovers))  # type: ignore[arg-type]
     place = bench(tmp_path / "runs")
     train_all([FP16], SMALL, place, workers=1)
     fp16 = judged(FP16, SMALL, Run(place.runs / "fp16")).numbers

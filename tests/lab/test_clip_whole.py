@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from plimsoll.lab import Bench, Claim, Training
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab.clip import _experiment as whole
-from plimsoll.lab.clip._claims import claims
-from plimsoll.lab.clip._experiment import CLIP, measure_with
-from plimsoll.lab.clip._kinds import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
-from plimsoll.lab.clip._said import said
-from plimsoll.lab.clip._train import Setup, setup_for
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.clip import experiment
+from plimsoll.lab.experiments.clip.claims import claims
+from plimsoll.lab.experiments.clip.conclusions import said
+from plimsoll.lab.experiments.clip.experiment import CLIP, measure_with
+from plimsoll.lab.experiments.clip.training import Setup, setup_for
+from plimsoll.lab.experiments.clip.variants import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
 from plimsoll.runs import Run
 
 TINY = Setup(
@@ -69,9 +69,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
         runs=tmp_path_factory.mktemp("clip"), seed=0, device="cpu", steps=None, full=False, progress=Silent()
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "ALL_KINDS", {name: ALL_KINDS[name] for name in TRAINED})
-        patch.setattr(whole, "claims", lambda setup, numbers: claims(setup, SOUND | numbers))
-        patch.setattr(whole, "said", lambda numbers: said(SOUND | numbers))
+        patch.setattr(experiment, "ALL_KINDS", {name: ALL_KINDS[name] for name in TRAINED})
+        patch.setattr(experiment, "claims", lambda setup, numbers: claims(setup, SOUND | numbers))
+        patch.setattr(experiment, "said", lambda numbers: said(SOUND | numbers))
         measured = measure_with(place, TINY, workers=1)
     assert len(measured.claims) == len(by_id(SOUND)) and len(measured.said) == 4
     return {training.name: training for training in measured.trainings}

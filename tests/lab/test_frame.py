@@ -22,7 +22,7 @@ from plimsoll.lab import (
     perform,
     perform_all,
 )
-from plimsoll.lab._folder import MARK, clear
+from plimsoll.lab.results_folder import MARK, clear
 
 
 def tiny(bench: Bench) -> Measured:

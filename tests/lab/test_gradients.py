@@ -12,13 +12,9 @@ import torch
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab._workers import one_thread
-from plimsoll.lab.detector import _train as trains
-from plimsoll.lab.detector._judge import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
-from plimsoll.lab.detector._train import Job, Kind, Setup, rate_at, sized
-from plimsoll.lab.gradients._experiment import (
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.gradients.experiment import (
     FIGURE,
     GRADIENTS,
     KINDS,
@@ -28,7 +24,11 @@ from plimsoll.lab.gradients._experiment import (
     setup_for,
     small_updates,
 )
-from plimsoll.lab.gradients._histogram import below, between, histogram, scale_for, shares
+from plimsoll.lab.experiments.gradients.histogram import below, between, histogram, scale_for, shares
+from plimsoll.lab.models.detector import training as trains
+from plimsoll.lab.models.detector.analysis import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
+from plimsoll.lab.models.detector.training import Job, Kind, Setup, rate_at, sized
+from plimsoll.lab.running.workers import one_thread
 from plimsoll.runs import Run
 from plimsoll.spectrum import measure
 

@@ -11,12 +11,8 @@ import pytest
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._workers import one_thread
-from plimsoll.lab.detector import _train as trains
-from plimsoll.lab.detector._judge import lost
-from plimsoll.lab.detector._train import Job, train
-from plimsoll.lab.layerwise._experiment import (
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.layerwise.experiment import (
     KINDS,
     LAYERWISE,
     STATIC,
@@ -26,7 +22,11 @@ from plimsoll.lab.layerwise._experiment import (
     said,
     setup_for,
 )
-from plimsoll.lab.layerwise._spans import Spans, spans_of
+from plimsoll.lab.experiments.layerwise.gradient_spans import Spans, spans_of
+from plimsoll.lab.models.detector import training as trains
+from plimsoll.lab.models.detector.analysis import lost
+from plimsoll.lab.models.detector.training import Job, train
+from plimsoll.lab.running.workers import one_thread
 from plimsoll.runs import Run
 
 TINY = replace(setup_for(None, full=False), steps=6, warmup=1, batch=1, width=4, seeds=1, every=3, held_out=2)

@@ -9,14 +9,23 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.clip._data import SHAPES, VOCABULARY, make_batch
-from plimsoll.lab.levels._experiment import LEVELS, astray, claims, measure_with
-from plimsoll.lab.levels._judge import accuracies, behind
-from plimsoll.lab.levels._model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
-from plimsoll.lab.levels._operations import operations_at
-from plimsoll.lab.levels._train import CHANGED, KINDS, OF_LEVELS, SCALES, Setup, setup_for, to_task, trained
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.clip.data import SHAPES, VOCABULARY, make_batch
+from plimsoll.lab.experiments.levels.analysis import accuracies, behind
+from plimsoll.lab.experiments.levels.experiment import LEVELS, astray, claims, measure_with
+from plimsoll.lab.experiments.levels.model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
+from plimsoll.lab.experiments.levels.operations import operations_at
+from plimsoll.lab.experiments.levels.training import (
+    CHANGED,
+    KINDS,
+    OF_LEVELS,
+    SCALES,
+    Setup,
+    setup_for,
+    to_task,
+    trained,
+)
 from plimsoll.precision import Policy
 from plimsoll.runs import Run
 

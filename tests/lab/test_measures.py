@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import plimsoll as pl
-from plimsoll.lab._measures import columns, largest, median, ratio
-from plimsoll.lab.unit._drift import headroom
+from plimsoll.lab.experiments.unit.drift import headroom
+from plimsoll.lab.statistics import columns, largest, median, ratio
 from plimsoll.runs import RunWriter, Scalars
 
 ONES = np.ones(3)

@@ -27,7 +27,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 
 def test_a_worker_loads_no_experiment() -> None:
-    script = "import sys, plimsoll.lab._workers; print('plimsoll.lab._registry' in sys.modules)"
+    script = "import sys, plimsoll.lab.running.workers; print('plimsoll.lab.registry' in sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     )

@@ -12,12 +12,20 @@ import torch
 from plimsoll import emulate, prepare
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import Bench, Measured
-from plimsoll.lab._characters import make_batch, standard_library
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.techniques._experiment import TECHNIQUES, beside, claims, measure_with
-from plimsoll.lab.techniques._sums import _operands, error_of_sums
-from plimsoll.lab.techniques._train import KINDS, Language, Setup, forget_masters, loss_of, setup_for, task_of
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.techniques.experiment import TECHNIQUES, beside, claims, measure_with
+from plimsoll.lab.experiments.techniques.sum_errors import _operands, error_of_sums
+from plimsoll.lab.experiments.techniques.training import (
+    KINDS,
+    Language,
+    Setup,
+    forget_masters,
+    loss_of,
+    setup_for,
+    task_of,
+)
+from plimsoll.lab.source_text import make_batch, standard_library
 from plimsoll.runs import Run
 
 SMALL = Setup(steps=24, pieces=4, length=4, accumulate=2**17, width=16, every=4, held_out=8)

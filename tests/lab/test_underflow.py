@@ -13,14 +13,14 @@ from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.clip._data import make_batch
-from plimsoll.lab.detector._model import detection_loss
-from plimsoll.lab.underflow import _train as trains
-from plimsoll.lab.underflow._experiment import UNDERFLOW, claims, jobs_of, measure_with
-from plimsoll.lab.underflow._judge import Rate, came_true, early_verdict, rate
-from plimsoll.lab.underflow._train import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.clip.data import make_batch
+from plimsoll.lab.experiments.underflow import training as trains
+from plimsoll.lab.experiments.underflow.analysis import Rate, came_true, early_verdict, rate
+from plimsoll.lab.experiments.underflow.experiment import UNDERFLOW, claims, jobs_of, measure_with
+from plimsoll.lab.experiments.underflow.training import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
+from plimsoll.lab.models.detector.model import detection_loss
 from plimsoll.runs import Batch, Run, RunWriter
 
 SMALL = Setup(

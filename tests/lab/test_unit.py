@@ -10,15 +10,15 @@ import torch
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab._characters import SYMBOLS, make_batch, standard_library
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab._measures import Ratio, ratio
-from plimsoll.lab._outcomes import rows_of
-from plimsoll.lab.unit._experiment import UNIT, claims, jobs_of, measure_with
-from plimsoll.lab.unit._judge import Scores, scores
-from plimsoll.lab.unit._model import Plain, Unit
-from plimsoll.lab.unit._train import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
-from plimsoll.lab.unit._workers import from_task, to_task, train_all
+from plimsoll.lab.evidence.outcomes import rows_of
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.unit.analysis import Scores, scores
+from plimsoll.lab.experiments.unit.experiment import UNIT, claims, jobs_of, measure_with
+from plimsoll.lab.experiments.unit.model import Plain, Unit
+from plimsoll.lab.experiments.unit.tasks import from_task, to_task, train_all
+from plimsoll.lab.experiments.unit.training import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
+from plimsoll.lab.source_text import SYMBOLS, make_batch, standard_library
+from plimsoll.lab.statistics import Ratio, ratio
 from plimsoll.runs import Run
 
 SMALL = Setup(

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from plimsoll.cli import app
 from plimsoll.errors import ArgumentError
 from plimsoll.lab import EXPERIMENTS, Bench
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab.unit_factors._cases import Case, cases
-from plimsoll.lab.unit_factors._experiment import Row, claims, measured_rows
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.unit_factors.cases import Case, cases
+from plimsoll.lab.experiments.unit_factors.experiment import Row, claims, measured_rows
 
 RUNS = 32
 

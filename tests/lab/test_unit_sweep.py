@@ -12,12 +12,12 @@ import torch
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.lab import Bench, Claim, Measured, perform
-from plimsoll.lab._characters import SYMBOLS, make_batch, standard_library
-from plimsoll.lab._experiment import Silent
-from plimsoll.lab.unit_sweep import _experiment as sweep
-from plimsoll.lab.unit_sweep._claims import claims
-from plimsoll.lab.unit_sweep._figure import figure, table
-from plimsoll.lab.unit_sweep._grid import (
+from plimsoll.lab.experiment import Silent
+from plimsoll.lab.experiments.unit_sweep import experiment
+from plimsoll.lab.experiments.unit_sweep.analysis import Scores, chance, mean, share
+from plimsoll.lab.experiments.unit_sweep.claims import claims
+from plimsoll.lab.experiments.unit_sweep.figure import figure, table
+from plimsoll.lab.experiments.unit_sweep.grid import (
     FP16,
     FP32,
     STATIC,
@@ -33,10 +33,18 @@ from plimsoll.lab.unit_sweep._grid import (
     reference,
     whole_grid,
 )
-from plimsoll.lab.unit_sweep._judge import Scores, chance, mean, share
-from plimsoll.lab.unit_sweep._model import PLAIN, UNIT, Characters
-from plimsoll.lab.unit_sweep._sgd import forward_factors, gradients, groups
-from plimsoll.lab.unit_sweep._train import Setup, make_optimizer, rate_of, setup_for, to_task, train, trained
+from plimsoll.lab.experiments.unit_sweep.model import PLAIN, UNIT, Characters
+from plimsoll.lab.experiments.unit_sweep.sgd import forward_factors, gradients, groups
+from plimsoll.lab.experiments.unit_sweep.training import (
+    Setup,
+    make_optimizer,
+    rate_of,
+    setup_for,
+    to_task,
+    train,
+    trained,
+)
+from plimsoll.lab.source_text import SYMBOLS, make_batch, standard_library
 
 # Half a million characters a step take FP16's gradients in a hundred steps; so many more of them do it in twenty-four.
 SMALL = Setup(steps=24, warmup=2, pieces=8, length=8, accumulate=2**17, width=16, held_out=16, every=4)
@@ -105,7 +113,7 @@ def test_a_default_run_has_each_value_of_each_axis_and_every_pair_it_compares() 
         assert {getattr(each, axis) for each in chosen} == {getattr(each, axis) for each in designs()}
     there = {(each.design, each.way) for each in grid}
     assert all((reference(design), FP32) in there for design, way in there if way.scaling == "unit")
-    assert sweep.watched_design(grid) == DESIGN
+    assert experiment.watched_design(grid) == DESIGN
 
 
 # -- the models --------------------------------------------------------------------------------------------------------
@@ -219,8 +227,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plimsoll.lab._engines.workers_for", lambda _: 1)
-        return sweep.measure_with(bench(folder), SMALL, in_all_ways(DESIGN))
+        patch.setattr("plimsoll.lab.running.engines.workers_for", lambda _: 1)
+        return experiment.measure_with(bench(folder), SMALL, in_all_ways(DESIGN))
 
 
 def test_fp16_loses_its_gradients_and_each_remedy_keeps_them(measured: Measured) -> None:
@@ -248,18 +256,18 @@ def test_it_goes_on_where_it_was_ended(measured: Measured, folder: Path, monkeyp
     assert len(lines) == 1 + len(grid)
     ledger.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])  # killed while it wrote the last line but one
     asked: list[str] = []
-    monkeypatch.setattr("plimsoll.lab._engines.workers_for", lambda _: 1)
-    tell = sweep.to_task
-    monkeypatch.setattr(sweep, "to_task", lambda each, *a, **k: (asked.append(each.name), tell(each, *a, **k))[1])
-    again = sweep.swept(bench(folder), SMALL, grid)
+    monkeypatch.setattr("plimsoll.lab.running.engines.workers_for", lambda _: 1)
+    tell = experiment.to_task
+    monkeypatch.setattr(experiment, "to_task", lambda each, *a, **k: (asked.append(each.name), tell(each, *a, **k))[1])
+    again = experiment.swept(bench(folder), SMALL, grid)
     assert asked == [each.name for each in grid[-2:]]
     assert ledger.read_bytes() == whole and set(again) == {each.name for each in grid}
-    assert sweep.swept(bench(folder), SMALL, grid) == again and len(asked) == 2
+    assert experiment.swept(bench(folder), SMALL, grid) == again and len(asked) == 2
 
 
 def test_figure_and_table_lie_beside_the_report(measured: Measured, folder: Path) -> None:
-    assert "plotly" in (folder / sweep.FIGURE).read_text("utf-8")
-    text = " ".join((folder / sweep.TABLE).read_text("utf-8").split())
+    assert "plotly" in (folder / experiment.FIGURE).read_text("utf-8")
+    text = " ".join((folder / experiment.TABLE).read_text("utf-8").split())
     assert f"attention pre running-mean adamw 2 {measured.trainings[3].numbers['loss_end']:.3f}" in text
     assert measured.said[0].startswith("5 configurations of 1 designs.")
 
@@ -270,17 +278,17 @@ def test_a_folder_of_another_setup_is_refused_before_anything_is_changed(measure
     with pytest.raises(
         ArgumentError, match=r"expected the setup that .*sweep.jsonl was begun with; got .*steps 24 there"
     ):
-        perform(sweep.UNIT_SWEEP, folder, steps=30)
+        perform(experiment.UNIT_SWEEP, folder, steps=30)
     assert sorted(folder.rglob("*")) == before
 
 
 def test_too_few_steps_and_engines_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="lab unit-sweep: expected 20 steps or more, .*got 5. Use 100."):
-        perform(sweep.UNIT_SWEEP, tmp_path / "a", steps=5)
+        perform(experiment.UNIT_SWEEP, tmp_path / "a", steps=5)
     with pytest.raises(
         ArgumentError, match="lab unit-sweep: expected engine to be local or ray.*got 'dask'. Use local"
     ):
-        perform(sweep.UNIT_SWEEP, tmp_path / "b", engine="dask")  # type: ignore[arg-type]
+        perform(experiment.UNIT_SWEEP, tmp_path / "b", engine="dask")  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 
@@ -289,7 +297,7 @@ def test_full_and_steps_say_what_is_trained() -> None:
     assert full.pieces * full.length * full.accumulate == default.pieces * default.length * default.accumulate == 2**19
     assert full.width > default.width and full.steps > default.steps
     assert setup_for(40, full=False) == dataclasses.replace(default, steps=40, warmup=4)
-    assert sweep.grid_for(True) == whole_grid() and sweep.grid_for(False) == default_grid()
+    assert experiment.grid_for(True) == whole_grid() and experiment.grid_for(False) == default_grid()
 
 
 # -- the judgement -----------------------------------------------------------------------------------------------------

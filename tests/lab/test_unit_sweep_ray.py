@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from plimsoll.errors import BackendError, MissingExtraError, PlimsollError
-from plimsoll.lab._engine_ray import carry_out_on_ray, does
-from plimsoll.lab._engines import carry_out_on
-from plimsoll.lab._workers import carry_out
-from plimsoll.lab.unit_sweep._grid import FP16, UNIT_FP16, Configuration, Design
-from plimsoll.lab.unit_sweep._train import TRAINED, Setup, to_task
+from plimsoll.lab.experiments.unit_sweep.grid import FP16, UNIT_FP16, Configuration, Design
+from plimsoll.lab.experiments.unit_sweep.training import TRAINED, Setup, to_task
+from plimsoll.lab.running.engines import carry_out_on
+from plimsoll.lab.running.ray_engine import carry_out_on_ray, does
+from plimsoll.lab.running.workers import carry_out
 
 SMALL = Setup(steps=4, warmup=1, pieces=2, length=8, width=8, held_out=2)
 
@@ -48,7 +48,7 @@ def test_a_cluster_gives_what_local_processes_give(ray: Any) -> None:
 
 
 def test_no_tasks_need_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.lab._engine_ray._cluster", pytest.fail)
+    monkeypatch.setattr("plimsoll.lab.running.ray_engine._cluster", pytest.fail)
     assert carry_out_on_ray("json:dumps", []) == []
 
 

@@ -5,7 +5,7 @@ import signal
 
 import torch
 
-from plimsoll.lab._workers import Task
+from plimsoll.lab.running.workers import Task
 
 
 def divided(task: Task) -> float:

@@ -19,7 +19,7 @@ from plimsoll.diagnosis.remedies import is_of_scale, scale_remedy
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import collection_words, layer_name
-from plimsoll.lab._result import Training
+from plimsoll.lab.result import Training
 from plimsoll.report import html, markdown, summary
 from plimsoll.report.live.server.answers import Answers
 from plimsoll.report.verdicts import summary_text

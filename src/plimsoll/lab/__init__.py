@@ -11,36 +11,36 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plimsoll.lab._all import perform_all as perform_all
-    from plimsoll.lab._claim import Claim as Claim
-    from plimsoll.lab._experiment import Bench as Bench, Experiment as Experiment, Progress as Progress
-    from plimsoll.lab._outcomes import Outcome as Outcome, found_in as found_in, recorded as recorded
-    from plimsoll.lab._perform import perform as perform
-    from plimsoll.lab._registry import EXPERIMENTS as EXPERIMENTS, experiment_named as experiment_named
-    from plimsoll.lab._result import Measured as Measured, Result as Result, Training as Training
-    from plimsoll.lab._rows import ROWS as ROWS, Row as Row
-    from plimsoll.lab._standing import Standing as Standing, standings as standings
+    from plimsoll.lab.claim import Claim as Claim
+    from plimsoll.lab.evidence.outcomes import Outcome as Outcome, found_in as found_in, recorded as recorded
+    from plimsoll.lab.evidence.rows import ROWS as ROWS, Row as Row
+    from plimsoll.lab.evidence.status import Standing as Standing, standings as standings
+    from plimsoll.lab.experiment import Bench as Bench, Experiment as Experiment, Progress as Progress
+    from plimsoll.lab.registry import EXPERIMENTS as EXPERIMENTS, experiment_named as experiment_named
+    from plimsoll.lab.result import Measured as Measured, Result as Result, Training as Training
+    from plimsoll.lab.running.run_all import perform_all as perform_all
+    from plimsoll.lab.running.run_experiment import perform as perform
 
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
-    "perform_all": "_all",
-    "Claim": "_claim",
-    "Bench": "_experiment",
-    "Experiment": "_experiment",
-    "Progress": "_experiment",
-    "Outcome": "_outcomes",
-    "found_in": "_outcomes",
-    "recorded": "_outcomes",
-    "perform": "_perform",
-    "EXPERIMENTS": "_registry",
-    "experiment_named": "_registry",
-    "Measured": "_result",
-    "Result": "_result",
-    "Training": "_result",
-    "ROWS": "_rows",
-    "Row": "_rows",
-    "Standing": "_standing",
-    "standings": "_standing",
+    "perform_all": "running.run_all",
+    "Claim": "claim",
+    "Bench": "experiment",
+    "Experiment": "experiment",
+    "Progress": "experiment",
+    "Outcome": "evidence.outcomes",
+    "found_in": "evidence.outcomes",
+    "recorded": "evidence.outcomes",
+    "perform": "running.run_experiment",
+    "EXPERIMENTS": "registry",
+    "experiment_named": "registry",
+    "Measured": "result",
+    "Result": "result",
+    "Training": "result",
+    "ROWS": "evidence.rows",
+    "Row": "evidence.rows",
+    "Standing": "evidence.status",
+    "standings": "evidence.status",
 }
 
 

@@ -1,3 +1,0 @@
-"""Experiment `bert`: masked tokens, then answers, in seven precisions."""
-
-from plimsoll.lab.bert._experiment import BERT as BERT

@@ -1,3 +1,0 @@
-"""Experiment `formats`: what formats hold."""
-
-from plimsoll.lab.formats._experiment import FORMATS as FORMATS
