@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from plimsoll import kernels
 from plimsoll.cli import app
-from plimsoll.cli._doctor import _print
-from plimsoll.cli._machine import Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
+from plimsoll.cli.commands.doctor import _print
+from plimsoll.cli.machine import Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
 from plimsoll.extras import EXTRAS, install_line
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.cli._drawing import Axis, Reach
-from plimsoll.cli._terminal import ASCII
+from plimsoll.cli.screens.format_drawing import Axis, Reach
+from plimsoll.cli.terminal import ASCII
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, Format, get
 from plimsoll.text import number
 

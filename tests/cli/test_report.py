@@ -79,7 +79,7 @@ def test_what_cannot_be_written_exits_with_2(path: Path, tmp_path: Path, argumen
 def test_an_ending_that_no_form_has_is_refused_before_the_work(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("plimsoll.cli._report.opened", lambda place: pytest.fail(f"{place} is read"))
+    monkeypatch.setattr("plimsoll.cli.commands.report.opened", lambda place: pytest.fail(f"{place} is read"))
     result = run(path, "-o", tmp_path / name)
     assert result.exit_code == 2 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert "expected a file that ends in .html, .htm, .md, .markdown, .json; got" in result.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import plimsoll
-from plimsoll.cli import _run
+from plimsoll.cli.commands import run as _run
 from plimsoll.runs import Run
 from plimsoll.watch import settings
 from tests import processes

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
-from plimsoll.cli import _run
+from plimsoll.cli.commands import run as _run
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS
 from plimsoll.precision.scripts.script_precision import UNCHANGED, Unmodified, level_for_scripts

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.cli._place import said
+from plimsoll.cli.paths import said
 from plimsoll.runs.storage.uri import without_secrets
 from tests.diagnosis.faults import falling
 from tests.diagnosis.stories import constant, told

@@ -108,7 +108,7 @@ def test_a_defect_keeps_its_traceback_and_obeys_nothing(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError(BAD.partition("\n")[0])
 
-    monkeypatch.setattr("plimsoll.cli._formats._print_tables", fails)
+    monkeypatch.setattr("plimsoll.cli.commands.formats._print_tables", fails)
     monkeypatch.setattr(sys, "argv", ["plimsoll", "formats"])
     with pytest.raises(SystemExit) as ended:
         main()

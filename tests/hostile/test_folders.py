@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from plimsoll.cli._app import app
+from plimsoll.cli.entry_point import app
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.report.live.run_index.run_list import RunsList
 from plimsoll.runs import Run, RunWriter, Scalars

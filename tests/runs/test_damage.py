@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from plimsoll.cli._app import app
+from plimsoll.cli.entry_point import app
 from plimsoll.errors import RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.reading import contents

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from plimsoll.cli._place import RunPlace, file_here, of_model, opened, view_at
-from plimsoll.cli._terminal import as_json, say, say_line
+from plimsoll.cli.paths import RunPlace, file_here, of_model, opened, view_at
+from plimsoll.cli.terminal import as_json, say, say_line
 from plimsoll.errors import ArgumentError, RunError
 
 _BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from plimsoll.cli._place import Opened, opened, view_at
-from plimsoll.cli._terminal import console, say_json
+from plimsoll.cli.paths import Opened, opened, view_at
+from plimsoll.cli.terminal import console, say_json
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:

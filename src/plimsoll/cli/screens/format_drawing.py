@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from plimsoll.cli._terminal import EXPONENT, MANTISSA, SIGN, Glyphs
+from plimsoll.cli.terminal import EXPONENT, MANTISSA, SIGN, Glyphs
 from plimsoll.formats import BlockFormat, Format
 
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # binades between two ticks of an axis

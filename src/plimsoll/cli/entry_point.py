@@ -14,19 +14,19 @@ import typer
 from typer.core import TyperGroup
 
 from plimsoll._version import __version__
-from plimsoll.cli._check import check
-from plimsoll.cli._diff import diff
-from plimsoll.cli._doctor import doctor
-from plimsoll.cli._formats import formats
-from plimsoll.cli._lab import lab
-from plimsoll.cli._place import begin_reading, say_what_is_missing
-from plimsoll.cli._plan import plan
-from plimsoll.cli._report import report
-from plimsoll.cli._run import run
-from plimsoll.cli._script import Handover
-from plimsoll.cli._serve import serve
-from plimsoll.cli._terminal import complain
-from plimsoll.cli._whatif import whatif
+from plimsoll.cli.commands.check import check
+from plimsoll.cli.commands.diff import diff
+from plimsoll.cli.commands.doctor import doctor
+from plimsoll.cli.commands.formats import formats
+from plimsoll.cli.commands.lab import lab
+from plimsoll.cli.commands.plan import plan
+from plimsoll.cli.commands.report import report
+from plimsoll.cli.commands.run import run
+from plimsoll.cli.commands.serve import serve
+from plimsoll.cli.commands.whatif import whatif
+from plimsoll.cli.paths import begin_reading, say_what_is_missing
+from plimsoll.cli.script.runner import Handover
+from plimsoll.cli.terminal import complain
 from plimsoll.errors import PlimsollError
 from plimsoll.text import printable
 

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._place import Opened, opened, refuse_empty, said
-from plimsoll.cli._terminal import console, say_json
+from plimsoll.cli.paths import Opened, opened, refuse_empty, said
+from plimsoll.cli.terminal import console, say_json
 from plimsoll.errors import ArgumentError
 from plimsoll.text import counted, number, printable
 

@@ -7,8 +7,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._drawing import Reach, bit_cells, block_cells, ranges
-from plimsoll.cli._terminal import Glyphs, glyphs
+from plimsoll.cli.screens.format_drawing import Reach, bit_cells, block_cells, ranges
+from plimsoll.cli.terminal import Glyphs, glyphs
 from plimsoll.formats import BF16, FP16, FP32, BlockFormat, Format
 from plimsoll.text import number
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from plimsoll.cli._terminal import console
+from plimsoll.cli.terminal import console
 
 _WIDEST = 22  # cells of a part's title
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._drawing import Axis, Reach, fields
-from plimsoll.cli._format_page import print_page
-from plimsoll.cli._terminal import Glyphs, console, glyphs, say_json
+from plimsoll.cli.screens.format_drawing import Axis, Reach, fields
+from plimsoll.cli.screens.format_page import print_page
+from plimsoll.cli.terminal import Glyphs, console, glyphs, say_json
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
 from plimsoll.text import number
 

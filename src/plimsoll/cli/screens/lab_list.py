@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._terminal import console, say_json
+from plimsoll.cli.terminal import console, say_json
 
 if TYPE_CHECKING:
     from plimsoll.lab import Outcome, Standing

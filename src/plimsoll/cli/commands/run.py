@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plimsoll.cli import _folder, _optimizers, _place, _script
+from plimsoll.cli import paths
+from plimsoll.cli.script import optimizer_hook, run_folder, runner
 from plimsoll.errors import ArgumentError
 from plimsoll.text import printable
 
@@ -64,19 +65,19 @@ def run(
     if precision is not None and precision.lower() not in PRECISIONS:
         _refuse(precision)
     if not as_module:
-        _script.check(script)
-    start, folder = Path.cwd(), _place.folder_here("run", "--out", out, "runs/exp1")
+        runner.check(script)
+    start, folder = Path.cwd(), paths.folder_here("run", "--out", out, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
     session = _Session(
-        lambda: start / folder if folder else _folder.choose(stem, start),
+        lambda: start / folder if folder else run_folder.choose(stem, start),
         settings,
         precision,
         # Workers that a launcher starts again go on where they were.
         resume=resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
     atexit.register(session.end)
-    _optimizers.hear(session.note, session.note_backward)
-    raise _script.Handover(lambda: _script.execute(script, arguments or [], as_module=as_module))
+    optimizer_hook.hear(session.note, session.note_backward)
+    raise runner.Handover(lambda: runner.execute(script, arguments or [], as_module=as_module))
 
 
 class _Session:
@@ -150,7 +151,7 @@ class _Session:
 
     def _free(self, folder: Path, taken: bool) -> Path:
         """The folder to record into, which another training's run may hold."""
-        found = _folder.free(folder, taken)
+        found = run_folder.free(folder, taken)
         if found != folder:
             here, instead = _from_here(folder), _from_here(found)
             _say_once(
@@ -182,7 +183,7 @@ def _from_here(path: Path) -> Path:
 
 
 def _rank() -> int:
-    dist = _folder.process_group()
+    dist = run_folder.process_group()
     return int(os.environ.get("RANK", "0") if dist is None else dist.get_rank())
 
 

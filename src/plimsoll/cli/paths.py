@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plimsoll.cli._terminal import complain
+from plimsoll.cli.terminal import complain
 from plimsoll.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:

@@ -178,7 +178,7 @@ def _chosen(device: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the table of backends says the same
-            return _backend.choose(torch.empty(0, device=device)).__name__.rpartition("._")[2]
+            return _backend.choose(torch.empty(0, device=device)).__name__.rpartition(".")[2].removesuffix("_backend")
     except PlimsollError:
         return "none"
 

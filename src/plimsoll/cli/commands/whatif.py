@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from plimsoll.cli._place import RunPlace, opened, view_at
-from plimsoll.cli._terminal import console, say_json
+from plimsoll.cli.paths import RunPlace, opened, view_at
+from plimsoll.cli.terminal import console, say_json
 from plimsoll.text import printable
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._machine import Cache, Device, Extra, Machine, examine
-from plimsoll.cli._terminal import Glyphs, console, glyphs, say_json
+from plimsoll.cli.machine import Cache, Device, Extra, Machine, examine
+from plimsoll.cli.terminal import Glyphs, console, glyphs, say_json
 
 
 def doctor(

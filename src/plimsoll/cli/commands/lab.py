@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from plimsoll.cli._lab_list import list_experiments, list_rows
-from plimsoll.cli._lab_progress import told
-from plimsoll.cli._lab_show import show
-from plimsoll.cli._place import folder_here
-from plimsoll.cli._terminal import console, say, say_json, say_line
+from plimsoll.cli.paths import folder_here
+from plimsoll.cli.screens.lab_list import list_experiments, list_rows
+from plimsoll.cli.screens.lab_progress import told
+from plimsoll.cli.screens.lab_result import show
+from plimsoll.cli.terminal import console, say, say_json, say_line
 from plimsoll.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli._place import RunPlace, file_here, of_model, only, opened, said, view_at
-from plimsoll.cli._terminal import console, say, say_json, say_line
+from plimsoll.cli.paths import RunPlace, file_here, of_model, only, opened, said, view_at
+from plimsoll.cli.terminal import console, say, say_json, say_line
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
 from plimsoll.text import percent, printable
