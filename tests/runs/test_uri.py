@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.integrations._session import Session
+from plimsoll.integrations.session import Session
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.runs.storage import uri as _uri
 from plimsoll.runs.storage.location import Folder, Stored, place_of

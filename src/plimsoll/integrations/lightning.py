@@ -13,7 +13,7 @@ from plimsoll.diagnosis import Finding
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.formats import ModulePlan
-from plimsoll.integrations._session import Session
+from plimsoll.integrations.session import Session
 from plimsoll.precision.levels.arithmetic import Computing, device_of
 from plimsoll.precision.levels.catalogue import level_named
 from plimsoll.precision.levels.policy import Policy

@@ -10,7 +10,7 @@ from torch import nn
 from plimsoll.diagnosis import Finding
 from plimsoll.errors import MissingExtraError
 from plimsoll.extras import install_line
-from plimsoll.integrations._session import Session
+from plimsoll.integrations.session import Session
 from plimsoll.watch import Watch
 
 try:
