@@ -51,5 +51,5 @@ def test_names_of_live_training_come_when_asked_for() -> None:
 
     assert {"Guard", "locate", "Limits", "locate_on_trigger"} <= set(dir(diagnosis))
     assert diagnosis.Guard.__name__ == "Guard" and callable(diagnosis.locate)
-    with pytest.raises(AttributeError, match="module 'plimsoll.diagnosis' has no attribute 'guard'"):
-        getattr(diagnosis, "guard")  # noqa: B009  (a name that type checkers know is not there)
+    with pytest.raises(AttributeError, match="module 'plimsoll.diagnosis' has no attribute 'guards'"):
+        getattr(diagnosis, "guards")  # noqa: B009  (a name that type checkers know is not there)

@@ -9,9 +9,11 @@ neither torch nor a kernel backend.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
-from plimsoll._version import __version__
+from plimsoll.moved import Finder
+from plimsoll.version import __version__
 
 if TYPE_CHECKING:
     from plimsoll import (
@@ -127,6 +129,9 @@ _HOMES = {
     "watch": ("Watch",),
 }  # fmt: skip
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+
+
+sys.meta_path.append(Finder())  # last: only what no other finds is looked up in it
 
 
 def __getattr__(name: str) -> object:

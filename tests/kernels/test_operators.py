@@ -190,15 +190,15 @@ def test_a_compiled_training_step_counts_both_directions():
 
 def test_backend_is_automatic_forced_and_refused(monkeypatch):
     x = torch.randn(3)
-    assert _backend.choose(x).__name__.endswith("_numba")
-    assert _backend.choose(torch.empty(3, device="meta")).__name__.endswith("_torch")
+    assert _backend.choose(x).__name__.endswith(".numba_backend")
+    assert _backend.choose(torch.empty(3, device="meta")).__name__.endswith(".torch_backend")
     with kernels.use("torch"):
-        assert _backend.choose(x).__name__.endswith("_torch")
+        assert _backend.choose(x).__name__.endswith(".torch_backend")
         assert kernels.forced() == "torch"
     with kernels.use("numba"), pytest.raises(BackendError, match="for the forced backend 'numba'; got one on meta"):
         _backend.choose(torch.empty(3, device="meta"))
     monkeypatch.setenv("PLIMSOLL_BACKEND", "torch")
-    assert _backend.choose(x).__name__.endswith("_torch")
+    assert _backend.choose(x).__name__.endswith(".torch_backend")
     monkeypatch.setenv("PLIMSOLL_BACKEND", "cuda")
     with pytest.raises(ArgumentError, match="PLIMSOLL_BACKEND: expected one of torch, numba, triton; got 'cuda'"):
         _backend.choose(x)
@@ -234,11 +234,11 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import plimsoll
     assert plimsoll.measure(torch.ones(4)).count == 4
-    from plimsoll.kernels import _numba
+    from plimsoll.kernels import numba_backend
 messages = [str(w.message) for w in said if "writable cache folder" in str(w.message)]
 assert len(messages) == 1, messages
-assert _numba.cache_folder() is None
-print(_numba.describe())
+assert numba_backend.cache_folder() is None
+print(numba_backend.describe())
 """
 
 READ_ONLY = """
@@ -247,9 +247,9 @@ def refuse(self):
     raise OSError("read-only file system")
 caching.InTreeCacheLocator.ensure_cache_path = refuse
 import torch, plimsoll
-from plimsoll.kernels import _numba
+from plimsoll.kernels import numba_backend
 assert plimsoll.measure(torch.ones(4)).count == 4
-print(_numba.cache_folder())
+print(numba_backend.cache_folder())
 """
 
 

@@ -41,7 +41,7 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_experiment", "_train"):
+        for module in ("experiment", "training"):
             patch.setattr(f"plimsoll.lab.experiments.amp.{module}.trained_networks", lambda _: SMALL[:2])
         patch.setattr(experiment, "LEVELS", ("fp32", "amp-fp16", FP8))
         return measure_with(bench(tmp_path_factory.mktemp("amp")), TINY, counted=SMALL, timed=SMALL, workers=1)

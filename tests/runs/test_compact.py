@@ -94,7 +94,7 @@ def test_background_compaction_keeps_the_number_of_parts_down(tmp_path: Path) ->
 
 
 def crashing(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> Callable[[], int]:
-    """Makes the at-th call of a function of `_files` the last thing that happens; says how many there were."""
+    """Makes the at-th call of a function of `storage.atomic_files` the last thing that happens; says how many."""
     calls = 0
     real = getattr(atomic_files, name)
 
@@ -223,8 +223,8 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
     many_parts(tmp_path, range(8))
     opened = log(tmp_path, above=NEVER, thin=((10, 2), (20, 4)))
     merges: list[str] = []
-    real = rank_folder._compact.merge
-    monkeypatch.setattr(rank_folder._compact, "merge", lambda *a: (merges.append(a[2].name), real(*a))[1])
+    real = rank_folder.compaction.merge
+    monkeypatch.setattr(rank_folder.compaction, "merge", lambda *a: (merges.append(a[2].name), real(*a))[1])
     opened.compact()
     assert not merges
     for step, rewritten, steps in ((18, 8, [0, 2, 4, 6]), (40, 8, [0, 4])):

@@ -369,7 +369,8 @@ def test_a_disk_that_hangs_holds_a_signal_up_for_a_bounded_time(
 SCRIPT = """
     import os, signal, sys, threading, torch, plimsoll as pl
     from pathlib import Path
-    from plimsoll.runs import _files, deferral
+    from plimsoll.runs.storage import atomic_files
+    from plimsoll.runs.writing import signal_deferral as deferral
     deferral.SECONDS = 300.0  # it is not time that is tried here
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -378,7 +379,7 @@ SCRIPT = """
         optimizer.zero_grad()
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
-    written, into = threading.Event(), _files.open_for_writing
+    written, into = threading.Event(), atomic_files.open_for_writing
     def slow(path):
         active = deferral._state.active  # on a slow machine the run may be written before it is closed, too
         if active is not None and signal.getsignal(signal.SIGINT) == active.handle and not written.is_set():
@@ -387,7 +388,7 @@ SCRIPT = """
             while not deferral.is_hurried():
                 threading.Event().wait(0.005)
         return into(path)
-    _files.open_for_writing = slow
+    atomic_files.open_for_writing = slow
     {end}
 """
 

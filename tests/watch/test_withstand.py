@@ -191,7 +191,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import plimsoll as pl
-from plimsoll.watch import _seams
+from plimsoll.watch.hooks import torch_hooks
 
 torch.set_num_threads(2)
 torch.ones(1 << 20).mul_(2)  # torch's threads run, and no child has them
@@ -216,7 +216,7 @@ if child == 0:
     train()
     w.log(extra=1.0)
     w.request()
-    print(w.flush(), w.closed, _seams.listeners(), backward.__module__, [t.name for t in threading.enumerate()])
+    print(w.flush(), w.closed, torch_hooks.listeners(), backward.__module__, [t.name for t in threading.enumerate()])
     sys.exit(0)  # through all exit handlers
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), w.closed)
 assert before == {path: path.read_bytes() for path in folder.rglob("*.parquet")}

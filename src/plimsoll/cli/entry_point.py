@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from plimsoll._version import __version__
 from plimsoll.cli.commands.check import check
 from plimsoll.cli.commands.diff import diff
 from plimsoll.cli.commands.doctor import doctor
@@ -29,6 +28,7 @@ from plimsoll.cli.script.runner import Handover
 from plimsoll.cli.terminal import complain
 from plimsoll.errors import PlimsollError
 from plimsoll.text import printable
+from plimsoll.version import __version__
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, which newer versions of typer carry within them
 

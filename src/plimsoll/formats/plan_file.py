@@ -48,7 +48,7 @@ def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
         if table or title == "formats":
             lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
             lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
-    # As `plimsoll.runs.storage.atomic_files.replacing`, which lies above this package: a name that no link can lie in wait under.
+    # As `runs.storage.atomic_files.replacing`, which lies above this package: a link cannot lie in wait under the name.
     beside = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}.tmp")
     opened = beside.open("x", encoding="utf-8")
     try:

@@ -1,6 +1,6 @@
 """The record of a precision plan: which modules of a model compute in which formats, and at which scales.
 
-Its file is `_plan_file`'s.
+Its file is `plan_file`'s.
 """
 
 import fnmatch

@@ -1,8 +1,9 @@
 """The fast paths under `rounding`, `spectrum` and `watch`: registered operators and the backends behind them.
 
-Not public. `measure_into` fills a bank (`_layout` says what a row holds); `ops` are the operators of `_ops`. The other
-functions are what `watch` does in every step: `measure_one` for one tensor in a hook, `measure_each` for many,
-`count_nonfinite_into`, `update_into`; what a loss scaler does, `unscale_into`; and `merge_rows` adds rows up.
+Not public. `measure_into` fills a bank (`row_layout` says what a row holds); `ops` are the operators of
+`operators.statistics`. The other functions are what `watch` does in every step: `measure_one` for one tensor in a hook,
+`measure_each` for many, `count_nonfinite_into`, `update_into`; what a loss scaler does, `unscale_into`; and
+`merge_rows` adds rows up.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Every function gives unit scale forward and backward, within a bound that is computed from what was measured.
 
-The bound is Student's: so many standard errors (`plimsoll.unit.factors.measured_scales`) that one sound value of a million exceeds
-it. What a formula leaves out is stated beside its case, as a share.
+The bound is Student's: so many standard errors (`plimsoll.unit.factors.measured_scales`) that one sound value of a
+million exceeds it. What a formula leaves out is stated beside its case, as a share.
 """
 
 from collections.abc import Callable

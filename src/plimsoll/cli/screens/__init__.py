@@ -1,0 +1,1 @@
+"""What subcommands print that takes more than a few lines."""

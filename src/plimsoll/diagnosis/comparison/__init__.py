@@ -1,0 +1,1 @@
+"""Two runs: where they part."""

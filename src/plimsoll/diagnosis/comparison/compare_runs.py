@@ -1,4 +1,4 @@
-"""`diff`: the first step and tensor where two runs part beyond what rounding explains (`_search` says how)."""
+"""`diff`: the first step and tensor where two runs part by more than rounding (see `divergence_search`)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

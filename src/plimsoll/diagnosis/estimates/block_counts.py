@@ -1,6 +1,6 @@
 """How many values of each row a block format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
 
-The arithmetic of `plimsoll.spectrum.fit.block_fit` and `_tensor_scale_fit`, for all rows of a collection at once; tests
+The arithmetic of `spectrum.fit`'s `block_fit` and `tensor_scale_fit`, for all rows of a collection at once; tests
 compare the two. What becomes of a value follows from its depth but for a few blocks, so nearly all of it is the rows'
 depths, as a sparse matrix, times a few vectors that depend on the format alone.
 
@@ -37,7 +37,7 @@ from plimsoll.spectrum.source_format import Grid
 _NO_GRID = -1
 _HIGHEST = row_layout.LOWEST_BINADE + row_layout.BINADES - 1
 _BEYOND_ALL = 2.0**1000
-_SLACK = 2.0**-20  # as in `_tensor_scale_fit`
+_SLACK = 2.0**-20  # as in `tensor_scale_fit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,7 +121,7 @@ class BlockTallies:
         subnormal = below_normal.minus(lost, total) if fmt.element.has_subnormals else _none(total)
         overflow = _within(total - held.high, total - held.low, self._overflowing(fmt.element))
 
-        # Blocks whose scale takes an end of its format; see `_block_fit` for why these counts bound from below too.
+        # Blocks whose scale takes an end of its format; see `block_fit` for why these counts bound from below too.
         small, large = self._beyond_scales(fmt, shift)
         if small.any():
             end = shift - fmt.scale.min_exponent

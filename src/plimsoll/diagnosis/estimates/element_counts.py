@@ -1,7 +1,7 @@
 """How many values of each row a format would lose, hold with fewer bits, or overflow: `Spectrum.fit` on columns.
 
-The same arithmetic as `plimsoll.spectrum.fit.population` and `_fit`, for all rows of a collection at once; tests compare
-the two. Magnitudes are ordinals there and here: the binade's exponent times 2^53, plus the position in it.
+The same arithmetic as `spectrum.fit`'s `population` and `element_fit`, for all rows of a collection at once; tests
+compare the two. Magnitudes are ordinals there and here: the binade's exponent times 2^53, plus the position in it.
 """
 
 from collections.abc import Callable

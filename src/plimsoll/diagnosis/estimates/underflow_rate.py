@@ -2,7 +2,7 @@
 
 Of the values that a format narrower than FP32 held and that would not be zero, the share that it flushed to zero: all
 values of the collection's tensors over the steps asked about, taken together. A shadow step counts it; at other steps
-it is estimated by the tail of what is left (`_narrow`). Tensors in FP32 or BF16 lose none and do not count.
+it is estimated by the tail of what is left (`format_losses`). Tensors in FP32 or BF16 lose none and do not count.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 The rules, `whatif` and the figures all ask here, so that one run has one answer. Of each step and layer, as shifts
 (powers of two) of the true values; gradients of parameters are judged by module, all else tensor by tensor. What the
-run's own format has lost already is not seen, but estimated by the tail of what is left (`_narrow`); of a layer that
-has nothing left, nothing is said.
+run's own format has lost already is not seen, but estimated by the tail of what is left (`format_losses`); of a layer
+that has nothing left, nothing is said.
 """
 
 from dataclasses import dataclass

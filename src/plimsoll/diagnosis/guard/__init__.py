@@ -1,0 +1,1 @@
+"""`Guard`: acts on findings while a training runs."""

@@ -19,8 +19,13 @@ from plimsoll.watch.companion import Beside
 class Stateful(Protocol):
     """What can be saved and put back."""
 
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+    def state_dict(self) -> Any:
+        """What is to be saved."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes over what was saved."""
+        ...
 
 
 Restore = Callable[[], object]

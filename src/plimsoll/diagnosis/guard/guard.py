@@ -1,8 +1,8 @@
 """`Guard`: the rules of `diagnose` during training, and what they advise, done.
 
-The file puts the parts together: `_guard_looks` looks at the run in the background, `_guard_choice` chooses what to do,
-`_guard_scales`, `_guard_modules` and `_guard_run` do it, `_guard_boundary` says when, `_guard_ranks` has all ranks do
-the same, `_guard_states` keeps checkpoints.
+The file puts the parts together: `background_checks` looks at the run in the background, `action_choice` chooses what
+to do, `actions.scales`, `actions.modules` and `actions.run` do it, `step_boundary` says when, `rank_agreement` has all
+ranks do the same, `checkpoints` keeps checkpoints.
 """
 
 import functools

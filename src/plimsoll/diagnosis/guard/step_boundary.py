@@ -16,7 +16,8 @@ from plimsoll.watch.sampling.optimizer_tensors import innermost
 class Boundary(Protocol):
     """What calls a function between steps, until it is removed."""
 
-    def remove(self) -> None: ...
+    def remove(self) -> None:
+        """Ends the calls."""
 
 
 class OfLoop:
@@ -26,8 +27,8 @@ class OfLoop:
         self.remove = loop.after_each_step(between)
 
 
-class OfSeams:
-    """The boundary of a hand-written loop, heard where a watch hears of it: a `_seams.Listener`.
+class OfSeams(torch_hooks.Listener):
+    """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.Listener`.
 
     What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.
     """
@@ -70,14 +71,3 @@ class OfSeams:
         self._scaled = False
         self._stepped.clear()
         self._between()
-
-    # -- what says nothing of a step's end
-
-    def optimizer_begins(self, optimizer: Any) -> None: ...
-    def backward_begins(self, tensors: Any) -> None: ...
-    def graph_replays(self) -> None: ...
-    def backward_ends(self) -> None: ...
-    def scaler_update_begins(self, scaler: Any) -> None: ...
-    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
-    def trial(self, stage: Any, begins: bool) -> None: ...
-    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...

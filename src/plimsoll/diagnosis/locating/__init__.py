@@ -1,0 +1,1 @@
+"""`locate`: the operation at which NaN, Inf or a wrong setting begins."""

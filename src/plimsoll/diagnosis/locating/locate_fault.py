@@ -1,9 +1,9 @@
 """`locate`: the first operation of a training step that made a NaN or an Inf, or flushed its values to zero.
 
 The closure runs once, as it is, inside a dispatch mode that looks at what every operation gives. An operation whose
-result is not finite though its inputs are becomes an *origin* (`_locate_trail`); what comes of it inherits it. In the
-end the loss, the gradients and what the step leaves behind are looked at: of the origins that reached them, the first
-is the fault. An Inf that reached nothing is harmless, and no fault.
+result is not finite though its inputs are becomes an *origin* (`tracing.nonfinite_trail`); what comes of it inherits
+it. In the end the loss, the gradients and what the step leaves behind are looked at: of the origins that reached them,
+the first is the fault. An Inf that reached nothing is harmless, and no fault.
 """
 
 import contextlib
@@ -76,8 +76,8 @@ def locate(
     return search.run(closure)
 
 
-class _Search:
-    """One run of a closure; hears of its backwards, optimizers and scalers (`_seams.Listener`)."""
+class _Search(torch_hooks.Listener):
+    """One run of a closure; hears of its backwards, optimizers and scalers (`torch_hooks.Listener`)."""
 
     def __init__(self, model: nn.Module | None, flush_share: float | None, *, restore: bool) -> None:
         self._model = model
@@ -193,14 +193,6 @@ class _Search:
                 p = setting.spoiled() if setting.optimizer is optimizer else None
                 if p is not None and self._spoiled is None:
                     self._spoiled = setting, p
-
-    def graph_replays(self) -> None: ...
-    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None: ...
-    def scaler_update_begins(self, scaler: Any) -> None: ...
-    def scaler_update_ends(self, scaler: Any) -> None: ...
-    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
-    def trial(self, stage: Any, begins: bool) -> None: ...
-    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
 
 
 def _check_surroundings() -> None:

@@ -72,7 +72,7 @@ def locate_on_trigger(
     return OnTrigger(core, compute, around, flush_share)
 
 
-class OnTrigger(Generic[P, R]):
+class OnTrigger(torch_hooks.Listener, Generic[P, R]):
     """What `locate_on_trigger` returns: call it in the place of the function. `faults` has what was found so far."""
 
     def __init__(
@@ -96,6 +96,7 @@ class OnTrigger(Generic[P, R]):
         core.at_close.append(lambda: _close(ours))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function, and keeps what it was called with until the step is over."""
         if not self.core.open or not torch.is_grad_enabled() or self._busy:
             return self._compute(*args, **kwargs)
         call = self._kept(args, kwargs)
@@ -137,15 +138,6 @@ class OnTrigger(Generic[P, R]):
             self._look(innermost(optimizer))
         self._began = False
         self._calls.clear()
-
-    def backward_begins(self, tensors: Any) -> None: ...
-    def backward_ends(self) -> None: ...
-    def graph_replays(self) -> None: ...
-    def scaler_update_begins(self, scaler: Any) -> None: ...
-    def scaler_update_ends(self, scaler: Any) -> None: ...
-    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
-    def trial(self, stage: Any, begins: bool) -> None: ...
-    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
 
     # -- looking -------------------------------------------------------------------------------------------------------
 

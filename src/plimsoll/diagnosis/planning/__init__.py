@@ -1,0 +1,1 @@
+"""Plans: a format and a scale for each layer, from a recorded run."""

@@ -185,7 +185,7 @@ def _of_loss(names: list[str]) -> str:
 
 
 def _traced(view: View) -> list[tuple[int, str, list[str]]]:
-    """The same of the places that the watch has traced back when something broke (`plimsoll.watch.sampling.nonfinite_origin`)."""
+    """The same of the places that the watch has traced back (`watch.sampling.nonfinite_origin`)."""
     found: list[tuple[int, str, list[str]]] = []
     for event in view.events:
         names = event.details.get("names")

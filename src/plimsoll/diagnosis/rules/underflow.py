@@ -1,7 +1,7 @@
 """Underflow: how much narrow formats flush to zero, and whether that grows.
 
-Both rules speak of what happened, in tensors that narrow formats held (`_narrow` says how it is told from structural
-zeros). What another format would do is `whatif`'s to say.
+Both rules speak of what happened, in tensors that narrow formats held (`estimates.format_losses` says how it is told
+from structural zeros). What another format would do is `whatif`'s to say.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

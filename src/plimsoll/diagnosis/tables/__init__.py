@@ -1,0 +1,1 @@
+"""A run's records as tables, and what is read off them."""

@@ -1,0 +1,1 @@
+"""What another format would do to a recorded run."""

@@ -1,0 +1,1 @@
+"""Which operations cast their arguments, and to what."""

@@ -32,8 +32,13 @@ NO_LISTS = OperationLists()
 class Witness(Protocol):
     """What hears of every operation."""
 
-    def ruled(self, op: Any) -> None: ...  # a rule has stood in for it
-    def native(self, op: Any, arguments: Any, result: Any) -> Any: ...  # torch has run it; gives the result to return
+    def ruled(self, op: Any) -> None:
+        """A rule has stood in for an operation."""
+        ...
+
+    def native(self, op: Any, arguments: Any, result: Any) -> Any:
+        """Torch has run an operation; gives the result to return."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

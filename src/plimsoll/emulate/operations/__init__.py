@@ -1,0 +1,1 @@
+"""Operations whose results are rounded in a way of their own."""

@@ -1,7 +1,7 @@
 """How kernels are compiled: serial, without the GIL, and cached.
 
 Numba's own threads are not used: its OpenMP layer kills forked children and its workqueue aborts when two threads call
-it at once. Kernels here are serial and release the GIL; `_pool` runs several of them side by side.
+it at once. Kernels here are serial and release the GIL; `threads` runs several of them side by side.
 
 Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
 NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile anew in each process: said once.

@@ -1,0 +1,1 @@
+"""The torch operators, which choose a backend and work under compilation."""

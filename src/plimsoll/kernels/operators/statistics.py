@@ -1,7 +1,7 @@
 """The operator family ``plimsoll::*``: schemas, fakes, and the one implementation that hands each call to a backend.
 
 The operators are opaque to compilers: a graph holds the call, eager and compiled results are the same bits, and
-Inductor gets no chance to remove a rounding. Formats travel as integers (`_spec`), scales and keys as numbers or as
+Inductor gets no chance to remove a rounding. Formats travel as integers (`cast_spec`), scales and keys as numbers or as
 0-d tensors that only the kernel reads, so nothing here synchronises with a device.
 
 `measure_`, `count_nonfinite_` and `update_` mutate what they count into and return nothing; they allocate nothing of

@@ -1,0 +1,1 @@
+"""Running experiments: in processes, with their folders and results."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plimsoll._version import __version__
 from plimsoll.errors import ArgumentError
 from plimsoll.lab.experiment import Bench, Engine, Experiment, Progress, Silent
 from plimsoll.lab.registry import experiment_named
@@ -18,6 +17,7 @@ from plimsoll.lab.result import Measured, Result
 from plimsoll.lab.results_folder import RESULT, RUNS, clear
 from plimsoll.report import html
 from plimsoll.runs.storage.atomic_files import replacing
+from plimsoll.version import __version__
 
 
 def perform(

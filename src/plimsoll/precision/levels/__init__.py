@@ -1,0 +1,1 @@
+"""The levels: what each holds, computes and casts in which format."""

@@ -60,6 +60,7 @@ class CastInputs:
         self.dtype = dtype
 
     def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A module's inputs, in its dtype."""
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
@@ -69,7 +70,8 @@ class CastOutputs:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (a hook's parameters are torch's to choose)
+        """A module's output, in the dtype outside."""
         return cast_floating(output, self.dtype)
 
 

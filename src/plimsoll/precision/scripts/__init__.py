@@ -1,0 +1,1 @@
+"""Levels under a script that knows nothing of them."""

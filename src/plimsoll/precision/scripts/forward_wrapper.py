@@ -56,6 +56,7 @@ class Forward:
         return self._own if self._own is not None or module is None else _plain(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model as the level wants it."""
         return self._call(self.__wrapped__, args, kwargs)
 
     def remove(self) -> None:
@@ -90,7 +91,8 @@ def _plain(module: Any) -> Any:
 class Widen(ModuleHook):
     """16-bit outputs leave in FP32."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (torch's to choose)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
+        """The output, with 16-bit tensors widened."""
         return pytree.tree_map_only(Tensor, widened, output)
 
 

@@ -2,7 +2,7 @@
 
 Only levels that leave weights and optimizers as they are can be carried out so. The model's `forward` is wrapped, since
 a hook after it does not run when a KeyboardInterrupt leaves it; a hook behind all others gives 16-bit outputs back in
-FP32, so that a loss outside of the model is computed in FP32. Loss scaling is `_unseen`'s.
+FP32, so that a loss outside of the model is computed in FP32. Loss scaling is `transparent_scaling`'s.
 
 Where a script turns out to choose a precision itself (autocast, a scaler), or the level cannot be carried out, all of
 it is taken back at once and said in one line, and the script goes on as it is.
@@ -212,7 +212,7 @@ class Unmodified:
 
     def _making(self, original: Callable[..., Any], scaler: Any, args: Any, kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
-        if scaler.is_enabled() and not type(scaler).__module__.endswith("precision._unseen"):
+        if scaler.is_enabled() and not type(scaler).__module__.endswith("precision.scripts.transparent_scaling"):
             self._refuse(f"the script makes a {type(scaler).__name__} itself")
 
 

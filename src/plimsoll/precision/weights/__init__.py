@@ -1,0 +1,1 @@
+"""Weights that are wider than the format they are used in."""

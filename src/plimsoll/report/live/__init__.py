@@ -1,0 +1,1 @@
+"""The live page: it follows runs while they are written."""

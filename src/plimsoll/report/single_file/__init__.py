@@ -1,0 +1,1 @@
+"""Reports in one file: HTML, Markdown, and in notebooks."""

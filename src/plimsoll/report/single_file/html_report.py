@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plimsoll._version import __version__
 from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
@@ -25,6 +24,7 @@ from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, collecti
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs.storage.atomic_files import replacing
+from plimsoll.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Template

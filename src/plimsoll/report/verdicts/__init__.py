@@ -1,0 +1,1 @@
+"""A run in a sentence, and in a few numbers."""

@@ -1,7 +1,7 @@
 """The columns of a run's parts, and the arrays of merged entries that become them.
 
 Between a step and its part a spectrum is a slice of a few flat arrays (`Chunk`), its binades trimmed to the occupied
-ones; pyarrow takes these as they are. What block formats need to know is in columns of its own (`_block_columns`),
+ones; pyarrow takes these as they are. What block formats need to know is in columns of its own (`block_columns`),
 which a table has where one of its rows has such a record.
 """
 

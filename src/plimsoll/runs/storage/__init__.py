@@ -1,0 +1,1 @@
+"""A run's folder: files, names, locks, manifests, limits."""

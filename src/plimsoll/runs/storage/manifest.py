@@ -23,13 +23,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from plimsoll._version import __version__
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.formats import get_element
 from plimsoll.runs.columns.spectrum_table import SCHEMA, Series
 from plimsoll.runs.storage import atomic_files, parts as _parts
 from plimsoll.runs.storage.limits import MANIFEST_BYTES, RANGES, DamageError, check_depth, from_json, shown, whole
 from plimsoll.runs.storage.parts import Part
+from plimsoll.version import __version__
 
 _NAME = re.compile(r"run(?:-r(\d+))?\.json")
 RESERVED = frozenset(

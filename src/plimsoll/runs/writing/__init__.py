@@ -1,0 +1,1 @@
+"""Writing a run, on a thread of its own."""

@@ -1,6 +1,6 @@
 """One rank's part of a run's folder, held by its lock: its manifest, its parts, and their compaction.
 
-Nothing here contains failures: OSError goes to the caller (`_worker`), who keeps the data and tries again. What one
+Nothing here contains failures: OSError goes to the caller (`worker`), who keeps the data and tries again. What one
 thread writes and another compacts is shared under `_guard`, held for bookkeeping and never while a file is written.
 """
 

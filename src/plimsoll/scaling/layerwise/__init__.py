@@ -1,0 +1,1 @@
+"""`LayerScaler`: a scale for each layer."""

@@ -103,6 +103,6 @@ def _pulled(edge: Edge, g: Tensor) -> Tensor:
 
 def shifted(x: Tensor, edge: Edge) -> Tensor:
     """The tensor as a use at the edge's exponent sees it."""
-    # Past `Function.apply`, which looks for torch.func transforms (`_layer_mode` has) and is patched in the forward.
+    # Past `Function.apply`, which looks for torch.func transforms (`forward_mode` has) and is patched in the forward.
     past: Any = super(torch.autograd.Function, Shift)
     return cast("Tensor", past.apply(x, edge))

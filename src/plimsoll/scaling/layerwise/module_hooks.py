@@ -38,6 +38,7 @@ class Before(ModuleHook):
         self.layers = layers
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is about to be called."""
         layers, mode = self.layers, scaled_forward.present()
         _stack().append(frame := _Frame(module))  # first, for what follows after a raise too
         if not layers.on or (mode is not None and mode.layers is not layers):
@@ -76,6 +77,7 @@ class After(ModuleHook):
         self.layers = layers
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002
+        """A module has been called; returns its output, scaled where it leaves the layer."""
         stack = _stack()
         if not stack or stack[-1].module is not module:
             return None  # another hook raised before ours ran

@@ -1,0 +1,1 @@
+"""`SpectralScaler`: a scale from the spectrum of the gradients."""

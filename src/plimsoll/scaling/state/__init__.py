@@ -1,0 +1,1 @@
+"""What scalers save, and how their scale grows."""

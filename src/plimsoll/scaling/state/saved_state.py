@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
-from plimsoll._version import __version__
 from plimsoll.errors import StateError
+from plimsoll.version import __version__
 
 SCHEMA = 1
 OURS = "plimsoll"

@@ -1,0 +1,1 @@
+"""One step with a scaler: unscaling, skipping, agreeing among ranks."""

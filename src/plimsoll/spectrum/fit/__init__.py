@@ -1,0 +1,1 @@
+"""How many values a format would lose, from counts alone."""

@@ -4,7 +4,7 @@ A block's scale brings its absmax to the top of the element format, so a value's
 whatever its binade. With a power-of-two scale (OCP MX 1.0, section 6.3: the floor rule) a depth is one binade of the
 element format exactly, but for blocks whose scale would leave its own format: those take its end, and their values land
 where the plain binades say. With a scale that has a mantissa (NVFP4) a depth covers two binades, and the scale's
-rounding besides (`_tensor_scale_fit`).
+rounding besides (`tensor_scale_fit`).
 """
 
 from typing import TYPE_CHECKING

@@ -1,0 +1,1 @@
+"""What a model's operations do, as unit scaling sees it."""

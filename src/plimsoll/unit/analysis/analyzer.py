@@ -3,8 +3,8 @@
 Every tensor u has a number c(u), what its gradient is multiplied by against the true one. An edge from u to v that is
 multiplied forward by a and backward by b changes it by b / a, so the gradient is a true one if and only if there are
 such numbers with b / a = c(u) / c(v) on every edge. On a bridge that holds whatever b and a are. Elsewhere an operation
-has one factor both ways, and c is 1 but inside residual branches (`_residuals`) and for shared parameters, which have
-one number for all their uses (`_ties`).
+has one factor both ways, and c is 1 but inside residual branches (`residuals`) and for shared parameters, which have
+one number for all their uses (`tied_parameters`).
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", resi
     Args:
         captured: the graph.
         constraint: how the factors of an operation become one, where its edges are no bridges. None: they do not;
-            every operation keeps its own each way, and gradients are corrected where paths meet (`_balance`).
+            every operation keeps its own each way, and gradients are corrected where paths meet (`balance`).
         residual_tau: the weight of a residual branch: a number in (0, 1); one for each kind of branch ("attention",
             "mlp", "other"); None: 1 / (k + 1) for the k-th on a skip path, so that all of them count alike.
 

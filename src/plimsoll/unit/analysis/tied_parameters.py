@@ -1,7 +1,7 @@
 """Parameters that several operations use: one number for what their gradient is multiplied by, whichever way it came.
 
 A parameter is where gradients end, so its number is free; but its uses are joined by the rest of the model, so they
-must agree. It is such that the sum of what they bring is at unit scale, were they independent (as in `_balance`).
+must agree. It is such that the sum of what they bring is at unit scale, were they independent (as in `balance`).
 """
 
 import math

@@ -1,0 +1,1 @@
+"""A model's forward and backward as graphs."""

@@ -1,0 +1,1 @@
+"""`convert`: a model as its unit-scaled equivalent."""

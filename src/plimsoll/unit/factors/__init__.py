@@ -1,0 +1,1 @@
+"""Scale factors: formulas, and measured ones."""

@@ -113,7 +113,7 @@ def maximum_pool(deviation: float, stride: int) -> Factors:
 
 
 def softmax(length: int, mult: float, spread: float, slope: float) -> Factors:
-    """A softmax over so many: `spread` and `slope` are its moments (`_probabilities`)."""
+    """A softmax over so many: `spread` and `slope` are its moments (`softmax_moments`)."""
     return Factors(output=(length / spread) ** 0.5, inputs=((length / slope) ** 0.5 / mult,))
 
 
@@ -128,7 +128,7 @@ def attention(
     """Attention's output, and the gradients of query, key and value.
 
     - `score`: what multiplies the products of queries and keys. `rows_per_key`: how many queries there are for a key.
-    - `keep`: the share of weights that dropout leaves. The others: moments (`_probabilities.attention_curves`).
+    - `keep`: the share of weights that dropout leaves. The others: moments (`softmax_moments.attention_curves`).
     """
     squares, slope, weighted = squares / keep, slope / keep, weighted / keep
     per_score = score * value_width**0.5

@@ -1,0 +1,1 @@
+"""`fold`: a unit-scaled model as a plain one."""

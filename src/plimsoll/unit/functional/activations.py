@@ -1,4 +1,4 @@
-"""Functions of one number at unit scale: the factors of GELU and the like are integrals (`_nonlinear`)."""
+"""Functions of one number at unit scale: the factors of GELU and the like are integrals (`factors.nonlinear`)."""
 
 from collections.abc import Callable
 

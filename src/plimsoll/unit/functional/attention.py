@@ -1,7 +1,7 @@
 """Softmax and attention at unit scale: their factors follow the length, and how sharp the weights are.
 
-The moments are integrals, held as curves over the length (`_probabilities`), so that a sequence may be of any length
-under a compiler too.
+The moments are integrals, held as curves over the length (`factors.softmax_moments`), so that a sequence may be of any
+length under a compiler too.
 """
 
 import math

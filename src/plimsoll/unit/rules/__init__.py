@@ -1,0 +1,1 @@
+"""The scale rule of each operation."""

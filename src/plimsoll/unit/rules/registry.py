@@ -1,4 +1,4 @@
-"""The rules by operation. Formulas are those of `_formulas` and `_nonlinear`; what has none is measured."""
+"""The rules by operation. Formulas are those of `factors.formulas` and `factors.nonlinear`; the rest is measured."""
 
 from plimsoll.unit.rules.losses import LOSSES
 from plimsoll.unit.rules.measured import MEASURED, left

@@ -1,6 +1,6 @@
 """Rules of additions, of products with numbers and between tensors, of means and sums over dimensions.
 
-Which additions are residual ones is found by `_residuals`; here an addition of n terms weighs each n^-1/2.
+Which additions are residual ones is found by `analysis.residuals`; here an addition of n terms weighs each n^-1/2.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""Whose loss, whose step: backwards and optimizers of one model among others."""

@@ -35,8 +35,8 @@ from plimsoll.watch.session import Core, contained
 _EMULATIONS = 16  # changes that are recorded: a script may emulate every other batch
 
 
-class Steps:
-    """Hears of what training does (`_seams.Listener`), and keeps one watch's step."""
+class Steps(torch_hooks.Listener):
+    """Hears of what training does (`torch_hooks.Listener`), and keeps one watch's step."""
 
     def __init__(self, core: Core, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
         self.core, self.parameters, self.recorder = core, parameters, recorder

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,21 +34,44 @@ from plimsoll.runs.writing import signal_deferral
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
 
-class Listener(Protocol):
-    """What hears of the training's events; none of its methods raises."""
+class Listener:
+    """What is called at the training's events. Subclasses have the methods that they need; none of them raises."""
 
-    def optimizer_begins(self, optimizer: Any) -> None: ...
-    def optimizer_ends(self, optimizer: Any) -> None: ...
-    def backward_begins(self, tensors: Any) -> None: ...
-    def graph_replays(self) -> None: ...
-    def backward_ends(self) -> None: ...
-    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None: ...
-    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None: ...
-    def scaler_update_begins(self, scaler: Any) -> None: ...
-    def scaler_update_ends(self, scaler: Any) -> None: ...
-    def gradients_divided(self, stage: Any, microbatches: int) -> None: ...
-    def trial(self, stage: Any, begins: bool) -> None: ...
-    def process_ends(self, reason: str, message: str, seconds: float) -> None: ...
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer's step begins."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer's step has returned."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward begins, of these tensors."""
+
+    def graph_replays(self) -> None:
+        """A CUDA graph, which may hold whole steps, is about to run again."""
+
+    def backward_ends(self) -> None:
+        """A backward has returned, or has raised an error."""
+
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
+        """A scaler has scaled a loss."""
+
+    def scaler_step_ends(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler's step has returned; it may have skipped the optimizer's."""
+
+    def scaler_update_begins(self, scaler: Any) -> None:
+        """A scaler is about to change its scale."""
+
+    def scaler_update_ends(self, scaler: Any) -> None:
+        """A scaler has changed its scale."""
+
+    def gradients_divided(self, stage: Any, microbatches: int) -> None:
+        """A pipeline's stage has divided its gradients by the number of microbatches."""
+
+    def trial(self, stage: Any, begins: bool) -> None:
+        """A pipeline's stage tries its shapes out, or has done so: no step of the training."""
+
+    def process_ends(self, reason: str, message: str, seconds: float) -> None:
+        """The process ends by an exception or a signal; there are so many seconds left."""
 
 
 # What says by which factor a tensor's gradient is larger than the loss scale makes it: rooms above have their own.

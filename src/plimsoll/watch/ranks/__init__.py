@@ -1,0 +1,1 @@
+"""Spectra of several ranks: sent, collected, added up."""

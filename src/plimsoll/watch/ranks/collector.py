@@ -7,7 +7,7 @@ whether it is a replica (plain tensors of tensor-parallel ranks), what comes too
 part set of the rank they came from, which rank 0 writes in its place: a reader finds what it would have found without.
 
 Rank 0 waits for no rank: a step is written when too many are open, or it is for too long. A rank that finds rank 0 gone
-(closed, or no sign of life for `_outbox.PATIENCE_SECONDS`) opens its own part set, and goes on there.
+(closed, or no sign of life for `sender.PATIENCE_SECONDS`) opens its own part set, and goes on there.
 """
 
 import contextlib

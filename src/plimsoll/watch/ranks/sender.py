@@ -1,4 +1,4 @@
-"""What a rank other than 0 writes to under ``ranks="reduce"``: see `_reduce`.
+"""What a rank other than 0 writes to under ``ranks="reduce"``: see `collector`.
 
 `Sender` is a `RunWriter` whose log is an `Outbox`: tables go to rank 0 instead of files. All else (the bounded queue,
 the attempts when something fails, the counting of losses) is the writer's own. When rank 0 is gone, what it has not
@@ -136,6 +136,7 @@ class Outbox:
         self._send(name, None, pa.table({"json": strings([json.dumps(content)])}))
 
     def list_parts(self) -> None:
+        """Writes the list of parts of the rank's own folder, if that is due."""
         if self._own is not None:
             self._own.list_parts()
 

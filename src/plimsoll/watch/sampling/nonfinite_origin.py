@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from plimsoll import kernels
 from plimsoll.runs import Event, Record
 from plimsoll.watch.attribution.losses import Loss, Losses
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.compiled_taps import is_capturing
 from plimsoll.watch.names import clean, tensors_among, tensors_in
 from plimsoll.watch.sampling.device_numbers import Later
@@ -86,7 +87,7 @@ class Buffers:
         self._core.writer.submit(produce, 16 * len(names))
 
 
-class Origin:
+class Origin(torch_hooks.Listener):
     """Listener of forwards, backwards and steps that records where non-finite values began."""
 
     def __init__(self, core: Core, parameters: Parameters, losses: Losses, model: nn.Module) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.runs import Event, Record
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.compiled_taps import is_capturing
 from plimsoll.watch.names import clean
 from plimsoll.watch.sampling.averages import Averages
@@ -124,8 +125,8 @@ class _Optimizer:
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
 
 
-class Wiring:
-    """Listener of the training's events (`_seams.Listener`) that records how it is wired."""
+class Wiring(torch_hooks.Listener):
+    """Listener of the training's events (`hooks.torch_hooks.Listener`) that records how it is wired."""
 
     def __init__(self, core: Core, optimizers: Iterable[Any]) -> None:
         self.core = core

@@ -1,0 +1,1 @@
+"""Repeating a step in FP32, to tell what the format lost."""

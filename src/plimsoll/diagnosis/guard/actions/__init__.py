@@ -1,0 +1,1 @@
+"""What a guard can do, one kind of action each."""

@@ -1,0 +1,1 @@
+"""Following every operation of a training step."""

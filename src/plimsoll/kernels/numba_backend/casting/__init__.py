@@ -1,0 +1,1 @@
+"""Casts on the CPU."""

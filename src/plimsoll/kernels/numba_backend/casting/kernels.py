@@ -221,7 +221,7 @@ _LANES, _ROUNDS = philox.LANES, philox.ROUNDS
 
 @inlined
 def _fill_noise(words, group, key):
-    """The 1,024 words of one group (see `_noise`), kept in 64-bit lanes while they multiply."""
+    """The 1,024 words of one group (see `kernels.philox`), kept in 64-bit lanes while they multiply."""
     first, second, third, fourth = words[:256], words[256:512], words[512:768], words[768:1024]
     for lane in range(_LANES):
         counter = np.uint64(group) * np.uint64(_LANES) + np.uint64(lane)

@@ -1,0 +1,1 @@
+"""Counting values per power of two on the CPU."""

@@ -1,10 +1,10 @@
-"""Measuring float32 on the CPU: long tensors by sweeps (`_sweep`), the rest in blocks, as `_measure_kernels` does.
+"""Measuring float32 on the CPU: long tensors by sweeps (`sweep`), the rest in blocks, as `kernels` does.
 
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. A short block goes first: where its
 values fit a window, and span so many binades that a sweep is faster, the sweep takes over from there, until a group of
 values does not fit. The block that has it decides anew.
 
-Numba's cache does not notice a change of `_sweep` or `_measure_kernels`: after one, remove the compiled code of this
+Numba's cache does not notice a change of `sweep` or `kernels`: after one, remove the compiled code of this
 file.
 """
 
@@ -62,7 +62,7 @@ def new_room():
 
 @kernel
 def measure_float32(table, parts, address, length, row_address, fresh, _):
-    """Arguments are those of the kernels in `_measure_kernels`."""
+    """Arguments are those of the kernels in `kernels`."""
     room = new_room()
     for part in range(parts):
         address, length, row_address = part_of(table, part, address, length, row_address)

@@ -5,7 +5,7 @@ counted for the occupied binades only, from the highest down, 32 at a time (`cou
 15 to 40 binades, and this beats a scalar histogram up to about 60; (3) moments are summed in float64 by a loop that may
 reorder, which is safe since NaN and Inf were cleared first. Sixteen-bit values are widened to float32 bits in a buffer,
 float64 has its own loop, and 8-bit codes are simply counted: everything follows from 256 numbers. Float32 has
-its kernel in `_measure32_kernels`, which sweeps over long tensors instead.
+its kernel in `float32_kernels`, which sweeps over long tensors instead.
 
 Kernels take addresses, so that a call with a thousand tensors is one call. They share this file because Numba's cache
 notices a change of a kernel's own file only; other kernels use some of these parts too (see there).

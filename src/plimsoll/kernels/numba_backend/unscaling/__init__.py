@@ -1,0 +1,1 @@
+"""Unscaling gradients on the CPU, with a look for NaN and Inf."""

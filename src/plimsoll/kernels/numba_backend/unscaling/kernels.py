@@ -4,8 +4,8 @@ Whether a value or a product is not finite follows from the largest magnitude al
 product overflows, that one's does. Sixteen-bit values are widened into a block of float32, which is treated like any,
 and rounded from there.
 
-Numba's cache does not notice a change of `_sweep`, `_sweep_kernels` or `_measure_kernels`: after one, remove the
-compiled code of this file.
+Numba's cache does not notice a change of `measuring.sweep`, `sweep_kernels` or `measuring.kernels`: after one, remove
+the compiled code of this file.
 """
 
 import numpy as np

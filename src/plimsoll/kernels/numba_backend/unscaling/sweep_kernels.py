@@ -1,13 +1,13 @@
-"""Counting float32 values into a row and multiplying them, mostly by sweeps (`_sweep`).
+"""Counting float32 values into a row and multiplying them, mostly by sweeps (`measuring.sweep`).
 
 A sweep takes values whose magnitudes lie in one window of 32 binades, and zeros. The window is where values were last
 found, so nearly all is swept; a block that leaves it, and what is no whole group, is measured by the parts of
-`_measure_kernels` instead, and the window moves to it if it fits.
+`measuring.kernels` instead, and the window moves to it if it fits.
 
 Counts stay in planes until these are full, the window moves, or the tensor ends.
 
-Numba's cache notices a change of `_sweep` and of `_measure_kernels` as little as of this file: after one, remove the
-compiled code of `_unscale_kernels`.
+Numba's cache notices a change of `measuring.sweep` and of `measuring.kernels` as little as of this file: after one,
+remove the compiled code of `kernels`.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Counting a weight update on the CPU: one pass over old values, new values and pushes.
 
-Long float32 tensors with float32 pushes go by sweeps (`_sweep_updates`), chosen as `_measure32_kernels` chooses. The
-rest goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans it.
-(2) A byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted 32
-at a time. (3) The difference is measured as any tensor is, by the parts of `_measure_kernels`. All but the three inputs
+Long float32 tensors with float32 pushes go by sweeps (`sweep`), chosen as `measuring.float32_kernels` chooses. The rest
+goes in blocks of 1,024 values. (1) One vector loop subtracts, writes the difference into a buffer and scans it. (2) A
+byte a value says whether its push is nonzero, and is doubled where the difference is zero; bytes are counted 32 at a
+time. (3) The difference is measured as any tensor is, by the parts of `measuring.kernels`. All but the three inputs
 stays in the first-level cache.
 
 With `torch.set_flush_denormal(True)` a difference below the smallest normal number is zero, here as in torch.

@@ -1,4 +1,4 @@
-"""The sweep of `_sweep` over what a step has changed: differences of float32 values, which are not written anywhere.
+"""The sweep of `measuring.sweep` over what a step has changed: differences of float32 values, never written.
 
 Each group of 256 values is subtracted into a kilobyte of scratch, tested against the window there, and counted from
 there; the three inputs are read once.

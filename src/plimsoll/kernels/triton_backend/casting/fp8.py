@@ -1,9 +1,9 @@
 """Casting a matrix to 8-bit codes, and to those of its transpose, from one read: the kernel and its launch.
 
-A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `_tile` where there
-is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton exchanges the
-tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a tile is 128 rows
-high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.
+A program takes tiles of the matrix. Each is loaded once in the order in which it lies, counted by `measuring.tile`
+where there is a bank, multiplied, rounded, and stored twice: as it is, and transposed. For the second store Triton
+exchanges the tile's codes through shared memory, so that both stores, and the load, touch memory in whole lines: a tile
+is 128 rows high, the 128 bytes of a line of the transpose, and 64 columns wide, 128 bytes of 16-bit values.
 
 From compute capability 8.9 the hardware's own conversion rounds, with saturation (the compile test looks for it in the
 code); else, and in the interpreter, integers do.
@@ -118,7 +118,8 @@ def fp8_cast(x: Tensor, cast: Cast) -> None:
         fixed["maxnreg"] = REGISTERS
     with launching(x):
         fp8_cast_matrix[(programs[0],)](
-            input_bits.as_integers(x), cast.codes, cast.columns, cast.bank, cast.scale_tensor, float(cast.scale), *x.shape,
+            input_bits.as_integers(x), cast.codes, cast.columns, cast.bank, cast.scale_tensor,
+            float(cast.scale), *x.shape,
             *x.stride(), padded_rows, padded_width, cast.row, per_program, **fixed,
         )  # fmt: skip
 

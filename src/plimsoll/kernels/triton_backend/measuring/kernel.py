@@ -1,6 +1,6 @@
 """The measuring kernel: all statistics of a row in one pass over memory.
 
-A program takes some tiles of one tensor, and counts each as `_tile` says.
+A program takes some tiles of one tensor, and counts each as `tile` says.
 
 Bytes of a tensor are addressed by number, not by a pointer argument: a table of addresses is what lets one launch read
 thousands of tensors. Vector loads need 16-byte alignment, so a tensor that starts off a 16-byte border is read from

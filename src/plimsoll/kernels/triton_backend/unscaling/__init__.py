@@ -1,0 +1,1 @@
+"""Unscaling gradients on a GPU, with a look for NaN and Inf."""

@@ -1,7 +1,7 @@
 """Unscaling gradients: the kernel, and its one launch for all gradients of a dtype.
 
-A tile is loaded once, counted by `_tile` where there is a bank, multiplied and stored where it was. The inverse scale
-is read, and the flag of non-finite values raised, by the kernel: the host knows neither.
+A tile is loaded once, counted by `measuring.tile` where there is a bank, multiplied and stored where it was. The
+inverse scale is read, and the flag of non-finite values raised, by the kernel: the host knows neither.
 """
 
 import functools
@@ -166,7 +166,8 @@ def _launch(
     slots = [job.length + job.address % 16 // dtype.itemsize for job in jobs]
     per_program, programs = share(slots, tile, found_inf.device)
     fixed: dict[str, Any] = {
-        "WIDTH": 0 if bank is None else bank.stride(0), "KIND": input_bits.kind(dtype), "POINTEE": input_bits.pointee(dtype),
+        "WIDTH": 0 if bank is None else bank.stride(0), "KIND": input_bits.kind(dtype),
+        "POINTEE": input_bits.pointee(dtype),
         "TILE": tile, "num_warps": WARPS, "maxnreg": REGISTERS, "enable_fp_fusion": True,
     }  # fmt: skip
     counters = found_inf if bank is None else bank

@@ -1,0 +1,1 @@
+"""Measuring what an optimizer has changed, on a GPU."""

@@ -1,4 +1,4 @@
-"""The kernel of weight updates: old values, new values and pushes read once, their difference counted by `_tile`.
+"""The kernel of weight updates: old values, new values and pushes read once, their difference counted by tiles.
 
 Old, new and push lie alike in memory (the host sees to it), but not at equal distances from a 16-byte border: where one
 of them starts off such a border, all loads are masked ones, and slower.

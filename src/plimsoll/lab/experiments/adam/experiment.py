@@ -1,6 +1,6 @@
 """Experiment `adam` (T8): what FP16 makes of Adam's state and epsilon, and what serves.
 
-Six trainings of one adapter from the same weights on the same batches (`_train`). For a spell its gradients are
+Six trainings of one adapter from the same weights on the same batches (`training`). For a spell its gradients are
 zero; then they are small and grow. In exact arithmetic an update of Adam's has at most 7.27 learning rates, whatever
 the gradients are (`largest_ratio`), so what is far above that is rounding's doing.
 

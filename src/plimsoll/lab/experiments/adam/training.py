@@ -5,7 +5,7 @@ it is 1, as where layers are added to a network that works already. So the branc
 zero for a spell, and afterwards small ones that grow; nothing else is done to them. The inputs differ in size, as
 columns of a table do that nobody has normalised: this is what Adam's rate for each weight is for.
 
-Nothing here judges: what became of a training is read from its run (`_judge`).
+Nothing here judges: what became of a training is read from its run (`analysis`).
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Experiment `amp` (A4, X2, N6): three networks in FP32, TF32, FP16, BF16 and FP8: memory, time, losses that agree.
 
-- Memory is counted on "meta" at the benchmark's own sizes (`_memory`): what a GPU would keep, on any machine.
-- Time is that of whole steps, in turn (`_time`). On a CPU 16-bit and FP8 arithmetic is emulated, which is slower
+- Memory is counted on "meta" at the benchmark's own sizes (`memory`): what a GPU would keep, on any machine.
+- Time is that of whole steps, in turn (`timing`). On a CPU 16-bit and FP8 arithmetic is emulated, which is slower
   than FP32, so that the published savings of time are claimed with ``--device cuda`` alone.
-- Losses: the feed-forward network and the UNet are trained at every level from several seeds (`_train`); without
+- Losses: the feed-forward network and the UNet are trained at every level from several seeds (`training`); without
   ``--full`` they are narrower ones. BERT-base takes a timed step at each level, and is trained with ``--full`` only.
 """
 

@@ -1,6 +1,6 @@
 """One training of the benchmark: a network at a level, from one seed, watched into a run or as numbers alone.
 
-Nothing here judges: a training leaves a run, and what became of it is read from there (`_judge`).
+Nothing here judges: a training leaves a run, and what became of it is read from there (`analysis`).
 """
 
 from collections.abc import Mapping

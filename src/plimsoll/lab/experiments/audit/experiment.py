@@ -4,7 +4,7 @@ A small pre-norm transformer for characters, of torch's own modules as torch dra
 converted by `unit.convert`; audited again; trained at unit scale, without a loss scale, and audited once more. What
 formats lose is asked of all values with no scale at all: that is what the conversion is for.
 
-What the factors cost is counted at the sizes of BERT-large, where nothing is computed (`_cost`).
+What the factors cost is counted at the sizes of BERT-large, where nothing is computed (`cost`).
 
 Beside the runs it leaves the figure (``report-audit.html``), and in ``runs/audit`` the tables and all rows as JSON.
 """

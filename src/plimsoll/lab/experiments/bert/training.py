@@ -1,7 +1,7 @@
 """One small BERT through both of its trainings, in one precision: masked tokens first, spans then.
 
 Nothing here judges: a training leaves two runs, of one phase each, and the answers of the tuned model to the questions
-that are held out; what became of it is read from there (`_judge`).
+that are held out; what became of it is read from there (`analysis`).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Experiment `demo` (T3, T4): ten hard batches in a row, in FP16 and in BF16, and what keeps FP16 training.
 
 Four trainings from the same weights on the same batches. In the hard batches an eighth of the pictures is black, as
-where a shard fails to decode. The gradient of a black patch is divided by 1e-8 (`_model`): far beyond FP16 at any
+where a shard fails to decode. The gradient of a black patch is divided by 1e-8 (`model`): far beyond FP16 at any
 usual scale, and nothing to BF16.
 
 What this needs is stated, not hidden. A stock scaler leaves 2^6 after ten halvings of 2^16. FP16 flushes what is below

@@ -1,6 +1,6 @@
 """One training of the small CLIP, in one precision with one scaler, watched into a run folder.
 
-Nothing here judges: what became of a training is read from its run (`_judge`).
+Nothing here judges: what became of a training is read from its run (`analysis`).
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,9 @@
 """Experiment `formats` (X1, T2): what the floating-point formats hold, measured by casting and by a second witness.
 
 Nothing is read off the catalogue. A format's fields and limits are found by putting numbers into it with
-`plimsoll.cast` and looking at what comes back (`_measured`). The second witness is torch's and NumPy's own
-dtypes, or, for TF32, which neither has, arithmetic on FP32's bits (`_witness`). A published figure bounds both:
-a number that was printed with three digits may be off by half a unit of the third.
+`plimsoll.cast` and looking at what comes back (`measured_by_cast`). The second witness is torch's and NumPy's own
+dtypes, or, for TF32, which neither has, arithmetic on FP32's bits (`independent_check`). A published figure bounds
+both: a number that was printed with three digits may be off by half a unit of the third.
 
 Beside the limits, random bit patterns of FP32 are rounded both ways; no value may differ.
 """

@@ -1,6 +1,6 @@
 """One training of the small network with batch norm: at one level, with one loss scale, by one set of operation lists.
 
-Nothing here judges: a training leaves a run, and what became of it is read from there (`_judge`).
+Nothing here judges: a training leaves a run, and what became of it is read from there (`analysis`).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Experiment `t5` (T9): a deep encoder whose residual stream passes 65,504, with clamps and without.
 
-Four trainings from the same weights on the same batches (`_model` says what makes the stream so large): FP16, FP16
+Four trainings from the same weights on the same batches (`model` says what makes the stream so large): FP16, FP16
 with every branch's output clamped to the format's largest value, BF16, and FP32. FP16 here is that of a model that is
 16 bits wide (`fp16-master`): the residual stream itself is. Under autocast it would stay in FP32.
 

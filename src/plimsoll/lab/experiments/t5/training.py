@@ -1,6 +1,6 @@
 """The trainings of the deep encoder, as tasks for workers: each leaves a run, and says what a run cannot hold.
 
-Nothing here judges: `_judge` does, by the runs and by what the tasks have said.
+Nothing here judges: `analysis` does, by the runs and by what the tasks have said.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ next begins there), and the wide sums (every product of the forward and the back
 as the first tensor cores can). All see the same batches as FP32, from the same weights.
 
 What a small model needs for this is stated, not hidden. Without a loss scale FP16 fails if a step is large: a micro-
-batch's loss is its share of a mean over 2^19 characters (`_train`). Without masters it is the small updates
+batch's loss is its share of a mean over 2^19 characters (`training`). Without masters it is the small updates
 that fail: so the last third is at a learning rate as at the end of a schedule, and what it gains is what is compared.
 The error of narrow sums grows with their length, and this model's are short: the error is measured for longer ones too.
 """

@@ -1,6 +1,6 @@
 """One training of the LSTM language model, with all three techniques of FP16 training or with one of them left out.
 
-Nothing here judges: a training leaves a run, and what became of it is read from there (`_experiment`).
+Nothing here judges: a training leaves a run, and what became of it is read from there (`experiment`).
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 A TF32 product rounds its inputs to FP32's exponent and FP16's mantissa, multiplies exactly and adds up in FP32. That is
 measured on any machine: errors of emulated products against FP64, FP16 and BF16, within FP16's range and beyond it. The
-loops that are said to differ by one argument or by two lines are compared as text and run (`_loops`).
+loops that are said to differ by one argument or by two lines are compared as text and run (`loops`).
 
 Rates need a GPU. With ``--device cuda`` three claims come to the others: two of the rates, and that the device's own
 products err as the emulated ones do. Without, nothing is claimed of them, and the result says that they were not

@@ -2,7 +2,7 @@
 
 A small CLIP and a small one-stage detector, each in FP16 with the stock scaler and in BF16, on the same weights and
 batches, without hard batches: nothing goes wrong, and the scale stays high. What a layer, its underflow and the rate
-are is stated in `_judge`.
+are is stated in `analysis`.
 
 Why the CLIP's rate rises is no fault of a scaler. A contrastive loss sharpens: as pictures and captions are told apart,
 most pairs become certain, and an entry's gradient is how uncertain it is; so gradients shrink in time. A detector's

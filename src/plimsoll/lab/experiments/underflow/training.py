@@ -1,6 +1,6 @@
 """One training of the experiment on underflow: a small CLIP or a small detector, in FP16 or BF16, with shadow steps.
 
-Nothing here judges: what became of a training is read from its run (`_judge`).
+Nothing here judges: what became of a training is read from its run (`analysis`).
 """
 
 from collections.abc import Callable, Generator, Mapping

@@ -1,6 +1,6 @@
 """One training of the character model: of torch's modules or of `unit.nn`'s, in one precision, at one learning rate.
 
-Nothing here judges: a training leaves a run, and what became of it is read from there (`_judge`).
+Nothing here judges: a training leaves a run, and what became of it is read from there (`analysis`).
 """
 
 import contextlib

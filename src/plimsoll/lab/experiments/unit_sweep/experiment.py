@@ -1,11 +1,11 @@
 """Experiment `unit-sweep` (U6): many small character models, with and without unit scaling, in FP32 and FP16.
 
-Every design (sequence layer, norm, residual scheme, optimizer, depth: `_grid`) is trained at several learning
+Every design (sequence layer, norm, residual scheme, optimizer, depth: `grid`) is trained at several learning
 rates in five ways: FP32 and FP16 with nothing, FP16 with a static loss scale of 2,048, and unit-scaled in both. Each
 way is compared with FP32, each at its best learning rate. By default a fixed part of the grid is trained; `full` trains
 all of it, larger and for longer. Either goes on where it was ended: results stand in the folder's ``sweep.jsonl``.
 
-What FP16 needs to fail is stated in `_train`. Four trainings of one design are repeated with a watch, to see what
+What FP16 needs to fail is stated in `training`. Four trainings of one design are repeated with a watch, to see what
 becomes of their gradients.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from plimsoll._version import __version__
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.lab.experiment import Bench, Experiment
 from plimsoll.lab.experiments.unit_sweep.analysis import Scores, mean, scores, unlearned
@@ -43,6 +42,7 @@ from plimsoll.lab.running.workers import one_thread
 from plimsoll.lab.source_text import standard_library
 from plimsoll.lab.statistics import columns, lost
 from plimsoll.runs import Run
+from plimsoll.version import __version__
 
 FIGURE, TABLE = "report-sweep.html", "sweep.txt"
 WATCHED = (FP16, STATIC, UNIT_FP16, FP32)

@@ -35,7 +35,7 @@ _LOWEST = 0.02  # of the learning rate, at the end
 _PROBED = 64  # pieces of the batch that gradients are compared at
 _STEP = 2.0  # between neighbours in a row of learning rates
 # The middle of each row, by norm; tried by hand on designs of two layers with seed 0. A unit-scaled weight begins at 1
-# and torch's far below: one number means different steps. (With SGD it nearly does not, see `_sgd`.)
+# and torch's far below: one number means different steps. (With SGD it nearly does not, see `sgd`.)
 _MIDDLE: Mapping[tuple[bool, Optimizer], Mapping[Norm, float]] = {
     (False, "adamw"): {"pre": 0.025, "post": 0.0125, "no": 0.025},
     (False, "sgd"): {"pre": 0.25, "post": 0.25, "no": 0.125},
@@ -140,7 +140,7 @@ def make_optimizer(
 
 
 def _groups(model: Characters, design: Design, setup: Setup, seed: int, rate: float) -> list[dict[str, Any]]:
-    """See `_sgd`; the batch is none that is trained on first."""
+    """See `sgd`; the batch is none that is trained on first."""
     device = model.readout.weight.device
     assert isinstance(device, torch.device)
     twin = Characters(design, PLAIN, width=setup.width, length=setup.length).to(device)

@@ -1,4 +1,4 @@
-// What happened in a run, and how it was recorded, in the words of the report (plimsoll/report/_summary_words.py).
+// What happened in a run, and how it was recorded, in the words of the report (plimsoll/report/verdicts/summary_text.py).
 
 import { clean, el, keep, say } from "./dom.js";
 import { prose } from "./words.js";

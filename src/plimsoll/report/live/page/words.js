@@ -50,7 +50,7 @@ export function percent(fraction) {
   return `${Number((100 * fraction).toPrecision(2))}\u00a0%`;
 }
 
-// As plimsoll/diagnosis/_whatif_result.py writes intervals, and _templates/report.js.
+// As plimsoll/diagnosis/what_if/result.py writes intervals, and single_file/templates/report.js.
 
 /** An interval's estimate in per cent; about 0 where it may be more. */
 export function estimate({ high, estimate: middle }) {
@@ -91,7 +91,7 @@ export function ago(moment, now = Date.now() / 1000) {
   return `${many} ${name}${many === 1 ? "" : "s"} ago`;
 }
 
-/** A moment (unix seconds) as date and time of day, in UTC, as plimsoll/report/_summary_words.py writes it. */
+/** A moment (unix seconds) as date and time of day, in UTC, as plimsoll/report/verdicts/summary_text.py writes it. */
 export function moment(seconds) {
   return new Date(seconds * 1000).toISOString().replace("T", " ").replace(/\.\d+Z$/, " UTC");
 }

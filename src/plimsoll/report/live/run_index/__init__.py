@@ -1,0 +1,1 @@
+"""The list of runs in a folder or a store."""

@@ -1,4 +1,4 @@
-"""The static files of the live page: those in `_page`, Plotly's own script, and the figures' templates."""
+"""The static files of the live page: those in `page`, Plotly's own script, and the figures' templates."""
 
 import hashlib
 import json

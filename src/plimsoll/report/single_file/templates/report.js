@@ -152,7 +152,7 @@ const percent = (share) => {
 const exponent = (k) => `2^${k}`;
 const ABOUT = 1 / 65535; // of a tensor's share: estimated as none, but it may be some
 
-// As plimsoll/diagnosis/_whatif_result.py writes intervals, and the live page's words.js.
+// As plimsoll/diagnosis/what_if/result.py writes intervals, and the live page's words.js.
 const estimate = (share, most) => (share === 0 && most > 0 ? `about ${percent(0)}` : percent(share));
 const interval = (share, least, most) => {
   const [from, to] = [percent(least), percent(most)];

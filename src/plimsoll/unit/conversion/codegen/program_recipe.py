@@ -1,4 +1,4 @@
-"""From a captured program to its `Recipe`: see `_build_steps` for what changes on the way.
+"""From a captured program to its `Recipe`: see `steps` for what changes on the way.
 
 Above 300 lines, for one reading needs all of it: what a node of the graph says is read here and nowhere else.
 """

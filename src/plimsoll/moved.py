@@ -1,0 +1,103 @@
+"""Modules that version 0.1 had elsewhere: pickles name a class by its module, and those of that version still load.
+
+Only modules with public classes are here. A name of the old layout is imported when a pickle asks for it, never before.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+from collections.abc import Sequence
+from types import ModuleType
+
+MOVED = {
+    "diagnosis._divergence": "diagnosis.comparison.divergence",
+    "diagnosis._fault": "diagnosis.locating.fault",
+    "diagnosis._finding": "diagnosis.finding",
+    "diagnosis._guard": "diagnosis.guard.guard",
+    "diagnosis._guard_records": "diagnosis.guard.records",
+    "diagnosis._locate_trigger": "diagnosis.locating.on_trigger",
+    "diagnosis._plan_check": "diagnosis.planning.check",
+    "diagnosis._rule": "diagnosis.rules.base",
+    "diagnosis._view": "diagnosis.view",
+    "diagnosis._whatif_result": "diagnosis.what_if.result",
+    "diagnosis._windows": "diagnosis.what_if.scale_windows",
+    "emulate._autocast": "emulate.autocast",
+    "emulate._counts": "emulate.operation_counts",
+    "emulate._emulation": "emulate.context",
+    "emulate._lists": "emulate.casting.operation_lists",
+    "formats._block": "formats.block_format",
+    "formats._format": "formats.element_format",
+    "formats._plan": "formats.precision_plan",
+    "fp8._choice": "fp8.layer_choice",
+    "fp8._linear": "fp8.linear",
+    "kernels._backend": "kernels.backend",
+    "precision._kahan": "precision.weights.kahan",
+    "precision._levels": "precision.levels.catalogue",
+    "precision._loop": "precision.training.loop",
+    "precision._masters": "precision.weights.master_weights",
+    "precision._policy": "precision.levels.policy",
+    "precision._stochastic": "precision.weights.stochastic",
+    "report._summary": "report.verdicts.run_summary",
+    "rounding._pack": "rounding.packing",
+    "runs._casts": "runs.reading.module_casts",
+    "runs._records": "runs.records",
+    "runs._run": "runs.reading.run",
+    "runs._sinks": "runs.sinks",
+    "runs._sinks._mlflow": "runs.sinks.mlflow",
+    "runs._sinks._tensorboard": "runs.sinks.tensorboard.sink",
+    "runs._sinks._wandb": "runs.sinks.wandb",
+    "runs._writer": "runs.writing.writer",
+    "scaling._dynamic": "scaling.dynamic",
+    "scaling._hysteresis": "scaling.hysteresis",
+    "scaling._layers": "scaling.layerwise.scaler",
+    "scaling._outcome": "scaling.step_outcome",
+    "scaling._scaler": "scaling.base",
+    "scaling._spectral": "scaling.spectral.scaler",
+    "scaling._spectral_windows": "scaling.spectral.scale_windows",
+    "scaling._static": "scaling.static",
+    "spectrum._blocks": "spectrum.block_record",
+    "spectrum._fit": "spectrum.fit.element_fit",
+    "spectrum._source": "spectrum.source_format",
+    "spectrum._spectrum": "spectrum.spectrum",
+    "unit._audit_compare": "unit.auditing.comparison",
+    "unit._audit_result": "unit.auditing.result",
+    "unit._audit_rows": "unit.auditing.rows",
+    "unit._changes": "unit.changes",
+    "unit._converted": "unit.conversion.converted_modules",
+    "unit._fold_plan": "unit.folding.fold_plan",
+    "unit.nn._activations": "unit.nn.activations",
+    "unit.nn._attention": "unit.nn.attention",
+    "unit.nn._convolutions": "unit.nn.convolutions",
+    "unit.nn._dropout": "unit.nn.dropout",
+    "unit.nn._embedding": "unit.nn.embedding",
+    "unit.nn._linear": "unit.nn.linear",
+    "unit.nn._losses": "unit.nn.losses",
+    "unit.nn._mlp": "unit.nn.mlp",
+    "unit.nn._norms": "unit.nn.normalization",
+    "unit.nn._pools": "unit.nn.pooling",
+    "unit.nn._residual": "unit.nn.residual",
+    "unit.nn._transformer": "unit.nn.transformer",
+    "unit.optim._optimizers": "unit.optim.optimizers",
+    "watch._casting": "watch.hooks.cast_counts",
+    "watch._watch": "watch.handle",
+}
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives a module of the old layout the content of the new one."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds the modules of the table."""
+        if fullname.removeprefix("plimsoll.") not in MOVED:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # some had modules below them
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills a module: what pickles look up in it are the classes that are there now."""
+        new = importlib.import_module(f"plimsoll.{MOVED[module.__name__.removeprefix('plimsoll.')]}")
+        module.__dict__.update({name: value for name, value in vars(new).items() if not name.startswith("__")})

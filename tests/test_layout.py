@@ -1,0 +1,44 @@
+"""The layout of the source: folders small enough to read, names that need no decoding, modules that hide no export."""
+
+import ast
+import pkgutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import plimsoll
+from tests import house
+
+PACKAGES = [package.name for package in pkgutil.iter_modules(plimsoll.__path__) if package.ispkg]
+MODULES = sorted(house.SOURCE.rglob("*.py"))
+_MOST = 14  # modules of a folder
+
+
+def test_folders_are_small() -> None:
+    found = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in found.items() if count > _MOST} == {}
+
+
+def test_every_folder_says_what_it_holds() -> None:
+    """An empty folder would be none to git, but a package to Python where it was not removed."""
+    folders = [path for path in house.SOURCE.rglob("*") if path.is_dir() and any(path.glob("*.py"))]
+    silent = [folder for folder in folders if not (folder / "__init__.py").read_text("utf-8").startswith('"""')]
+    assert silent == []
+
+
+@pytest.mark.parametrize("files", [MODULES, sorted(Path(__file__).parent.rglob("*.py"))], ids=["src", "tests"])
+def test_an_underscored_module_is_imported_from_its_own_folder_alone(files: list[Path]) -> None:
+    assert {str(path): found for path in files if (found := list(house.foreign_private_imports(path)))} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_has_the_name_of_an_export(package: str) -> None:
+    """Exports are loaded when they are first used: importing such a module would put it in the export's place."""
+    folder = house.SOURCE / package
+    tree = ast.parse((folder / "__init__.py").read_text("utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    exports = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    modules = {f"plimsoll.{package}.{path.stem}" for path in folder.iterdir() if path.suffix in ("", ".py")}
+    hidden = [name for name, origin in exports.items() if f"plimsoll.{package}.{name}" in modules - {origin}]
+    assert hidden == []

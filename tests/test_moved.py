@@ -1,0 +1,32 @@
+"""Pickles of version 0.1 find the classes where they are now."""
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from plimsoll.moved import MOVED
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_class_is_found_under_its_old_name(old: str) -> None:
+    module = importlib.import_module(f"plimsoll.{MOVED[old]}")
+    own = [
+        name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    assert own or any(other.startswith(f"{old}.") for other in MOVED)
+    for name in own:
+        assert pickle.loads(f"cplimsoll.{old}\n{name}\n.".encode()) is getattr(module, name)
+
+
+def test_other_modules_of_the_old_layout_are_gone_and_none_is_imported_unasked() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'plimsoll.watch._seams'"):
+        importlib.import_module("plimsoll.watch._seams")
+    probe = (
+        "import sys, plimsoll.scaling; print(*[name for name in sys.modules if '._' in name and 'plimsoll' in name])"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
