@@ -1,8 +1,8 @@
 """`Loop`: one training step after another, in whatever precision; `prepare` makes it.
 
 The file is long because the loop is where everything meets: each method is short, and what it does is elsewhere
-(`levels.active_level`: the level on the model; `optimizer_step`: gradients and optimizers; `batch_replay`: batches that run again;
-`checkpoint`: what is saved).
+(`levels.active_level`: the level on the model; `optimizer_step`: gradients and optimizers; `batch_replay`: batches that
+run again; `checkpoint`: what is saved).
 """
 
 import contextlib
