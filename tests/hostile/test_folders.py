@@ -150,8 +150,7 @@ def try_one(folder: Path, sound: Path, seed: int, right: Any) -> None:
     code, findings = judged(folder)
     table = read_all(folder)
     ask(folder, sound, seed // 3)
-    for listed in RunsList(folder.parent).runs():
-        assert listed.problem is None or listed.problem
+    RunsList(folder.parent).runs()  # the live page's list: it raises nothing
     if right is not None and code != 2:
         assert (code, findings) == right[0]
         assert table is None or table == right[1]

@@ -125,7 +125,7 @@ class Core:
             setattr(self.due, name, False)
 
     def leave(self) -> None:
-        """In a forked child: nothing is measured, recorded or told any more, since the run is the parent's.
+        """In a forked child: nothing is measured, recorded or printed: the run is the parent's.
 
         Torch's threads do not outlive a fork, so that measuring could wait for ever.
         """

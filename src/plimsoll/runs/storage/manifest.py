@@ -61,7 +61,7 @@ def file_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose manifest bears that name; None if it is none."""
+    """The rank whose manifest has that name; None if it is no manifest."""
     found = _NAME.fullmatch(name)
     rank = -1 if found is None else int(found.group(1) or 0)
     return rank if 0 <= rank <= RANGES["rank"][1] else None

@@ -158,7 +158,7 @@ class RunWriter:
         self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 
     def after_fork(self) -> None:
-        """Makes the child's copy inert, beside its worker."""
+        """Makes the child's copy do nothing, as its worker does."""
         self.before_read = None
         self._finalizer.detach()
 
@@ -184,7 +184,7 @@ def write_for_reader(folder: Path) -> None:
 
 
 def _log_of(path: Path, **options: Any) -> Log:
-    """The log of a folder, or of one beside it where damage keeps a session from going on there."""
+    """The folder of this rank, or one next to it if damage prevents a session from going on there."""
     try:
         return Log(path, **options)
     except RunError:

@@ -239,7 +239,7 @@ class Steps(torch_hooks.Listener):
             self.losses.step_begins(optimizer)
             self._inside.append(optimizer)
             self._turns.enter(optimizer)
-            if self.structure is not None:  # nobody else has told of a model that is compiled, or called in parts
+            if self.structure is not None:  # no hook has seen a model that is compiled, or called in parts
                 self.structure.follow()
             self.parameters.enter(optimizer)
 

@@ -56,7 +56,7 @@ class Parameters:
         """Whether the optimizer has parameters of the model."""
         params = list(parameters_of(optimizer))
         self._meet(params)  # `fully_shard` puts others in the place of those that were there
-        names = self._names  # which another thread may learn anew
+        names = self._names  # another thread may replace them
         return any(id(p) in self._members and id(p) in names and names[id(p)][0]() is p for p in params)
 
     def takes_over(self, optimizer: Any) -> bool:

@@ -131,7 +131,7 @@ class PageServer(Server):
         # Those that took longer than it waits for are still open, and would be when the loop is closed.
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)  # in which their ends are carried out
+        await asyncio.sleep(0)  # the loop's next turn ends them
 
 
 def run(made: App, listener: socket.socket) -> None:
