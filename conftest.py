@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest_plugins = ["tests.tiers", "tests.left_behind"]
+pytest_plugins = ["tests.tiers", "tests.support.left_behind"]
 
 # In the background of a shell SIGINT is ignored, and so it would be by every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

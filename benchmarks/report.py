@@ -26,7 +26,7 @@ from plimsoll.report import html, markdown, summary
 from plimsoll.runs import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.browser import ARGUMENTS, find_chromium
+from tests.support.browser import ARGUMENTS, find_chromium
 
 _PAINTED = """new Promise(done => new PerformanceObserver(list => done(list.getEntries().at(-1).startTime))
     .observe({type: 'largest-contentful-paint', buffered: true}))"""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.patience import HANG_SECONDS
+from tests.support import processes
+from tests.support.patience import HANG_SECONDS
 from tests.test_shell_blocks import ROOT, shell_blocks, split
 
 PAGES = (

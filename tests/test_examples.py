@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 

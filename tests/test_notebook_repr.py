@@ -14,7 +14,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.formats import Plan
 from plimsoll.notebook_repr import NotebookRepr
-from tests.diagnosis.faults import FAULTS
+from tests.support.diagnosis.faults import FAULTS
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 PACKAGES = ("diagnosis", "emulate", "formats", "fp8", "precision", "rounding", "runs", "scaling", "spectrum", "unit")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import portable
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 
 def test_the_copy_is_of_what_git_knows_or_would_add_and_runs_by_itself(

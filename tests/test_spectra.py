@@ -6,7 +6,7 @@ import math
 import torch
 
 from plimsoll.spectrum import Spectrum, measure
-from tests.spectra import same
+from tests.support.spectra import same
 
 
 def moved(s: Spectrum, name: str, ulps: int) -> Spectrum:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import plimsoll as pl
-from tests import browser, left_behind, tiers
+from tests import tiers
+from tests.support import browser, left_behind
 
 
 def starts_a_process() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
 HERE = Path(__file__).parent
 SLOW = {

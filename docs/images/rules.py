@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 from plimsoll.diagnosis import RULES, View, diagnose  # noqa: E402
 from plimsoll.report import figure_for  # noqa: E402
 from plimsoll.runs import Event, Run, RunWriter  # noqa: E402
-from tests.diagnosis.faults import FAULTS, INNOCENT  # noqa: E402
-from tests.diagnosis.stories import SOUND, Story  # noqa: E402
+from tests.support.diagnosis.faults import FAULTS, INNOCENT  # noqa: E402
+from tests.support.diagnosis.stories import SOUND, Story  # noqa: E402
 
 FOLDER = Path(__file__).with_name("rules")
 WIDTH, TALLEST = 900, 560  # pixels
@@ -28,7 +28,7 @@ COLOURS = 256  # of a picture's palette
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync")  # fmt: skip
 
-# The faults that show a rule best, by their names in tests/diagnosis/faults.py.
+# The faults that show a rule best, by their names in tests/support/diagnosis/faults.py.
 SHOWN = {
     "underflow-high": "one layer shrinks at 100",
     "underflow-rising": "underflow rises in all layers",

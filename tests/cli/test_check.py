@@ -12,10 +12,10 @@ from plimsoll.cli import app
 from plimsoll.diagnosis import RULES
 from plimsoll.runs import RunWriter
 from plimsoll.runs.storage import script
-from tests.diagnosis import planned
-from tests.diagnosis.faults import falling
-from tests.diagnosis.stories import SOUND, constant, told
-from tests.runs import making
+from tests.support.diagnosis import planned
+from tests.support.diagnosis.faults import falling
+from tests.support.diagnosis.stories import SOUND, constant, told
+from tests.support.runs import making
 
 
 def run(*arguments: object) -> Result:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.storage import script
-from tests.diagnosis.stories import SOUND, constant, of_layer
+from tests.support.diagnosis.stories import SOUND, constant, of_layer
 
 
 def run(*arguments: object) -> Result:

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests import processes
+from tests.support import processes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "five-minutes.md").read_text("utf-8")
 

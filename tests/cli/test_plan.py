@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.diagnosis import plan
 from plimsoll.formats import Plan
-from tests.diagnosis.planned import layers, written
+from tests.support.diagnosis.planned import layers, written
 
 SIZES = {f"blocks.{i}.{part}": 2.0**-i for i in range(10) for part in ("qkv", "out", "up", "down")}
 

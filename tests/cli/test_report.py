@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.report import markdown, summary
 from plimsoll.runs import RunWriter, Scalars
-from tests.report import hostile
+from tests.support.report import hostile_run as hostile
 
 
 def run(*arguments: object) -> Result:

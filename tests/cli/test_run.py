@@ -14,8 +14,8 @@ import plimsoll
 from plimsoll.cli.commands import run as _run
 from plimsoll.runs import Run
 from plimsoll.watch import settings
-from tests import processes
-from tests.patience import HANG_SECONDS
+from tests.support import processes
+from tests.support.patience import HANG_SECONDS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ALL = {"weights", "gradients", "activations", "activation_gradients", "optimizer", "updates"}

@@ -22,7 +22,7 @@ from plimsoll.cli import app
 from plimsoll.errors import MissingExtraError
 from plimsoll.report.live.server import launch
 from plimsoll.runs import RunWriter, Scalars
-from tests.patience import HANG_SECONDS
+from tests.support.patience import HANG_SECONDS
 
 
 @pytest.fixture

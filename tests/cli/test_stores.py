@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from plimsoll.cli import app
 from plimsoll.cli.paths import said
 from plimsoll.runs.storage.uri import without_secrets
-from tests.diagnosis.faults import falling
-from tests.diagnosis.stories import constant, told
+from tests.support.diagnosis.faults import falling
+from tests.support.diagnosis.stories import constant, told
 
 
 def run(*arguments: object) -> Result:

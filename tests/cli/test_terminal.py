@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plimsoll.cli import app, main
 from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars
-from tests.runs import making
+from tests.support.runs import making
 
 FORGED = "FORGED: healthy"
 BAD = f"\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066\x7f\u2028\r\x08[/red][link=x]\nplimsoll: {FORGED}\n{FORGED}"

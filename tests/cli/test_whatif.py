@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
-from tests.diagnosis.stories import SOUND, told
+from tests.support.diagnosis.stories import SOUND, told
 
 # With formats at the limits of eXmY.
 FORMATS = (

@@ -9,8 +9,8 @@ import torch
 
 from plimsoll.diagnosis import RULES, Finding, Spot, diagnose
 from plimsoll.diagnosis.causes import unexplained
-from tests.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
-from tests.diagnosis.stories import Story, constant, told
+from tests.support.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
+from tests.support.diagnosis.stories import Story, constant, told
 
 RULES_BY_ID = {rule.id: rule for rule in RULES}
 FROM_NAN = {rule.id for rule in RULES if "nonfinite" in rule.explained_by}

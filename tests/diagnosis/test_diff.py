@@ -13,7 +13,7 @@ from plimsoll.diagnosis import View, diff
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.storage import script
-from tests.diagnosis.trainings import MODELS, train
+from tests.support.diagnosis.trainings import MODELS, train
 
 Around = Callable[[nn.Module, int], object]
 

@@ -15,7 +15,7 @@ import plimsoll as pl
 from plimsoll.cli import app
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
-from tests import processes
+from tests.support import processes
 
 SCRIPT = """
     import os, signal, sys, torch, plimsoll as pl

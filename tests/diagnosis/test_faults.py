@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from plimsoll.diagnosis import RULES, SEVERITIES, diagnose
-from tests.diagnosis.faults import FAULTS, INNOCENT, Fault
-from tests.diagnosis.stories import Story
+from tests.support.diagnosis.faults import FAULTS, INNOCENT, Fault
+from tests.support.diagnosis.stories import Story
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -19,8 +19,8 @@ from plimsoll.diagnosis.estimates.cast_cells import cast_cells
 from plimsoll.diagnosis.rules.casts import UnitDrift
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.runs import Run
-from tests.diagnosis.faults import eight
-from tests.diagnosis.stories import constant
+from tests.support.diagnosis.faults import eight
+from tests.support.diagnosis.stories import constant
 
 CASTS = ["cast-*", "codes-unused", "unit-drift"]
 

@@ -14,8 +14,8 @@ import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
 from plimsoll.watch.hooks import torch_hooks
-from tests.diagnosis.guarded import NEVER, acts, by_hand, by_loop, guard_events, looking, net, scaler_at
-from tests.patience import HANG_SECONDS
+from tests.support.diagnosis.guarded import NEVER, acts, by_hand, by_loop, guard_events, looking, net, scaler_at
+from tests.support.patience import HANG_SECONDS
 
 ALL = ("lower_scale", "raise_scale", "to_bf16", "clamp", "skip", "rollback", "stop")
 

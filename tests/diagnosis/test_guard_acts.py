@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError, GuardStop
-from tests.diagnosis.guarded import (
+from tests.support.diagnosis.guarded import (
     NEVER,
     acts,
     by_hand,

@@ -1,14 +1,13 @@
 """Two gloo ranks: rank 0 looks and decides, and both act at the same step."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
-HERE = Path(__file__).parent
+RANK = processes.SUPPORT / "diagnosis" / "guard_rank.py"
 WORLD = 2
 
 
@@ -18,7 +17,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("guard")
     results = [folder / f"{rank}.json" for rank in range(WORLD)]
     arguments = [(folder / "store", rank, WORLD, result) for rank, result in enumerate(results)]
-    processes.ranks(HERE / "guard_rank.py", arguments)
+    processes.ranks(RANK, arguments)
     return [json.loads(result.read_text("utf-8")) for result in results]
 
 

@@ -10,7 +10,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError
 from plimsoll.scaling import DynamicScaler, LayerScaler, SpectralScaler, StaticScaler
-from tests.diagnosis.guarded import NEVER, acts, by_hand, finite, guard_events, looking, lost, net, scaler_at
+from tests.support.diagnosis.guarded import NEVER, acts, by_hand, finite, guard_events, looking, lost, net, scaler_at
 
 SCALERS = [lambda: scaler_at(1.0), lambda: torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**6)]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.diagnosis import diagnose
-from tests.diagnosis.trainings import MODELS, train
+from tests.support.diagnosis.trainings import MODELS, train
 
 KINDS = [(name, precision, 0) for name in MODELS for precision in ("fp32", "bf16", "fp16")]
 KINDS += [("mlp", "fp16", 1), ("gpt", "fp16", 1), ("vit", "fp16", 2), ("cnn", "fp16", 3), ("gpt", "fp32", 4)]

@@ -3,9 +3,9 @@
 import pytest
 
 from plimsoll.diagnosis import locate
-from tests.diagnosis.breakages import FAULTS
-from tests.diagnosis.harmless import HEALTHY
-from tests.versions import only_from
+from tests.support.diagnosis.breakages import FAULTS
+from tests.support.diagnosis.harmless import HEALTHY
+from tests.support.versions import only_from
 
 
 @pytest.mark.parametrize("name", FAULTS)

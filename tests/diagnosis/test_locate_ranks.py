@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tests import processes
+from tests.support import processes
 
-RANK = Path(__file__).with_name("locate_rank.py")
+RANK = processes.SUPPORT / "diagnosis" / "locate_rank.py"
 
 
 def test_the_rank_that_broke_names_the_operation(tmp_path: Path):

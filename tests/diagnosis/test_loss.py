@@ -13,7 +13,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report.verdicts.verdict import verdict
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.text import number
-from tests.diagnosis.stories import LAYERS, told
+from tests.support.diagnosis.stories import LAYERS, told
 
 Loss = np.ndarray
 RANDOM = np.random.default_rng(14)

@@ -14,7 +14,7 @@ from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import BlockFormat, Plan, get
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.text import percent
-from tests.diagnosis.planned import MULTIPLY, layers, train, written
+from tests.support.diagnosis.planned import MULTIPLY, layers, train, written
 
 STEPS = 50
 ROLES = ("weights", "activations", "gradients")

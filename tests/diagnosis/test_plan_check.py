@@ -11,7 +11,7 @@ import plimsoll as pl
 from plimsoll.diagnosis import PlanCheck, check_plan, plan
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
-from tests.diagnosis.planned import layers, written
+from tests.support.diagnosis.planned import layers, written
 
 SIZES = {"a": 1.0, "b": 2.0**-6}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from plimsoll.diagnosis import plan
 from plimsoll.diagnosis.planning.headroom import spare
 from plimsoll.formats import E5M2
-from tests.diagnosis.planned import layers, written
+from tests.support.diagnosis.planned import layers, written
 
 STEPS, EVERY = 240, 20
 

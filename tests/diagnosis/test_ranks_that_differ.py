@@ -9,7 +9,7 @@ import torch
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.report import summary
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.runs import making
+from tests.support.runs import making
 
 STEPS, EVERY = 200, 5
 Loss = Callable[[int, float], float]  # of a step and a normal random number

@@ -14,9 +14,9 @@ from plimsoll.diagnosis import RULES, Finding, Rule, View, diagnose, threshold
 from plimsoll.diagnosis.tables.trend import looks, trend
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.diagnosis.faults import FAULTS, put, zeroed
-from tests.diagnosis.stories import LAYERS, SOUND, constant, told
-from tests.runs import making
+from tests.support.diagnosis.faults import FAULTS, put, zeroed
+from tests.support.diagnosis.stories import LAYERS, SOUND, constant, told
+from tests.support.runs import making
 
 STABLE = [f for f in FAULTS if f.name in {
     "underflow rises in one layer", "scale frozen low after hard batches", "attention explodes", "loss diverges",

@@ -9,7 +9,7 @@ from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.trend import goes_on
 from plimsoll.report.verdicts.verdict_phrases import said
 from plimsoll.runs import Run
-from tests.diagnosis.stories import LAYERS, Size, constant, of_layer, told
+from tests.support.diagnosis.stories import LAYERS, Size, constant, of_layer, told
 
 RANDOM = np.random.default_rng(5)
 STEPS = np.arange(0, 400, 10)

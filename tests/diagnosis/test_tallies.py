@@ -14,7 +14,7 @@ from plimsoll.diagnosis.tables.cells import Cells, read
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Spectrum
-from tests.runs import making
+from tests.support.runs import making
 
 SHIFTS = (-20, -3, 0, 5, 13, 30)
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2", "e2m1", "e4m3fnuz", "fp32", "fp64", "e11m2", "e11m0")

@@ -15,7 +15,7 @@ from plimsoll.diagnosis.what_if.scale_windows import stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, RunError
 from plimsoll.formats import get
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.diagnosis.stories import LAYERS, constant, since, told
+from tests.support.diagnosis.stories import LAYERS, constant, since, told
 
 STEPS = 3
 

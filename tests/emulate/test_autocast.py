@@ -17,7 +17,7 @@ from plimsoll.emulate.autocast import Autocast
 from plimsoll.emulate.casting.operation_lists import CUDA
 from plimsoll.emulate.dispatch import operation_kernels, thread_frame
 from plimsoll.errors import ArgumentError
-from tests.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE, made
+from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE, made
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

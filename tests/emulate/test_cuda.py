@@ -6,7 +6,7 @@ import torch
 import plimsoll as pl
 from plimsoll.emulate.autocast import Autocast
 from plimsoll.emulate.casting.operation_lists import CUDA
-from tests.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE
+from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="compares with CUDA's autocast, which needs a GPU"

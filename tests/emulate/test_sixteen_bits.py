@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll as pl
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError, FormatError
-from tests.emulate.calls import LOW, NO_CPU_KERNEL, made
+from tests.support.emulate.calls import LOW, NO_CPU_KERNEL, made
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 DTYPES = {"fp16": FP16, "bf16": BF16}

@@ -12,7 +12,7 @@ import torch
 from plimsoll import formats
 from plimsoll.errors import FormatError
 from plimsoll.formats import ALIASES, BLOCKS, E4M3, ELEMENTS, FP16, BlockFormat, Format, get, get_element
-from tests.patience import HANG_SECONDS
+from tests.support.patience import HANG_SECONDS
 
 # Copied by hand. IEEE 754-2019 table 3.5; OCP FP8 1.0 table 1; OCP MX 1.0 tables 3 to 7; arXiv:2206.02915 table 1.
 # name: bits, exponent bits, mantissa bits, bias, max, smallest normal, smallest subnormal, epsilon, Inf, NaN, binades

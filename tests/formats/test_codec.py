@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BF16, E2M1, E4M3, E4M3FNUZ, E8M0, ELEMENTS, FP16, FP32, FP64, TF32, Format, get, philox
-from tests.formats import scalar_reference as scalar
-from tests.formats.edge_values import edges
+from tests.support.formats import scalar_reference as scalar
+from tests.support.formats.edge_values import edges
 
 NARROW = [fmt for fmt in ELEMENTS if fmt.bits <= 16]
 GENERIC = ["e2m0", "e4m0", "e2m2", "e3m4", "e5m1", "e5m7", "e8m5", "e6m9", "e11m4", "e11m0"]

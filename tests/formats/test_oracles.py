@@ -8,8 +8,8 @@ import pytest
 from gfloat.types import Domain
 
 from plimsoll.formats import E4M3, E8M0, ELEMENTS, Format, get, get_element
-from tests.formats import scalar_reference as scalar
-from tests.formats.edge_values import edges
+from tests.support.formats import scalar_reference as scalar
+from tests.support.formats.edge_values import edges
 
 E4M3_IEEE = Format(name="e4m3ieee", exponent_bits=4, mantissa_bits=3, bias=7)
 E4M3B11 = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")

@@ -21,8 +21,8 @@ from plimsoll.cli.entry_point import app
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.report.live.run_index.run_list import RunsList
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.hostile import folders
-from tests.patience import HANG_SECONDS
+from tests.support.hostile import folders
+from tests.support.patience import HANG_SECONDS
 
 CASES = int(os.environ.get("PLIMSOLL_FUZZ", "150"))
 _CASES_A_TEST = 20

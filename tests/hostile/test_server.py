@@ -21,9 +21,9 @@ from plimsoll.diagnosis import View
 from plimsoll.report import html
 from plimsoll.report.live.security import HEADERS
 from plimsoll.runs import Run
-from tests.hostile import server as hostile
-from tests.patience import HANG_SECONDS
-from tests.report.served import Served, served
+from tests.support.hostile import server as hostile
+from tests.support.patience import HANG_SECONDS
+from tests.support.report.served import Served, served
 
 CASES = int(os.environ.get("PLIMSOLL_FUZZ", "150"))
 RUNS = max(CASES // 10, 1)  # of these are runs, each with all questions about it

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from plimsoll import cast, kernels, pack
 from plimsoll.formats import BLOCKS, E4M3, E8M0, ELEMENTS, NVFP4, NVFP4_SINGLE, BlockFormat, Format, get, get_element
 from plimsoll.kernels import philox
-from tests.formats import scalar_reference as scalar
-from tests.formats.edge_values import edges
+from tests.support.formats import scalar_reference as scalar
+from tests.support.formats.edge_values import edges
 
 GENERIC = [get_element(name, "test") for name in ("e5m7", "e8m5", "e3m4", "e4m0", "e2m0", "e6m9", "e11m4", "e11m40")]
 MX = [fmt for fmt in BLOCKS if not fmt.scale.signed]

@@ -10,7 +10,7 @@ from plimsoll.lab.running.workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
 DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS = (
-    f"tests.lab.worker_tasks:{name}" for name in ("divided", "interrupted", "killed", "printed", "threads")
+    f"tests.support.lab.worker_tasks:{name}" for name in ("divided", "interrupted", "killed", "printed", "threads")
 )
 
 

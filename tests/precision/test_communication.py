@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision.training.gradient_compression import GradientCompression, compress_gradients
-from tests import processes
+from tests.support import processes
 
-RANK = Path(__file__).with_name("communication_rank.py")
+RANK = processes.SUPPORT / "precision" / "communication_rank.py"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

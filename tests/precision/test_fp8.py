@@ -15,7 +15,7 @@ import plimsoll as pl
 from plimsoll import fp8, unit
 from plimsoll.precision import prepare
 from plimsoll.scaling import DynamicScaler, LayerScaler
-from tests.precision.training import batches, contents, counted, loss_of, run
+from tests.support.precision.training import batches, contents, counted, loss_of, run
 
 BF = torch.bfloat16
 

@@ -11,7 +11,7 @@ import plimsoll as pl
 from plimsoll import fp8
 from plimsoll.formats import Plan
 from plimsoll.precision import Policy, prepare
-from tests.precision.training import contents
+from tests.support.precision.training import contents
 
 MULTIPLIED, EMULATED = Policy(fp8_plans="multiplied"), Policy(fp8_plans="emulated")
 SCALES = {"activations": 2.0**5, "weights": 2.0**9, "gradients": 2.0**18}

@@ -7,7 +7,7 @@ import torch
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision import Policy, prepare
-from tests.precision.training import HERE, adamw, batches, contents, loss_of, net, run, run_closures
+from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, run, run_closures
 
 
 def test_each_step_is_told_at_its_end_and_not_each_micro_batch() -> None:

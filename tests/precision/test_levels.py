@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.precision import LEVELS, levels_table, prepare
 from plimsoll.scaling import StaticScaler
-from tests.precision.training import CAST, HERE, SCALED, adamw, batches, loss_of, net, run
+from tests.support.precision.training import CAST, HERE, SCALED, adamw, batches, loss_of, net, run
 
 HALF, BF, FULL = torch.float16, torch.bfloat16, torch.float32
 WEIGHTS = {"fp16-master": HALF, "fp16-pure": HALF, "bf16-master": BF, "bf16-stochastic": BF, "bf16-kahan": BF}

@@ -9,7 +9,7 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
-from tests.precision.masters_support import adamw, in_float32, network, same, train, weights
+from tests.support.precision.masters import adamw, in_float32, network, same, train, weights
 
 KINDS: dict[str, Any] = {
     "full": lambda inner: MasterWeights(inner, compact=False),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
 from plimsoll.scaling import DynamicScaler
-from tests.precision.masters_support import adamw, backward, formats, in_float32, network, same, train, weights
+from tests.support.precision.masters import adamw, backward, formats, in_float32, network, same, train, weights
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 

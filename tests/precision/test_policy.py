@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.formats import Plan
 from plimsoll.precision import Policy, PolicyRecord, prepare
-from tests.precision.training import adamw, batches, loss_of, net, run
+from tests.support.precision.training import adamw, batches, loss_of, net, run
 
 
 class Blocks(nn.Module):

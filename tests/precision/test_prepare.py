@@ -12,7 +12,7 @@ import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.static import StaticScaler
-from tests.precision.training import HERE, adamw, batches, loss_of, net, overflowing, run, run_closures
+from tests.support.precision.training import HERE, adamw, batches, loss_of, net, overflowing, run, run_closures
 
 
 def linear() -> nn.Linear:

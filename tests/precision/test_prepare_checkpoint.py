@@ -13,7 +13,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
 from plimsoll.scaling.dynamic import DynamicScaler
-from tests.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
+from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
 
 
 def prepared(name: Any, seed: int = 0, **kwargs: Any) -> tuple[Any, nn.Module]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.precision import LEVELS, prepare
-from tests.precision.training import HERE, SCALED, adamw
+from tests.support.precision.training import HERE, SCALED, adamw
 
 # The input and the weight that the second linear layer keeps for its backward.
 KEPT = {

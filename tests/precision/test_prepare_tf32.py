@@ -11,7 +11,7 @@ import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.precision.levels import arithmetic
 from plimsoll.precision.levels.tf32 import has_tf32, tf32
-from tests.precision.training import adamw, batches, loss_of, net, run
+from tests.support.precision.training import adamw, batches, loss_of, net, run
 
 
 def settings() -> list[str]:

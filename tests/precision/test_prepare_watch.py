@@ -10,7 +10,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.scaling.dynamic import DynamicScaler
-from tests.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
+from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -15,7 +15,17 @@ import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.precision.training.batch_replay import variables_of
 from plimsoll.scaling.dynamic import DynamicScaler
-from tests.precision.training import SCALED, adamw, batches, contents, counted, loss_of, net, overflowing, run_closures
+from tests.support.precision.training import (
+    SCALED,
+    adamw,
+    batches,
+    contents,
+    counted,
+    loss_of,
+    net,
+    overflowing,
+    run_closures,
+)
 
 
 def scaler_at(scale: float, **kwargs: Any) -> DynamicScaler:

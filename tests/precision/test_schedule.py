@@ -10,7 +10,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.precision import prepare
-from tests.precision.training import HERE, adamw, batches, contents, net, run
+from tests.support.precision.training import HERE, adamw, batches, contents, net, run
 
 FULL = torch.float32
 EXACT = ["fp32", "amp-fp16", "amp-bf16", "fp16-master", "bf16-master"]

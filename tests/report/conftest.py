@@ -1,4 +1,4 @@
 """The browser's fixtures, for the tests of pages in this folder."""
 
-from tests.browser import browser as browser, opened as opened, page as page, seen as seen
-from tests.report.served import runs_folder as runs_folder, site as site
+from tests.support.browser import browser as browser, opened as opened, page as page, seen as seen
+from tests.support.report.served import runs_folder as runs_folder, site as site

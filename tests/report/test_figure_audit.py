@@ -15,7 +15,7 @@ from plimsoll import report
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.report.drawing.audit_rows import lines_of, middle, ticks_of
 from plimsoll.unit import Audit, Reading, Row, audit
-from tests.browser import address, needs_browser
+from tests.support.browser import address, needs_browser
 
 GENERATOR = torch.Generator().manual_seed(0)
 UNIT = torch.randn(32, 32, generator=GENERATOR)

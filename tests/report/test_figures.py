@@ -11,9 +11,9 @@ from plimsoll import report
 from plimsoll.diagnosis import View, plan
 from plimsoll.errors import ArgumentError, FormatError, MissingExtraError, NotRecordedError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.diagnosis.faults import A, B, falling, put
-from tests.diagnosis.stories import LAYERS, SOUND, constant, of_layer, since, told
-from tests.report.large import name_of, written
+from tests.support.diagnosis.faults import A, B, falling, put
+from tests.support.diagnosis.stories import LAYERS, SOUND, constant, of_layer, since, told
+from tests.support.report.large_run import name_of, written
 
 NAN = float("nan")
 FIGURES: Mapping[str, Callable[..., Any]] = {

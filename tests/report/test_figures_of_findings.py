@@ -11,8 +11,8 @@ from plimsoll.diagnosis import RULES, Finding, View, diagnose
 from plimsoll.errors import ArgumentError
 from plimsoll.report import FIGURES, figure_for
 from plimsoll.runs import Event, Run, RunWriter
-from tests.diagnosis.faults import FAULTS, INNOCENT
-from tests.diagnosis.stories import SOUND, Story
+from tests.support.diagnosis.faults import FAULTS, INNOCENT
+from tests.support.diagnosis.stories import SOUND, Story
 
 _STORIES: dict[str, Story] = {fault.name: fault.story for fault in FAULTS} | INNOCENT
 # For each rule two faults that raise it, or what there is.
@@ -97,7 +97,7 @@ def test_a_figure_that_there_is_not_is_refused(tmp_path: Path) -> None:
 
 def test_a_heat_map_of_many_layers_shows_those_of_the_finding(tmp_path: Path) -> None:
     from plimsoll.report import heatmap
-    from tests.report.large import written
+    from tests.support.report.large_run import written
 
     path = written(tmp_path / "run", layers=300, samples=6)
     focus = ["blocks.7.part3.weight", "blocks.11.part0.weight"]

@@ -17,9 +17,9 @@ from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
 from plimsoll.report.labels import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
-from tests.diagnosis.stories import SOUND, told
-from tests.report import hostile
-from tests.report.large import name_of, rows_of, written
+from tests.support.diagnosis.stories import SOUND, told
+from tests.support.report import hostile_run as hostile
+from tests.support.report.large_run import name_of, rows_of, written
 
 NAN = float("nan")
 FIGURES: Mapping[str, Callable[[Path], Any]] = {

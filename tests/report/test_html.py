@@ -18,9 +18,9 @@ from plimsoll.report import html
 from plimsoll.report.single_file import embedded_figures
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.diagnosis.faults import FAULTS
-from tests.diagnosis.stories import SOUND, constant, of_layer, told
-from tests.report import hostile
+from tests.support.diagnosis.faults import FAULTS
+from tests.support.diagnosis.stories import SOUND, constant, of_layer, told
+from tests.support.report import hostile_run as hostile
 
 LOADS = ("src", "href", "action", "data", "poster", "srcset", "background")
 

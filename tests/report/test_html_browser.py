@@ -11,9 +11,9 @@ from playwright.sync_api import expect
 
 from plimsoll.diagnosis import whatif
 from plimsoll.report import html
-from tests.browser import address, needs_browser, open_page
-from tests.diagnosis.faults import FAULTS
-from tests.report import hostile
+from tests.support.browser import address, needs_browser, open_page
+from tests.support.diagnosis.faults import FAULTS
+from tests.support.report import hostile_run as hostile
 
 pytestmark = needs_browser
 

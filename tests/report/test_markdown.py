@@ -9,9 +9,9 @@ from plimsoll.diagnosis import Finding, Spot, diagnose
 from plimsoll.report import markdown, summary
 from plimsoll.report.single_file.markdown_report import LONGEST_BYTES, code, escaped
 from plimsoll.runs import RunWriter
-from tests.diagnosis.faults import FAULTS
-from tests.diagnosis.stories import SOUND
-from tests.report import hostile
+from tests.support.diagnosis.faults import FAULTS
+from tests.support.diagnosis.stories import SOUND
+from tests.support.report import hostile_run as hostile
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 

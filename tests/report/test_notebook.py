@@ -8,9 +8,9 @@ import pytest
 
 from plimsoll.report.single_file.notebook import PLOTLY
 from plimsoll.runs import Run, RunWriter
-from tests.diagnosis.faults import FAULTS
-from tests.diagnosis.stories import SOUND
-from tests.report import hostile
+from tests.support.diagnosis.faults import FAULTS
+from tests.support.diagnosis.stories import SOUND
+from tests.support.report import hostile_run as hostile
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 

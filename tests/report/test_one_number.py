@@ -26,7 +26,7 @@ from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
-from tests.diagnosis.faults import FAULTS, Fault
+from tests.support.diagnosis.faults import FAULTS, Fault
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 

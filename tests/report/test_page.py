@@ -11,8 +11,8 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 
 from plimsoll.diagnosis import diagnose
 from plimsoll.diagnosis.wording import layer_name
-from tests.browser import needs_browser
-from tests.report.served import LAYER, Served, at, drawn, expect, hash_of
+from tests.support.browser import needs_browser
+from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_of
 
 pytestmark = needs_browser
 

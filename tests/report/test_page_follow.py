@@ -11,9 +11,9 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 pytest.importorskip("playwright", reason="pages are tested through playwright: pip install playwright")
 
 from plimsoll.runs import RunWriter
-from tests.browser import Seen, needs_browser, open_page
-from tests.patience import wait_until
-from tests.report.served import COLLAPSED, LOW, Served, at, drawn, expect, served, write_steps
+from tests.support.browser import Seen, needs_browser, open_page
+from tests.support.patience import wait_until
+from tests.support.report.served import COLLAPSED, LOW, Served, at, drawn, expect, served, write_steps
 
 pytestmark = needs_browser
 

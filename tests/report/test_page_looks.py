@@ -16,8 +16,8 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.report import TEMPLATES
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
-from tests.browser import Seen, needs_browser, open_page
-from tests.report.served import Served, at, drawn, expect, served
+from tests.support.browser import Seen, needs_browser, open_page
+from tests.support.report.served import Served, at, drawn, expect, served
 
 pytestmark = needs_browser
 

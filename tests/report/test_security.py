@@ -18,7 +18,7 @@ from plimsoll.errors import RunError
 from plimsoll.report.live.security import ANY_ADDRESS, HEADERS, cookie_of
 from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter, Scalars
-from tests.diagnosis.stories import told
+from tests.support.diagnosis.stories import told
 
 HOSTS = ("localhost:8642", "127.0.0.1:8642", "[::1]:8642")
 TOKEN = "a token that is long enough"

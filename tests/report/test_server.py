@@ -22,9 +22,9 @@ from plimsoll.report.live.server.app import App, app
 from plimsoll.report.live.server.figures import OF_ONE
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.diagnosis.stories import LAYERS, constant, told
-from tests.patience import HANG_SECONDS
-from tests.report import hostile
+from tests.support.diagnosis.stories import LAYERS, constant, told
+from tests.support.patience import HANG_SECONDS
+from tests.support.report import hostile_run as hostile
 
 LOW = told(samples=6, gradient_std=constant(2.0**-34))
 SOUND = told(samples=6)

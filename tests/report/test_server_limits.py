@@ -24,10 +24,10 @@ from plimsoll.report.live.security import LONGEST_HEAD_BYTES
 from plimsoll.report.live.server import turns as _server_turns, uvicorn_loop
 from plimsoll.report.live.server.app import app
 from plimsoll.report.live.server.turns import BusyError, Turns
-from tests.diagnosis.stories import told
-from tests.patience import HANG_SECONDS, wait_until
-from tests.report.served import Served, served
 from tests.report.test_server_list import Judged, listed
+from tests.support.diagnosis.stories import told
+from tests.support.patience import HANG_SECONDS, wait_until
+from tests.support.report.served import Served, served
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from plimsoll.report.live.run_index import run_list
 from plimsoll.report.live.run_index.run_list import Listed, RunsList
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.diagnosis.stories import told
-from tests.patience import HANG_SECONDS, wait_until
-from tests.runs import making
+from tests.support.diagnosis.stories import told
+from tests.support.patience import HANG_SECONDS, wait_until
+from tests.support.runs import making
 
 LATER = 1e12  # of a clock that is far ahead: what was written is not being written any more
 

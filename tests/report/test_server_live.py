@@ -19,10 +19,10 @@ from plimsoll.report.live.growing_view import _COMPUTED, LiveView
 from plimsoll.report.live.live_runs import Live
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.runs.reading import row_selection
-from tests.diagnosis.stories import constant, told
-from tests.patience import HANG_SECONDS
-from tests.report.served import write_steps
-from tests.runs import making
+from tests.support.diagnosis.stories import constant, told
+from tests.support.patience import HANG_SECONDS
+from tests.support.report.served import write_steps
+from tests.support.runs import making
 
 LOW = told(samples=8, gradient_std=constant(2.0**-26))
 NEVER = 10**6

@@ -14,8 +14,8 @@ from plimsoll.report.live import event_streams
 from plimsoll.report.live.event_streams import EventStream, Streams
 from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter
-from tests.patience import HANG_SECONDS
-from tests.runs import making
+from tests.support.patience import HANG_SECONDS
+from tests.support.runs import making
 
 
 class Browser:

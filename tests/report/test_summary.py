@@ -14,8 +14,8 @@ from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import LONGEST, leading, verdict
 from plimsoll.report.verdicts.verdict_phrases import _PHRASES, short
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.diagnosis.faults import FAULTS, A, B, Fault
-from tests.diagnosis.stories import SOUND, constant, told
+from tests.support.diagnosis.faults import FAULTS, A, B, Fault
+from tests.support.diagnosis.stories import SOUND, constant, told
 
 # What a verdict says of each rule's finding, whatever else it says.
 WORDS: Mapping[str, str] = {

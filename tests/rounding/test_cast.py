@@ -10,7 +10,7 @@ import torch
 from plimsoll import cast, kernels, pack, unpack
 from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from plimsoll.formats import BLOCKS, E4M3, Format
-from tests import processes
+from tests.support import processes
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -17,8 +17,8 @@ from plimsoll.runs.columns.bank_rows import rows_of
 from plimsoll.runs.columns.block_columns import NAMES, blocks_of
 from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
 from plimsoll.runs.columns.step_rows import from_batch
-from tests.runs import making
-from tests.spectra import same_tables
+from tests.support.runs import making
+from tests.support.spectra import same_tables
 
 INF, NAN = float("inf"), float("nan")
 

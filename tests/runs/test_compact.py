@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage import atomic_files, parquet
 from plimsoll.runs.writing import rank_folder, thinning
-from tests.runs import making
+from tests.support.runs import making
 
 NEVER = 10**6  # a compact_above that is never reached
 

@@ -11,7 +11,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.runs.storage import manifest
-from tests.watch.support import batches, train
+from tests.support.watch.recording import batches, train
 
 NOBODY = 2**22 + 1  # above the highest number that a process can have
 

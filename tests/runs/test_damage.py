@@ -22,7 +22,7 @@ from plimsoll.runs.reading import contents
 from plimsoll.runs.storage import limits, manifest as _manifest, parquet
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.writing import rank_folder
-from tests.runs import making
+from tests.support.runs import making
 
 STEPS = 40
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import EXTRAS, Batch
 from plimsoll.runs.columns.step_rows import Entries, concatenated, from_batch, merged
-from tests.runs import making
+from tests.support.runs import making
 
 ROWS = making.rows_of(making.tensors(12))
 

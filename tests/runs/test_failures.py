@@ -21,10 +21,10 @@ import plimsoll
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage import atomic_files
-from tests import processes
-from tests.patience import HANG_SECONDS, wait_until
-from tests.processes import ROOT
-from tests.runs import making
+from tests.support import processes
+from tests.support.patience import HANG_SECONDS, wait_until
+from tests.support.processes import ROOT
+from tests.support.runs import making
 
 
 class Disk:
@@ -117,7 +117,7 @@ SMALL_DISK = """
 import contextlib, pathlib, subprocess, sys, warnings
 from plimsoll.errors import RunError
 from plimsoll.runs import Run, RunWriter
-from tests.runs import making
+from tests.support.runs import making
 disk = pathlib.Path(sys.argv[1])
 warnings.simplefilter("always")
 with RunWriter(disk / "run") as writer:
@@ -434,7 +434,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_at_once(error: int, tmp_path
 LIMITED = """
 import resource, sys, warnings
 from plimsoll.runs import Run, RunWriter
-from tests.runs import making
+from tests.support.runs import making
 with warnings.catch_warnings(record=True) as said, RunWriter(sys.argv[1]) as writer:
     warnings.simplefilter("always")
     making.write_steps(writer, [1])

@@ -10,8 +10,8 @@ import torch
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars, StepRecord
 from plimsoll.runs.writing import sink_feed
-from tests.patience import HANG_SECONDS, wait_until
-from tests.runs import making
+from tests.support.patience import HANG_SECONDS, wait_until
+from tests.support.runs import making
 
 
 class Keeping:

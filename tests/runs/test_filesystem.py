@@ -12,7 +12,7 @@ from pyarrow import fs
 from plimsoll.diagnosis import diagnose
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Run, RunWriter, Scalars
-from tests.runs import making
+from tests.support.runs import making
 
 STEPS = [0, 10, 20]
 

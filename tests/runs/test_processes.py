@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.patience import HANG_SECONDS
-from tests.runs import making
+from tests.support.patience import HANG_SECONDS
+from tests.support.runs import making
 
 WRITER = """
 import sys, time
 import numpy as np
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
-from tests.runs import making
+from tests.support.runs import making
 row = making.rows_of(making.tensors(1))
 writer = RunWriter(sys.argv[1], flush_seconds=0.02, compact_above=8)
 ids = np.array([writer.series("weights", f"w{i}", format="fp32") for i in range(5)])

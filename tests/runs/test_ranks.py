@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from tests.runs import making
 from tests.runs.test_compact import die
+from tests.support.runs import making
 
 A, B, C = (torch.tensor(values) for values in ([1.0, 2.0], [4.0, -8.0, 0.0], [float("nan"), 0.5]))
 

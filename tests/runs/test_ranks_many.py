@@ -9,7 +9,7 @@ import torch
 
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.runs.reading import spectra
-from tests.runs import making
+from tests.support.runs import making
 
 NAMES, STEPS = 30, 6
 

@@ -13,7 +13,7 @@ from plimsoll.runs import EXTRAS, Batch, Event, Run, RunWriter, Scalars
 from plimsoll.runs.columns.bank_rows import rows_of
 from plimsoll.runs.columns.spectrum_table import SCHEMAS, Series, chunk, spectra_table
 from plimsoll.spectrum import Source
-from tests.runs import making
+from tests.support.runs import making
 
 
 def test_every_kind_of_spectrum_comes_back_equal(tmp_path: Path) -> None:

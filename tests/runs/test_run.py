@@ -13,8 +13,8 @@ import torch
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage.parts import Part
-from tests.runs import making
 from tests.runs.test_compact import die, many_parts, parts
+from tests.support.runs import making
 
 NAMES = ("head:output[0]", "head:output0", "blocks.0.w", "blocks.1.w", "blocks.*", "blocks.10.w")
 

@@ -13,8 +13,8 @@ import pytest
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
 from plimsoll.runs.storage import lock
-from tests.runs import making
 from tests.runs.test_compact import die
+from tests.support.runs import making
 
 HOLDER = """
 import sys

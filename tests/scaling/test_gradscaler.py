@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
-from tests.scaling.support import weight
+from tests.support.scaling.steps import weight
 
 SKIPPED = 2
 FUSED = [

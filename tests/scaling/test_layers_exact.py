@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.scaling.layerwise.scaler import LayerScaler
-from tests.scaling.layer_models import MODELS, D, made
+from tests.support.scaling.layer_models import MODELS, D, made
 
 BATCH = 6
 

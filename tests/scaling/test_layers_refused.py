@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling.layerwise import scaled_modules
-from tests.scaling.layer_models import Gated, Written, linears, made, needs_wide_gradients, parts
 from tests.scaling.test_layers_exact import assert_equal, gradients, inputs, loss_of, with_exponents
+from tests.support.scaling.layer_models import Gated, Written, linears, made, needs_wide_gradients, parts
 
 APPLY = torch.autograd.Function.__dict__["apply"]
 

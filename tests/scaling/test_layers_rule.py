@@ -12,7 +12,7 @@ from plimsoll.formats import get
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling.layerwise.rule import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
 from plimsoll.spectrum import Spectrum, measure
-from tests.scaling.layer_models import needs_wide_gradients
+from tests.support.scaling.layer_models import needs_wide_gradients
 
 FP16 = get("fp16")
 

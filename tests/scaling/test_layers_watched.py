@@ -7,9 +7,9 @@ import torch
 
 import plimsoll as pl
 from plimsoll.scaling import LayerScaler
-from tests.scaling.layer_models import MODELS, D, made
 from tests.scaling.test_layers_exact import loss_of, with_exponents
-from tests.watch.support import only_run, same
+from tests.support.scaling.layer_models import MODELS, D, made
+from tests.support.watch.recording import only_run, same
 
 
 def recorded(folder: Path, name: str, *, scaled: bool) -> dict[tuple[str, str], pl.Spectrum]:

@@ -7,7 +7,7 @@ import torch
 
 from plimsoll.errors import NotRecordedError
 from plimsoll.scaling import DynamicScaler, StepOutcome
-from tests.scaling.support import host_reads_nothing, take, weight
+from tests.support.scaling.steps import host_reads_nothing, take, weight
 
 
 def test_tensors_are_copied_when_the_outcome_is_made_and_read_when_asked() -> None:

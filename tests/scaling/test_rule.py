@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from plimsoll.scaling import DynamicScaler, Hysteresis
 from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
-from tests.scaling.support import scales
+from tests.support.scaling.steps import scales
 
 TRACES = st.lists(st.booleans(), min_size=1, max_size=120)
 F32_MAX = torch.finfo(torch.float32).max

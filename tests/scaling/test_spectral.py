@@ -16,7 +16,7 @@ from plimsoll.kernels.device_value import Later
 from plimsoll.scaling import DynamicScaler, SpectralScaler
 from plimsoll.scaling.spectral.rule import Look, Memory
 from plimsoll.scaling.spectral.window_checks import Facts
-from tests.scaling.support import host_reads_nothing, mlp, scales, take, weight
+from tests.support.scaling.steps import host_reads_nothing, mlp, scales, take, weight
 
 
 def settled(level: float, margin: float = 0.5) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
 from plimsoll.scaling.state.saved_state import SCHEMA
-from tests.scaling.support import mlp, same_tensors, scales, take, weight
+from tests.support.scaling.steps import mlp, same_tensors, scales, take, weight
 
 SETTINGS: dict[str, Any] = {
     "init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 50, "min_scale": 2.0**-3,

@@ -11,8 +11,8 @@ from torch import nn
 from plimsoll.errors import ArgumentError, PlimsollError, StateError, UnsupportedTensorError
 from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome
 from plimsoll.scaling.step import gradients
-from tests.scaling.support import host_reads_nothing, outcomes, same_tensors, scales, take, weight
-from tests.versions import only_from
+from tests.support.scaling.steps import host_reads_nothing, outcomes, same_tensors, scales, take, weight
+from tests.support.versions import only_from
 
 FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
 _ADAGRAD = pytest.param(torch.optim.Adagrad, marks=only_from("2.13", "a fused Adagrad that skips steps on the device"))

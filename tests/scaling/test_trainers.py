@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from plimsoll.scaling import DynamicScaler
-from tests.scaling.support import mlp, same_tensors, weight
+from tests.support.scaling.steps import mlp, same_tensors, weight
 
 
 def trained(scaler: Any, *, compiled: bool) -> tuple[list[float], float, int, list[torch.Tensor]]:

@@ -10,8 +10,8 @@ import torch
 import plimsoll as pl
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
 from plimsoll.watch.hooks import torch_hooks
-from tests import processes
-from tests.watch.support import batches, mlp, only_run, train
+from tests.support import processes
+from tests.support.watch.recording import batches, mlp, only_run, train
 
 
 def record(make: Callable[[], Any], folder: Path, *, fused: bool) -> tuple[Any, ...]:

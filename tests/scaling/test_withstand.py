@@ -8,7 +8,7 @@ from torch import nn
 
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
-from tests.scaling.support import mlp, outcomes, take, weight
+from tests.support.scaling.steps import mlp, outcomes, take, weight
 
 SCALERS = [
     lambda: DynamicScaler("cpu"),

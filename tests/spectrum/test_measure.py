@@ -13,11 +13,11 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
-from tests import processes
-from tests.spectra import same
+from tests.support import processes
+from tests.support.spectra import same
 
 VALUES = [[0.0, 1.0, -2.0], [0.5, 448.0, -0.25]]
-HERE = Path(__file__).parent
+RANK = processes.SUPPORT / "spectrum" / "rank.py"
 
 
 def plain() -> torch.Tensor:
@@ -257,4 +257,4 @@ def test_blocks_run_along_the_last_axis() -> None:
 def test_sharded_tensors_add_up_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: a process group is process-wide state."""
     monkeypatch.setenv("PLIMSOLL_BACKEND", "torch")
-    processes.ranks(HERE / "_rank.py", [(tmp_path / "store", rank) for rank in range(2)])
+    processes.ranks(RANK, [(tmp_path / "store", rank) for rank in range(2)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll import unit
-from tests.patience import HANG_SECONDS
+from tests.support.patience import HANG_SECONDS
 
 
 def test_every_list_of_names_is_the_same() -> None:

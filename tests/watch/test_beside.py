@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import plimsoll as pl
-from tests.watch.support import batches, mlp, train
+from tests.support.watch.recording import batches, mlp, train
 
 
 def test_it_knows_the_training(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from plimsoll.kernels import row_layout
 from plimsoll.runs import Run, RunWriter
 from plimsoll.watch.ranks import collector
 from plimsoll.watch.sampling.sample import Pool, Rows
-from tests.spectra import same_tables
+from tests.support.spectra import same_tables
 
 STEPS = 3
 Key = tuple[str, str, int]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.watch.support import batches, mlp, only_run, same, train
+from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError
-from tests import processes
-from tests.watch.support import batches, mlp, train
+from tests.support import processes
+from tests.support.watch.recording import batches, mlp, train
 
 
 def trained(path: Path, steps: int = 5, *, momentum: float = 0.0, **options: object) -> dict[str, object]:
@@ -119,7 +119,7 @@ KILLED = """
 import os, sys
 import torch
 import plimsoll as pl
-from tests.watch.support import batches, mlp, train
+from tests.support.watch.recording import batches, mlp, train
 model = mlp()
 optimizer = torch.optim.Adam(model.parameters())
 w = pl.watch(model, optimizer, run=sys.argv[1], every=1)
@@ -160,7 +160,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
     made = InteractiveShell.instance()
     made.history_manager.enabled = False
-    made.run_cell("import torch\nimport plimsoll as pl\nfrom tests.watch.support import batches, mlp, train")
+    made.run_cell("import torch\nimport plimsoll as pl\nfrom tests.support.watch.recording import batches, mlp, train")
     yield made
     made.run_cell("w.close()")
     InteractiveShell.clear_instance()

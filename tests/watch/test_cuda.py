@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from tests.watch.support import only_run, same
+from tests.support.watch.recording import only_run, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: synchronisation, graphs")
 

@@ -26,10 +26,10 @@ from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
-from tests import processes
-from tests.left_behind import still_wrapped
-from tests.patience import HANG_SECONDS, wait_until
-from tests.watch.support import batches, mlp, only_run, train
+from tests.support import processes
+from tests.support.left_behind import still_wrapped
+from tests.support.patience import HANG_SECONDS, wait_until
+from tests.support.watch.recording import batches, mlp, only_run, train
 
 SOURCE = str(Path(pl.__file__).parent)
 STEPS = 5

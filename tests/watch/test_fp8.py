@@ -12,7 +12,7 @@ import plimsoll as pl
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll.runs.reading.module_casts import casts_of
 from plimsoll.watch import Casting
-from tests.watch.support import batches, only_run, train
+from tests.support.watch.recording import batches, only_run, train
 
 
 class Casts(nn.Linear):

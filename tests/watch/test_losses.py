@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.watch.support import batches, mlp, only_run, train
+from tests.support.watch.recording import batches, mlp, only_run, train
 
 GAN = Callable[[nn.Module, nn.Module], tuple[list[float], list[float]]]
 

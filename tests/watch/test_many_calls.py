@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll import kernels
-from tests.watch.support import batches, only_run, same
+from tests.support.watch.recording import batches, only_run, same
 
 
 class CellByCell(nn.Module):

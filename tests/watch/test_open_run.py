@@ -8,7 +8,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.watch.names import class_of, unwrapped
-from tests.watch.support import batches, mlp, train
+from tests.support.watch.recording import batches, mlp, train
 
 
 def test_a_reader_in_the_same_process_sees_what_waits(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from tests.watch.support import batches, mlp, only_run, same, train
+from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
 def test_a_step_of_adamw_is_recorded_exactly(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests import processes
-from tests.watch.support import batches, mlp, only_run, same, train
+from tests.support import processes
+from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
 def reasons(run: Run) -> list[tuple[str, int]]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
-from tests.watch.shadow_support import (
+from tests.support.watch.recording import batches, mlp
+from tests.support.watch.shadow import (
     HalfLinear,
     counts,
     found,
@@ -22,7 +23,6 @@ from tests.watch.shadow_support import (
     told,
     wide,
 )
-from tests.watch.support import batches, mlp
 
 
 def test_counts_are_those_of_an_oracle(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from tests.watch.shadow_support import (
+from tests.support.watch.recording import batches, mlp, only_run, train
+from tests.support.watch.shadow import (
     SMALL,
     HalfLinear,
     counts,
@@ -23,7 +24,6 @@ from tests.watch.shadow_support import (
     told,
     wide,
 )
-from tests.watch.support import batches, mlp, only_run, train
 
 
 class Eventful(nn.Module):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
-from tests.watch.shadow_support import (
+from tests.support.watch.recording import batches, only_run, train
+from tests.support.watch.shadow import (
     counts,
     found,
     gradients_of,
@@ -21,7 +22,6 @@ from tests.watch.shadow_support import (
     told,
     wide,
 )
-from tests.watch.support import batches, only_run, train
 
 
 def test_micro_batches_are_added_up(tmp_path: Path) -> None:

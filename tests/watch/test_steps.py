@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import plimsoll as pl
-from tests.watch.support import batches, mlp, only_run, same, train
+from tests.support.watch.recording import batches, mlp, only_run, same, train
 
 
 @pytest.mark.parametrize("fused", [False, True])

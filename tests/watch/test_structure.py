@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.runs import Event, Run
-from tests.watch.support import batches, only_run, same, train
+from tests.support.watch.recording import batches, only_run, same, train
 
 CHANGED_AT = 3
 Change = Callable[[nn.Sequential, torch.optim.Optimizer], torch.optim.Optimizer]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import plimsoll as pl
-from tests.versions import only_from
-from tests.watch.support import batches, mlp, only_run, train
+from tests.support.versions import only_from
+from tests.support.watch.recording import batches, mlp, only_run, train
 
 
 class Dropping(nn.Module):

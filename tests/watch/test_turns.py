@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.watch.support import batches, only_run
+from tests.support.watch.recording import batches, only_run
 
 PARTS = ("first", "second")
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.watch.support import batches, only_run
+from tests.support.watch.recording import batches, only_run
 
 STEPS = 6
 Losses = dict[str, list[float]]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plimsoll as pl
-from tests.watch.support import batches, mlp, only_run, same
+from tests.support.watch.recording import batches, mlp, only_run, same
 
 
 class Words(nn.Module):

@@ -18,9 +18,9 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests import processes
-from tests.patience import HANG_SECONDS
-from tests.watch.support import batches, mlp, only_run, train
+from tests.support import processes
+from tests.support.patience import HANG_SECONDS
+from tests.support.watch.recording import batches, mlp, only_run, train
 
 
 def test_a_failure_in_a_tap_is_contained_and_told(

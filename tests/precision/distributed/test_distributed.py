@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.precision.distributed import scenarios
-from tests.precision.distributed.launch import torchrun
-from tests.precision.distributed.scenarios import Net, trained
+from tests.support.precision.ranks import scenarios
+from tests.support.precision.ranks.launch import torchrun
+from tests.support.precision.ranks.scenarios import Net, trained
 
 # Each scenario: what one process does, and how near the weights come (16-bit gradients are rounded before their mean).
 SAME: dict[str, tuple[Callable[[], Any], float]] = {

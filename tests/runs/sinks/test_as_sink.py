@@ -10,8 +10,8 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
-from tests import processes
-from tests.runs.sinks.made import Recorder, record
+from tests.support import processes
+from tests.support.runs.sinks import Recorder, record
 
 # Asked without importing: MLflow alone takes seconds.
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from plimsoll.runs.records import Event, StepRecord
 from plimsoll.runs.sinks import MLflow
 from plimsoll.runs.sinks.mlflow import metric_name
-from tests.runs.sinks.made import TAG, record, spectrum
+from tests.support.runs.sinks import TAG, record, spectrum
 
 
 @pytest.fixture

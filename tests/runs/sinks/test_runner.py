@@ -10,8 +10,8 @@ import pytest
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.sinks import SinkRunner, runner as _runner
-from tests.patience import HANG_SECONDS
-from tests.runs.sinks.made import Failing, Recorder, record
+from tests.support.patience import HANG_SECONDS
+from tests.support.runs.sinks import Failing, Recorder, record
 
 PATH = Path("runs/one")
 # Long enough for any sink that does answer, however busy the machine.

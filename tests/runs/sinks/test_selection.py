@@ -9,7 +9,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
 from plimsoll.spectrum import Spectrum, measure
-from tests.runs.sinks.made import TAG, record, spectrum
+from tests.support.runs.sinks import TAG, record, spectrum
 
 
 def selection(statistics: tuple[str, ...] = ("norm",), every: int = 1, max_histograms: int = 1000) -> Selection:

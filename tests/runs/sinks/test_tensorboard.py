@@ -16,7 +16,7 @@ from plimsoll.runs.records import Event, StepRecord
 from plimsoll.runs.sinks import TensorBoard
 from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS
 from plimsoll.spectrum import measure
-from tests.runs.sinks.made import NAME, TAG, record
+from tests.support.runs.sinks import NAME, TAG, record
 
 reader = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="the extra tensorboard is not installed"

@@ -10,7 +10,7 @@ import pytest
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import Event
 from plimsoll.runs.sinks import WandB
-from tests.runs.sinks.made import TAG, record
+from tests.support.runs.sinks import TAG, record
 
 wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.scaling.distributed.starting import seen_by_ranks
+from tests.support.scaling.ranks.starting import seen_by_ranks
 
 
 @pytest.fixture(scope="module")

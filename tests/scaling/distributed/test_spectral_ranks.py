@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scaling.distributed.conftest import WORLD
-from tests.scaling.distributed.spectral import BROKEN, BURST, IDLE, STEPS, levels
+from tests.support.scaling.ranks.spectral import BROKEN, BURST, IDLE, STEPS, levels
 
 SCENARIOS = ["whole", "idle", "leaves", "half", "half loss", "late"]
 

@@ -15,8 +15,8 @@ from plimsoll.unit.capture.fused_functions import clusters, free_edges
 from plimsoll.unit.changes import ONE, Factor, NodeChange
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.nonlinear import nonlinear, off_centre
-from tests.unit.analysis.interpreter import analysed, captured
-from tests.unit.models import MODELS
+from tests.support.unit.interpreter import analysed, captured
+from tests.support.unit.models import MODELS
 
 
 def of(model: nn.Module, example: Any, **arguments: Any) -> Analysis:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.capture.gradient_graph import flow, operation_of
-from tests.unit.models import MODELS, DataDependent
+from tests.support.unit.models import MODELS, DataDependent
 
 
 def operations(model: nn.Module, example: object, **arguments: object) -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from plimsoll.unit.analysis.analyzer import Analysis, analyse
 from plimsoll.unit.capture.captured_program import Captured, capture
 from plimsoll.unit.changes import NodeChange
-from tests.unit.analysis.interpreter import analysed, back, captured, drawn, inputs_of, run
-from tests.unit.models import MODELS
+from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
+from tests.support.unit.models import MODELS
 
 
 def gradients(

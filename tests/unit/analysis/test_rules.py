@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit.analysis.analyzer import analyse
 from plimsoll.unit.capture.captured_program import capture
-from tests.unit.analysis.interpreter import back, drawn, inputs_of, run
+from tests.support.unit.interpreter import back, drawn, inputs_of, run
 
 IMAGES, ROWS, SEQUENCES = (16, 8, 12, 12), (512, 24), (32, 12, 16)
 

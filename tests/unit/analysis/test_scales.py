@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plimsoll.unit.changes import ParameterChange
-from tests.unit.analysis.interpreter import analysed, back, captured, drawn, inputs_of, run
-from tests.unit.models import MODELS
+from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
+from tests.support.unit.models import MODELS
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll import unit
 from plimsoll.unit import audit, convert
-from tests.spectra import same
+from tests.support.spectra import same
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import plimsoll as pl
 from plimsoll.unit import Audit, Row, audit
-from tests.spectra import same
+from tests.support.spectra import same
 
 
 def row(found: Audit, name: str) -> Row:

@@ -15,8 +15,8 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.optim.parameter_kinds import traits_of
-from tests import processes
-from tests.unit.models import GPT, MODELS, DataDependent, MatmulMLP
+from tests.support import processes
+from tests.support.unit.models import GPT, MODELS, DataDependent, MatmulMLP
 
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
 EXAMPLE = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from plimsoll.unit.analysis.analyzer import analyse
 from plimsoll.unit.capture.captured_program import capture
 from plimsoll.unit.conversion.convert_model import built
-from tests.unit.analysis.interpreter import run
-from tests.unit.models import MODELS
+from tests.support.unit.interpreter import run
+from tests.support.unit.models import MODELS
 
 
 def _double(nest: Any) -> Any:

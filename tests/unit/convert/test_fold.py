@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.unit.conversion.convert_model import convert
 from plimsoll.unit.folding.fold_model import fold
-from tests.unit.models import MODELS
+from tests.support.unit.models import MODELS
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import plimsoll as pl
 from plimsoll.unit import functional as U  # noqa: N812
-from tests.unit.models import MODELS
+from tests.support.unit.models import MODELS
 
 STEPS = 20
 

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from plimsoll.cli import app
 from plimsoll.runs import Run
-from tests import processes
-from tests.watch.distributed.launch import HERE, environment
+from tests.support import processes
+from tests.support.watch.ranks.launch import HERE, environment
 
 STEPS = [0, 1, 2, 3, 4, 5]
 

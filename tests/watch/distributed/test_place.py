@@ -13,7 +13,7 @@ import plimsoll as pl
 from plimsoll.runs.columns.arrow import pa
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.ranks.store_channel import Link, decoded, encoded
-from tests.watch.distributed.models import Net
+from tests.support.watch.ranks.models import Net
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.runs import Run
-from tests.versions import is_older, only_from
-from tests.watch.distributed.launch import assert_same, torchrun
-from tests.watch.distributed.models import Experts, Net, data, sgd, train
-from tests.watch.support import only_run
+from tests.support.versions import is_older, only_from
+from tests.support.watch.ranks.launch import assert_same, torchrun
+from tests.support.watch.ranks.models import Experts, Net, data, sgd, train
+from tests.support.watch.recording import only_run
 
 # Each scenario, and the single process's run that it is compared with.
 TWO = {

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from plimsoll.unit.optim.parameter_kinds import kinds_of
-from tests import processes
-from tests.unit.convert.distributed.problem import batch, converted
+from tests.support import processes
+from tests.support.unit.sharded_conversion.problem import batch, converted
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_sharded_by_blocks(tmp_path: Path) -> None:
-    processes.ranks(Path(__file__).with_name("worker.py"), [(tmp_path,)] * 2)
+    processes.ranks(processes.SUPPORT / "unit" / "sharded_conversion" / "worker.py", [(tmp_path,)] * 2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = converted()
     assert one["sharded"] and one["kinds"] == kinds_of(model)

@@ -1,22 +1,20 @@
 """Two ranks under FSDP2 (gloo): kinds survive the parameters' replacement, and training is one process's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from plimsoll.unit.optim import AdamW
 from plimsoll.unit.optim.parameter_kinds import kinds_of
-from tests import processes
-from tests.unit.nn.distributed.problem import EPS, batch, loss_of, network
+from tests.support import processes
+from tests.support.unit.sharded_layers.problem import EPS, batch, loss_of, network
 
-HERE = Path(__file__).parent
+WORKER = processes.SUPPORT / "unit" / "sharded_layers" / "worker.py"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    processes.ranks(HERE / "worker.py", [(folder,)] * 2)
+    processes.ranks(WORKER, [(folder,)] * 2)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -1,0 +1,279 @@
+"""Forty faults, each with the rule that must name it, the layer it must name, and the steps within which it must be.
+
+A new fault is a new line. `rule` must be found with at least `severity`, its first spot (or any, where several layers
+have it) must be `layer`, and `since_step` must lie from `first` to `last`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plimsoll.runs import Event
+from tests.support.diagnosis.stories import LAYERS, SOUND, Story, constant, of_layer, since, told
+
+A, B = LAYERS[4], LAYERS[9]  # blocks.2.attn, blocks.4.mlp
+INF, NAN = float("inf"), float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    name: str
+    story: Story
+    rule: str
+    severity: str
+    layer: str | None = None
+    first: int = 0
+    last: int = 0
+
+
+def growing(binades_a_step: float, start: float = 0.0) -> Callable[[str, int], float]:
+    """A size that grows, or shrinks, by so many binades a step."""
+    return lambda layer, step: 2.0 ** (start + binades_a_step * step)
+
+
+def put(value: float, layer: str, step: int) -> Callable[[Tensor, str, int], Tensor]:
+    """One value of a layer is this from a step on."""
+
+    def change(x: Tensor, here: str, now: int) -> Tensor:
+        return torch.cat([torch.tensor([value]), x[1:]]) if here == layer and now >= step else x
+
+    return change
+
+
+def zeroed(layer: str, step: int) -> Callable[[Tensor, str, int], Tensor]:
+    return lambda x, here, now: torch.zeros_like(x) if here == layer and now >= step else x
+
+
+def falling(at: int, binades: int) -> Callable[[int], float]:
+    """A scale of 1024 that is halved so many times from a step on."""
+    return lambda step: 1024.0 * 2.0 ** -min(max(step - at + 1, 0), binades)
+
+
+def sawtooth(every: int, at: int) -> Callable[[int], float]:
+    return lambda step: 1024.0 if step < at else 1024.0 * (1 + (step // every) % 2)
+
+
+# A unit-scaled run in FP8: every tensor at size 1, cast as it is.
+IN_FP8 = {"activations": ("e4m3", 1.0), "weights": ("e4m3", 1.0), "gradients": ("e5m2", 1.0)}
+
+
+def eight(**changes: object) -> Story:
+    return told(**{
+        "casts": IN_FP8, "scale": lambda step: None, "gradient_fmt": "bf16", "activation_fmt": "bf16",
+        "gradient_std": constant(1.0), "weight_std": constant(1.0), **changes,
+    })  # fmt: skip
+
+
+QUIET, ONE = constant(2.0**-8), constant(1.0)
+
+
+def fault(name: str, story: Story, rule: str, severity: str, layer: str | None = None, **when: int) -> Fault:
+    return Fault(name=name, story=story, rule=rule, severity=severity, layer=layer, **when)
+
+
+def ended(reason: str, message: str, step: int = 199) -> Event:
+    """What the flight recorder writes when the process ends."""
+    return Event(step=step, kind="trigger", message=message, details={"reason": reason, "steps": []})
+
+
+def wired(fact: str, step: int, **details: object) -> Event:
+    """A fact of `plimsoll.watch.sampling.wiring`."""
+    return Event(step=step, kind="wiring", message=fact, details={"fact": fact, "optimizer": "AdamW", **details})
+
+
+# fmt: off
+FAULTS = [
+    # -- underflow
+    fault("no loss scale", told(scale=lambda s: 1.0, gradient_std=constant(2.0**-23)), "underflow-high", "alarm"),
+    fault("static scale too low", told(scale=lambda s: 4.0, gradient_std=constant(2.0**-25)),
+          "underflow-high", "alarm"),
+    fault("one layer x 1e-4", told(gradient_std=of_layer(A, constant(2.0**-34), QUIET)), "underflow-high", "alarm", A),
+    fault(
+        "one layer shrinks at 100",
+        told(gradient_std=of_layer(B, since(100, constant(2.0**-35), QUIET), QUIET)),
+        "underflow-high", "alarm", B, first=100, last=110,
+    ),
+    fault(
+        "one layer vanishes slowly to nothing",
+        told(gradient_std=of_layer(A, growing(-0.2, -16), QUIET)),
+        "underflow-high", "alarm", A, first=40, last=110,
+    ),
+    fault("scale falls to 1", told(scale=falling(100, 24)), "underflow-high", "alarm", first=110, last=130),
+    fault(
+        "activations flushed",
+        told(activation_std=of_layer(A, constant(2.0**-25), constant(1.0))), "underflow-high", "warning", A,
+    ),
+    fault(
+        "underflow rises in all layers",
+        told(gradient_std=growing(-0.04, -27)), "underflow-rising", "alarm", first=30, last=160,
+    ),
+    fault(
+        "underflow rises in one layer",
+        told(gradient_std=of_layer(B, growing(-0.05, -26), QUIET)), "underflow-rising", "alarm", B, first=30, last=160,
+    ),
+    fault(
+        "underflow rises a little",
+        told(gradient_std=growing(-0.015, -28)), "underflow-rising", "warning", first=60, last=200,
+    ),
+    # -- the scale
+    fault("scale frozen low", told(scale=lambda s: 1.0, gradient_std=constant(2.0**-22)), "scale-low", "alarm"),
+    fault(
+        "scale frozen low after hard batches",
+        told(scale=falling(60, 14), gradient_std=constant(2.0**-19)), "scale-low", "alarm", first=65, last=85,
+    ),
+    fault("scale collapses", told(scale=falling(100, 10)), "scale-collapse", "alarm", first=100, last=106),
+    fault("scale collapses early", told(scale=falling(45, 7)), "scale-collapse", "alarm", first=45, last=51),
+    fault("scale below one", told(scale=lambda s: 2.0 ** (9 - s // 10)), "scale-collapse", "alarm", first=0, last=100),
+    fault("scale swings", told(scale=sawtooth(2, 0)), "scale-oscillation", "alarm", first=0, last=20),
+    fault("scale swings since 80", told(scale=sawtooth(4, 80)), "scale-oscillation", "warning", first=80, last=120),
+    fault(
+        "layers span more than FP16",
+        told(gradient_std=of_layer(A, constant(2.0**-33), of_layer(B, constant(2.0**3), QUIET))),
+        "no-single-scale", "alarm", A,
+    ),
+    fault(
+        "layers part at 100",
+        told(gradient_std=of_layer(A, since(100, constant(2.0**-36), QUIET), constant(2.0**3)), gradient_fmt="bf16"),
+        "no-single-scale", "alarm", A, first=100, last=100,
+    ),
+    # -- overflow
+    fault(
+        "attention explodes",
+        told(activation_std=of_layer(A, growing(0.08), constant(1.0))), "overflow-ahead", "alarm", f"{A}:output",
+        first=120, last=180,
+    ),
+    fault(
+        "overflow is ahead",
+        told(activation_std=of_layer(A, growing(0.05, 3), constant(1.0))), "overflow-ahead", "warning", f"{A}:output",
+        first=50, last=195,
+    ),
+    fault("weights near the top", told(weight_fmt="fp16", change_weight=put(5e4, B, 50)), "overflow-ahead", "alarm", B,
+          first=50, last=50),
+    fault(
+        "attention grows in BF16",
+        told(activation_fmt="bf16", activation_std=of_layer(A, growing(0.07, 2), constant(1.0))),
+        "activation-growth", "warning", f"{A}:output", first=80, last=199,
+    ),
+    fault(
+        "residual sums grow",
+        told(activation_fmt="bf16", activation_std=lambda name, s: 2.0 ** (0.045 * s + int(name.split(".")[1]))),
+        "activation-growth", "warning", "blocks.5.", first=80, last=199,
+    ),
+    fault("FP8 activations saturate",
+          told(activation_fmt="e4m3", activation_std=of_layer(B, constant(2000.0), constant(9.0))),
+          "saturated-fp8", "alarm", f"{B}:output"),
+    # -- casts to FP8
+    fault("a cast saturates since 100", eight(activation_std=of_layer(B, since(100, constant(600.0), ONE), ONE)),
+          "cast-saturates", "alarm", f"{B}:output", first=100, last=100),
+    fault("a loss scale before constant casts", eight(gradient_std=constant(2.0**-3), scale=lambda s: 2.0**20),
+          "cast-saturates", "alarm"),
+    fault("a cast flushes a layer's gradients",
+          eight(gradient_std=of_layer(A, since(60, constant(2.0**-17), ONE), ONE)), "cast-flushes",
+          "alarm", f"{A}:output", first=60, last=60),
+    fault("weights cast at a scale far too low",
+          eight(weight_std=of_layer(B, constant(2.0**-5), ONE)), "codes-unused", "warning", B),
+    fault("a delayed scale that never came",
+          eight(casts={"activations": ("e4m3", lambda step: 2.0**-8)}), "codes-unused", "warning"),
+    fault("activations leave unit scale", eight(activation_std=of_layer(A, growing(0.03), ONE)), "unit-drift",
+          "warning", f"{A}:output", first=130, last=150),
+    # -- the optimizer
+    fault("updates swallowed in BF16", told(weight_fmt="bf16", unmoved=of_layer(A, constant(0.97), constant(0.1))),
+          "updates-swallowed", "alarm", A),
+    fault("updates swallowed since 100", told(weight_fmt="fp16", unmoved=since(100, constant(0.8), constant(0.1))),
+          "updates-swallowed", "alarm", first=100, last=100),
+    fault("learning rate gone", told(unmoved=since(150, constant(1.0), constant(0.0))), "updates-swallowed", "info",
+          first=150, last=150),
+    fault("epsilon lost", told(moment_fmt="fp16", gradient_std=constant(2.0**-14)), "second-moment-lost", "alarm"),
+    fault("second moments of one layer lost",
+          told(moment_fmt="fp16", gradient_std=of_layer(B, since(60, constant(2.0**-14), ONE), ONE)),
+          "second-moment-lost", "alarm", B, first=60, last=60),
+    fault("epsilon dominates", told(gradient_fmt="fp32", gradient_std=constant(2.0**-30)),
+          "epsilon-dominates", "warning"),
+    # -- non-finite values
+    fault("Inf at one operation", told(change_activation=put(INF, A, 100)), "nonfinite", "alarm", f"{A}:output",
+          first=100, last=100),
+    fault("NaN in one layer's weights", told(change_weight=put(NAN, B, 55)),
+          "nonfinite", "alarm", B, first=55, last=55),
+    fault("loss is NaN", told(loss=lambda s: NAN if s >= 77 else 1.0), "nonfinite", "alarm", first=77, last=77),
+    fault("NaN gradients without a scaler",
+          told(scale=lambda s: None, gradient_fmt="fp32", change_gradient=put(NAN, A, 30)), "nonfinite", "alarm", A,
+          first=30, last=30),
+    fault("overflow on and on", told(skipped=lambda s: float(40 < s < 90)), "nonfinite", "alarm", first=41, last=41),
+    # -- the loss
+    fault("loss spikes", told(loss=lambda s: 30.0 if 90 <= s < 93 else 2.0 + 0.01 * (s % 7)), "loss-spike", "warning",
+          first=90, last=90),
+    fault("loss diverges", told(loss=lambda s: 2.0 + 0.01 * (s % 7) + (s > 120) * 9.0), "loss-spike", "alarm",
+          first=121, last=121),
+    fault("loss stays up and comes back", told(loss=lambda s: 9.0 if 90 <= s < 130 else 2.0 + 0.01 * (s % 7)),
+          "loss-spike", "warning", first=90, last=90),
+    fault("the loss falls without bound", told(loss=lambda s: 2.0 + 0.01 * (s % 7) - (s / 20.0) ** 4), "loss-unbounded",
+          "warning", first=130, last=140),
+    fault("an update explodes", told(update_ratio=lambda name, s: 2.0 ** (-4 if (name, s) == (B, 125) else -10)),
+          "spike-forerunner", "warning", B, first=125, last=125),
+    # -- layers
+    fault("dead ReLU layer", told(change_activation=zeroed(A, 80)), "dead-layer", "warning", f"{A}:output",
+          first=80, last=80),
+    fault("layer cut off", told(change_gradient=zeroed(B, 60)), "dead-layer", "warning", B, first=60, last=60),
+    fault("weights drift", told(weight_std=of_layer(B, growing(0.03, -5), constant(2.0**-5))), "distribution-drift",
+          "warning", B, first=90, last=199),
+    fault("activations shrink", told(activation_fmt="bf16", activation_std=of_layer(A, growing(-0.04), constant(1.0))),
+          "distribution-drift", "warning", f"{A}:output", first=60, last=199),
+    # -- how it is wired
+    fault("a layer in no optimizer", told(events=(wired("in no optimizer", 9, parameters=[f"{A}.weight"]),)),
+          "untrained-parameters", "warning", A, first=9, last=9),
+    fault("a rate of NaN", told(events=(wired("groups", 100, of=1, groups=[{"rate": "nan", "parameters": []}]),)),
+          "optimizer-idle", "alarm", first=100, last=100),
+    fault("gradients never set to zero", told(events=(wired("carried over", 3),)), "gradients-mishandled", "warning",
+          first=3, last=3),
+    fault("gradients never unscaled", told(events=(wired("not unscaled", 3),)), "gradients-mishandled", "alarm",
+          first=3, last=3),
+    fault("weight decay lost in BF16",
+          told(events=(wired("groups", 0, of=1, groups=[{"decay": 2.0**-10, "parameters": [f"{B}.weight"]}]),)),
+          "decay-lost", "warning", B),
+    fault("an average stuck in BF16",
+          told(events=(wired("average stuck", 128, parameters=[f"average.{B}.weight"], format="bf16"),)),
+          "average-stuck", "warning", f"average.{B}", first=128, last=128),
+    # -- ranks
+    fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
+          "warning", first=0, last=60),
+    # -- the end
+    fault("an exception ends it", told(events=(ended("exception", "KeyError: 'lost'"),)), "run-ended", "warning",
+          first=199, last=199),
+]
+# fmt: on
+
+# What must be no alarm: names and stories.
+INNOCENT = {
+    "sound": SOUND,
+    "sound in unit-scaled FP8": eight(),
+    "sound in FP8 by the data": eight(
+        casts={
+            "activations": ("e4m3", lambda s: 2.0 ** (5 + s % 2)),
+            "weights": ("e4m3", 2.0**11),
+            "gradients": ("e5m2", lambda s: 2.0**20),
+        },
+        gradient_std=constant(2.0**-8),
+        weight_std=constant(2.0**-5),
+    ),
+    "gradients of unit-scaled FP8 that shrink": eight(gradient_std=growing(-0.04)),
+    "sound in FP32": told(gradient_fmt="fp32", activation_fmt="fp32", scale=lambda step: None),
+    "sound in BF16": told(gradient_fmt="bf16", activation_fmt="bf16", scale=lambda step: None),
+    "ReLU zeros": told(change_activation=lambda x, layer, step: x.relu()),
+    "unused embedding rows": told(change_gradient=lambda g, layer, step: g * (torch.arange(len(g)) < 20)),
+    "masked attention": told(change_activation=put(-INF, A, 0)),
+    "scores masked by the format's minimum": told(change_activation=put(-65504.0, A, 0)),
+    "the scale is searched from 2^24 on": told(
+        scale=lambda s: 2.0 ** max(24 - s, 10), skipped=lambda s: float(s < 14), gradient_std=constant(2.0**-8)
+    ),
+    "a back-off in 100 steps": told(scale=lambda s: 1024.0 / (1 + (s // 100) % 2)),
+    "small gradients in FP32": told(gradient_fmt="fp32", gradient_std=constant(2.0**-30), scale=lambda step: None),
+    "gradients that fall with the loss": told(gradient_std=lambda name, s: 2.0**-8 / (1 + s / 20)),
+    "one value of noise": told(change_gradient=lambda g, name, s: torch.cat([g[:1] * 2.0**-30, g[1:]])),
+    "continued after an exception": told(events=(ended("exception", "KeyError: 'lost'", 100),)),
+    "a zero-initialised branch": told(
+        change_activation=lambda x, name, s: x * (s > 5 or name != A),
+        change_gradient=lambda g, name, s: g * (s > 5 or name != A),
+    ),
+}
