@@ -1,0 +1,159 @@
+"""Checks of arguments: one function per kind, each with an error that states the rule, the value and the remedy.
+
+Every message has the shape of `plimsoll.errors`: `<operation>: expected <what must hold>; got <name>=<value>. <remedy>`
+"""
+
+import difflib
+import math
+import numbers
+import operator
+from collections.abc import Collection, Iterable
+from typing import TypeVar
+
+from plimsoll.errors import ArgumentError
+
+Choice = TypeVar("Choice")
+
+
+def integer(
+    operation: str, name: str, value: object, *, low: int | None = None, high: int | None = None, remedy: str
+) -> int:
+    """Return `value` as an int if it is a whole number within the bounds.
+
+    NumPy integers are accepted. Booleans and floats are not, since they are nearly always a mistake.
+
+    Args:
+        operation: What the user called, for the message: `"watch"`.
+        name: The argument's name.
+        value: What came.
+        low: Smallest allowed value. Default: no bound.
+        high: Largest allowed value. Default: no bound.
+        remedy: What to do, as a sentence: `"Use 2000, for example."`
+
+    Raises:
+        ArgumentError: `value` is not a whole number, or is out of bounds.
+
+    >>> integer("watch", "every", 10, low=1, remedy="Use 100.")
+    10
+    >>> integer("watch", "every", 0, low=1, remedy="Use 100.")
+    Traceback (most recent call last):
+    plimsoll.errors.ArgumentError: watch: expected every to be an integer of at least 1; got every=0. Use 100.
+    """
+    try:
+        result = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        result = None
+    if result is None or (low is not None and result < low) or (high is not None and result > high):
+        if low is not None and high is not None:
+            bounds = f" from {low} to {high}"
+        else:
+            bounds = f" of at least {low}" if low is not None else f" of at most {high}" if high is not None else ""
+        raise _error(operation, f"{name} to be an integer{bounds}", name, value, remedy)
+    return result
+
+
+def number(
+    operation: str,
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    remedy: str,
+) -> float:
+    """Return `value` as a float if it is a finite number within the bounds.
+
+    Integers and NumPy numbers are accepted; NaN, infinities, booleans, tensors and text are not.
+
+    Args:
+        operation: What the user called, for the message.
+        name: The argument's name.
+        value: What came.
+        above: Exclusive lower bound. Default: none.
+        at_least: Inclusive lower bound. Default: none.
+        below: Exclusive upper bound. Default: none.
+        at_most: Inclusive upper bound. Default: none.
+        remedy: What to do, as a sentence.
+
+    Raises:
+        ArgumentError: `value` is not a finite number, or is out of bounds.
+
+    >>> number("prepare", "clip_norm", 1, above=0, remedy="Use 1.0.")
+    1.0
+    >>> number("prepare", "clip_norm", -1.0, above=0, remedy="Use 1.0.")
+    Traceback (most recent call last):
+    plimsoll.errors.ArgumentError: prepare: expected clip_norm to be a number above 0; got clip_norm=-1.0. Use 1.0.
+    """
+    result = _as_float(value)
+    fits = (
+        result is not None
+        and (above is None or result > above)
+        and (at_least is None or result >= at_least)
+        and (below is None or result < below)
+        and (at_most is None or result <= at_most)
+    )
+    if result is None or not fits:
+        words = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
+        bounds = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        raise _error(operation, f"{name} to be a number {bounds or 'that is finite'}", name, value, remedy)
+    return result
+
+
+def one_of(operation: str, name: str, value: object, choices: Collection[Choice], *, remedy: str = "") -> Choice:
+    """Return the choice that equals `value`.
+
+    Args:
+        operation: What the user called, for the message.
+        name: The argument's name.
+        value: What came.
+        choices: What is allowed.
+        remedy: What to do, as a sentence. Default: the nearest choice, or the first.
+
+    Raises:
+        ArgumentError: `value` is none of the choices.
+
+    >>> one_of("watch", "ranks", "all", ("all", "reduce"))
+    'all'
+    >>> one_of("watch", "ranks", "sum", ("all", "reduce"))
+    Traceback (most recent call last):
+    plimsoll.errors.ArgumentError: watch: expected ranks to be 'all' or 'reduce'; got ranks='sum'. Use 'all'.
+    """
+    for choice in choices:
+        # A bool equals 0 or 1, and a tensor equals nothing: types are compared first.
+        if type(value) is type(choice) and value == choice:
+            return choice
+    written = [repr(choice) for choice in choices]
+    listed = ", ".join(written[:-1]) + (" or " if len(written) > 1 else "") + written[-1]
+    if not remedy:
+        near = nearest(str(value), [str(choice) for choice in choices], 1)
+        shown = next((c for c in choices if near and str(c) == near[0]), None)
+        remedy = f"Did you mean {shown!r}?" if near else f"Use {written[0]}."
+    raise _error(operation, f"{name} to be {listed}", name, value, remedy)
+
+
+def nearest(name: str, known: Iterable[str], many: int = 3) -> list[str]:
+    """Return the known names that resemble `name`, most similar first; upper and lower case count alike.
+
+    >>> nearest("gradient", ["weights", "gradients", "updates"])
+    ['gradients']
+    """
+    by_folded = {entry.casefold(): entry for entry in known}
+    return [by_folded[n] for n in difflib.get_close_matches(name.casefold(), by_folded, n=many, cutoff=0.5)]
+
+
+def _as_float(value: object) -> float | None:
+    """Return a finite float, or None for what is no number."""
+    # numbers.Real has NumPy's scalars and fractions. A tensor is none of them: float() of it would wait for its device.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        result = float(value)
+    except OverflowError:
+        return None
+    return result if math.isfinite(result) else None
+
+
+def _error(operation: str, rule: str, name: str, value: object, remedy: str) -> ArgumentError:
+    return ArgumentError(f"{operation}: expected {rule}; got {name}={value!r}. {remedy}")
