@@ -19,6 +19,7 @@ from plimsoll.diagnosis.estimates.usable_scales import Scales
 from plimsoll.diagnosis.finding import Action, Finding
 from plimsoll.diagnosis.view import View
 from plimsoll.diagnosis.wording import first_of, layer_name
+from plimsoll.tensor_collections import BACKWARD, WITH_LOSS_SCALE
 from plimsoll.text import power
 
 _OF_SCALE = ("scale-collapse", "no-single-scale", "scale-low", "underflow-high", "underflow-rising")
@@ -73,7 +74,7 @@ def with_remedy(view: View, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _last_sample(view: View) -> int:
-    sampled = [view.cells(name) for name in ("gradients", "activation_gradients")]
+    sampled = [view.cells(name) for name in WITH_LOSS_SCALE]
     return max((int(cells.steps[-1]) for cells in sampled if cells is not None), default=-1)
 
 
@@ -95,7 +96,7 @@ def _overflowed_in(view: View, collapse: Finding) -> list[str]:
     """The layers whose gradients overflowed when the scale fell, if a sample saw it and they are few."""
     names: list[str] = []
     tensors = 0
-    for collection in ("activation_gradients", "gradients"):
+    for collection in BACKWARD:
         cells = view.cells(collection)
         if cells is None:
             continue

@@ -3,14 +3,8 @@
 from collections.abc import Sequence
 
 from plimsoll.diagnosis.finding import Finding, grouped, shown
+from plimsoll.tensor_collections import LABELS
 from plimsoll.text import counted
-
-# "Gradients" alone is never said: a run has two kinds, and they lose different shares.
-_COLLECTIONS = {
-    "gradients": "parameter gradients",
-    "activation_gradients": "activation gradients",
-    "optimizer": "optimizer state",
-}
 
 
 def collection_words(collection: str | None) -> str:
@@ -20,7 +14,7 @@ def collection_words(collection: str | None) -> str:
     ('parameter gradients', 'weights', 'values')
     """
     name = collection or "values"
-    return _COLLECTIONS.get(name, shown(name.replace("_", " ")))
+    return LABELS.get(name, shown(name.replace("_", " ")))
 
 
 def value_words(collection: str) -> str:

@@ -15,6 +15,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.runs.writing import argument_checks
+from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import continuing
 from plimsoll.watch.closing import Closing, finish
 from plimsoll.watch.companion import Beside
@@ -337,7 +338,7 @@ def _optimizers(given: Any) -> list[Any]:
 
 def _wants_activations(settings: Settings) -> bool:
     wanted = {*settings.intervals, *settings.recorded}
-    return bool(wanted & {"activations", "activation_gradients"})
+    return bool(wanted.intersection(OF_MODULES))
 
 
 def _writer(

@@ -21,6 +21,7 @@ from plimsoll.formats import get_element
 from plimsoll.runs import Event, RunWriter, Scalars
 from plimsoll.runs.user_messages import say
 from plimsoll.spectrum.plain_tensors import plain
+from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.sampling.sample import Pool, Rows, Sample
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_FORWARD = ("activations", "activation_gradients")
 
 
 class Due:
@@ -104,7 +104,7 @@ class Core:
 
     def plan_forward(self, step: int, number: int | None = None) -> None:
         """Sets what is due in the next step's forward, for compiled code, which looks before anyone else can."""
-        for name in _FORWARD:
+        for name in OF_MODULES:
             scheduled = self.on_request > 1 or self.settings.due(name, step, number)
             asked = (scheduled and name in self.settings.intervals) or name in self.settings.recorded
             setattr(self.due, name, self.open and asked)

@@ -6,13 +6,14 @@ from typing import Literal, cast
 
 from torch import nn
 
+from plimsoll import tensor_collections
 from plimsoll.errors import ArgumentError
 
-COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
+COLLECTIONS = tensor_collections.NAMES
 FACTS = ("loss", "scale", "nonfinite")
-BLOCKED = ("weights", "gradients", "activations", "activation_gradients")  # what `block` measures in blocks
+BLOCKED = tuple(c.name for c in tensor_collections.COLLECTIONS if c.supports_blocks)
 BLOCKS = (16, 32)  # NVFP4's block length, and MX's
-SHADOWED = ("gradients", "activations", "activation_gradients")
+SHADOWED = tuple(c.name for c in tensor_collections.COLLECTIONS if c.is_shadowed)
 _BOUNDS = ("max_tensors", "max_bytes", "queue_bytes")
 Pattern = str | type[nn.Module]
 

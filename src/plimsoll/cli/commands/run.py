@@ -13,13 +13,13 @@ import typer
 from plimsoll.cli import paths
 from plimsoll.cli.script import optimizer_hook, run_folder, runner
 from plimsoll.errors import ArgumentError
+from plimsoll.tensor_collections import NAMES as COLLECTIONS
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
     from plimsoll.watch.model_finder import Found
 
-# The names that `plimsoll.watch` takes, which cannot be asked before torch is imported; a test compares them.
-COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients", "optimizer", "updates")
+# Names that `plimsoll.watch` takes. Importing them from there would import torch, so a test compares the two.
 FACTS = ("loss", "scale", "nonfinite")
 BLOCKS = (16, 32)
 _ALL = ",".join(COLLECTIONS)

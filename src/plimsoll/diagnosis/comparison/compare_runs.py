@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from plimsoll.diagnosis.comparison.divergence import Divergence
-from plimsoll.diagnosis.comparison.divergence_search import AFTER_LOSS, AFTER_STEP, BEFORE_LOSS, Search
+from plimsoll.diagnosis.comparison.divergence_search import Search
 from plimsoll.diagnosis.comparison.paired_matrices import Pair
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.diagnosis.tables.scale_search import said
@@ -15,6 +15,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get, get_element
 from plimsoll.runs import Run
+from plimsoll.tensor_collections import IN_STEP_ORDER
 
 
 def diff(
@@ -40,7 +41,7 @@ def diff(
     views = (_view(run_a, until), _view(run_b, until))
     owners: dict[str, int] = {}
     rounding = _rounding(views, formats)
-    found = (Pair.of(name, views, owners, rounding) for name in (*BEFORE_LOSS, *AFTER_LOSS, *AFTER_STEP))
+    found = (Pair.of(name, views, owners, rounding) for name in (c.name for c in IN_STEP_ORDER))
     pairs = {pair.collection: pair for pair in found if pair is not None}
     losses = _losses(views)
     if not pairs and not len(losses[0]):

@@ -32,11 +32,9 @@ from plimsoll.diagnosis.tables.scale_search import searching
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.runs.storage.script import has_several
+from plimsoll.tensor_collections import BACKWARD, FORWARD, OF_MODULES, UPDATE
 from plimsoll.text import number, percent, power
 
-BEFORE_LOSS = ("weights", "activations")
-AFTER_LOSS = ("activation_gradients", "gradients")
-AFTER_STEP = ("updates", "optimizer")
 _ROOT = "model"  # what the root module is called where the manifest does not say
 _AMPLIFIED = 8.0  # how much further apart than what it was computed from a tensor may be
 _FAR = 0.1  # runs that are so far apart, explained or not, are two different trainings
@@ -123,19 +121,19 @@ class Search:
         place = 0  # in the order of computation
         if self.catching_up:
             self._note_updates(step)
-        for name in BEFORE_LOSS:
+        for name in FORWARD:
             yield from self._collection(name, step, place, since)
             place += self._length(name)
         yield from self._loss(step, place)
         if any(step in search for search in self.searches):  # its gradients overflowed, as was meant
             self._note_updates(step)
             return
-        for name in AFTER_LOSS:
+        for name in BACKWARD:
             yield from self._collection(name, step, place, since)
             place += self._length(name) if name != "gradients" else 0
         if (step in self.skips[0]) != (step in self.skips[1]):
             yield self._skipped(step)
-        for name in AFTER_STEP:
+        for name in UPDATE:
             yield from self._collection(name, step, place, since)
 
     def _length(self, name: str) -> int:
@@ -148,7 +146,7 @@ class Search:
         pair = self.pairs[name]
         apart, raw = pair.apart[:, at], pair.raw[:, at]
         explained = np.nan_to_num(apart)
-        in_order = name not in ("weights", "gradients", *AFTER_STEP)
+        in_order = name in OF_MODULES
         depth = before + np.arange(len(apart)) * in_order
         if name == "gradients":
             np.maximum.at(self.chance, pair.owners, np.nan_to_num(pair.chance[:, at]))
@@ -172,7 +170,7 @@ class Search:
             parting = self._parting(pair, layer, at, float(allowed[layer]), bool(parts[layer]))
             if parting is not None:
                 yield parting
-        if not self.catching_up or name in BEFORE_LOSS:
+        if not self.catching_up or name in FORWARD:
             self.inherited = max(self.inherited, float(told[explained <= plain].max(initial=0.0)))
         np.maximum.at(self.noise, pair.owners, np.nan_to_num(raw))
         if name == "updates":
@@ -191,7 +189,7 @@ class Search:
     def _by_luck(self, pair: Pair, at: int) -> Floats:
         """How far apart, by own size, chance may take each layer: noise, and single values that change their sign."""
         share = self.chance[pair.owners]
-        if pair.collection in AFTER_STEP:
+        if pair.collection in UPDATE:
             return 2 * np.maximum(share, 1 / np.maximum(pair.a.count[:, at], 1.0))
         if pair.collection == "weights":  # they go no further than they were moved
             size, moved = np.fmax(pair.a.rms[:, at], pair.b.rms[:, at]), self.moved[pair.owners]

@@ -8,6 +8,7 @@ import numpy as np
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.kernels import row_layout
+from plimsoll.tensor_collections import OF_MODULES
 
 _NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise
 
@@ -146,4 +147,4 @@ def _owner(collection: str, name: str) -> str:
 
 
 def _of_modules(collection: str) -> bool:
-    return collection in ("activations", "activation_gradients")
+    return collection in OF_MODULES

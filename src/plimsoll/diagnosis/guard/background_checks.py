@@ -19,6 +19,7 @@ from plimsoll.diagnosis.rules.run_rules import diagnose
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
 from plimsoll.runs import Run
+from plimsoll.tensor_collections import WITH_LOSS_SCALE
 
 _RECENT = 8  # samples whose largest gradient tells how much room there is
 _CLOSE_SECONDS = 5.0
@@ -100,7 +101,7 @@ def room(view: View) -> int | None:
     Of parameters and of activations, as true values, against the narrowest format that held them, or FP16.
     """
     found: list[int] = []
-    for collection in ("gradients", "activation_gradients"):
+    for collection in WITH_LOSS_SCALE:
         narrow = view.narrow(collection)
         if narrow is None:
             continue

@@ -17,12 +17,13 @@ from plimsoll.diagnosis.planning.modules import Module
 from plimsoll.diagnosis.planning.series_windows import Bad, Collection, Window
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
+from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, FORWARD
 from plimsoll.text import percent
 
 NATIVE = ("fp16", "bf16", "tf32", "fp32")  # rounded as whole operations, without scales of casts
 _WIDE = ("bf16", "tf32", "fp32")  # with FP32's range, which what is not recorded will not leave either
 LOWEST, HIGHEST = -126, 127  # shifts of casts: float32's normal powers of two
-_WORDS = {"weights": "weights", "activations": "activations", "gradients": "activation gradients"}
+_WORDS = {c.role: c.label for c in COLLECTIONS if c.role is not None}
 _UNKNOWN = 300  # a shift above which it is no number of binades that is missing, but knowledge
 
 Parts = list[tuple[Collection, tuple[str, ...]]]
@@ -48,8 +49,7 @@ class Judge:
     def __init__(self, view: View, *, tolerance: float, margin: int | None) -> None:
         self.tolerance, self.margin, self.follows = tolerance, 1 if margin is None else margin, margin is None
         self.trained = len(view.scalar("loss")[0])
-        names = ("weights", "activations", "activation_gradients", "gradients")
-        self.collections = {name: Collection.of(view, name, tolerance) for name in names}
+        self.collections = {name: Collection.of(view, name, tolerance) for name in (*FORWARD, *BACKWARD)}
 
     def verdict(self, module: Module, forward: str, backward: str) -> Verdict:
         """Whether the module can compute in these formats. FP16's gradients need a loss scale: their window is told."""

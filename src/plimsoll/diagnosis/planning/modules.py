@@ -25,6 +25,7 @@ from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
+from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS, OF_MODULES
 
 ROOT = "model"  # what the root module is called, as in a watch
 _NORM = re.compile(r"norm|(^|_)(ln|bn|gn|rms)(_\w|\d)*$", re.IGNORECASE)
@@ -89,7 +90,7 @@ def computes(view: View, module: Module) -> bool:
 def _owners(view: View) -> dict[str, _Owner]:
     """The modules that have parameters, by name."""
     found: dict[str, _Owner] = {}
-    for collection in ("weights", "gradients"):
+    for collection in BEFORE_UPDATE_OF_PARAMETERS:
         cells = view.cells(collection)
         if cells is None:
             continue
@@ -130,7 +131,7 @@ def _owner_of(parameter: str) -> tuple[str, str]:
 def _sides(view: View) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of each module's recorded inputs and outputs."""
     found: dict[str, tuple[list[str], list[str]]] = {}
-    for collection in ("activations", "activation_gradients"):
+    for collection in OF_MODULES:
         for series in view.run.tensors.get(collection, ()):
             module, _, side = series.rpartition(":")
             if side.partition(".")[0] in ("input", "output"):

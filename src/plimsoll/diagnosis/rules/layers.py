@@ -12,6 +12,7 @@ from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshol
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
+from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
 
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
@@ -96,7 +97,7 @@ class StructuralZeros(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each collection in narrow formats."""
-        for collection in ("gradients", "activation_gradients", "activations"):
+        for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
                 continue
@@ -133,7 +134,7 @@ class Drift(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each of weights and activations."""
-        for collection in ("weights", "activations"):
+        for collection in FORWARD:
             cells = view.cells(collection)
             if cells is None:
                 continue

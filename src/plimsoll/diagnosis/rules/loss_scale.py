@@ -14,6 +14,7 @@ from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import Mask, Rule, Where, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View, log2
+from plimsoll.tensor_collections import WITH_LOSS_SCALE
 
 _SAMPLES = "a single sample proves nothing"
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
@@ -73,7 +74,7 @@ class ScaleLow(Rule):
     def _free(self, view: View, cells: Cells) -> Floats:
         """At each step of the gradients, the binades between the largest value that the format held and its top."""
         found = np.full(len(cells.steps), np.inf)
-        for collection in ("gradients", "activation_gradients"):
+        for collection in WITH_LOSS_SCALE:
             narrow = view.narrow(collection)
             if narrow is None:
                 continue

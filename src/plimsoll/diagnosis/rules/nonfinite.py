@@ -12,10 +12,11 @@ from plimsoll.diagnosis.rules.base import Mask, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
+from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER
 from plimsoll.text import power
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
-_ORDER = ("weights", "activations", "activation_gradients", "gradients", "optimizer")
+_ORDER = tuple(c.name for c in IN_STEP_ORDER if c.overflow_order is not None)
 _BEYOND_REPAIR = (
     "The weights hold NaN or Inf, and nothing trains any more: plimsoll.locate finds the operation, from weights of "
     "before. Mend it, and go back to the last checkpoint whose weights are finite, or start anew. From then on let "
@@ -24,7 +25,9 @@ _BEYOND_REPAIR = (
 _WIDE = 2.0**100  # formats that reach above it do not overflow by a loss scale
 _NEAR = 2.0**-6  # of a format's largest value: finite values beside those that overflowed reach that high
 _FALL = 4.0  # a scaler that searches for its scale falls by more within ten skipped steps
-_OF_GRADIENTS = ("activation_gradients", "optimizer")  # an overflow that a scaler skips is seen there too
+_OF_GRADIENTS = tuple(
+    name for name in _ORDER if name not in FORWARD
+)  # an overflow that a scaler skips is seen there too
 _OF_PLACE = {
     "input": "Look at the data: the batch of that step holds NaN or Inf already.",
     "loss": "Look at the loss function and its targets: a mean over no element is NaN, and so is the log of 0.",
@@ -65,7 +68,7 @@ class Nonfinite(Rule):
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])
         if not (len(losses) or len(gradients) or places):
             return
-        of_gradients = not len(losses) and all(where in ("gradients", *_OF_GRADIENTS) for _, where, _ in places)
+        of_gradients = not len(losses) and all(where in _OF_GRADIENTS for _, where, _ in places)
         too_high = self._too_high(view) if of_gradients else None
         excused = view.scaled and of_gradients and too_high is None and not self._on_and_on(view)
         steps = np.unique(np.concatenate([losses, gradients, np.array([s for s, *_ in places], dtype=np.int64)]))

@@ -13,6 +13,7 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import FP16, get_element
+from plimsoll.tensor_collections import OVERFLOW_ORDER
 
 _SAMPLES = "a single sample proves nothing"
 _FEW = 8  # samples without which there is no trend
@@ -43,7 +44,7 @@ class OverflowAhead(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """At most two for each collection: what is near, and what comes nearer."""
-        for collection in ("activations", "weights", "gradients", "activation_gradients", "optimizer"):
+        for collection in OVERFLOW_ORDER:
             cells = view.cells(collection)
             if cells is None or (view.scaled and collection.endswith("gradients")):
                 continue

@@ -19,6 +19,7 @@ from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshol
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View
+from plimsoll.tensor_collections import UNDERFLOW_ORDER
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = (
@@ -56,7 +57,7 @@ class UnderflowHigh(Rule):
         alone = view.cells("gradients") is None
         kept = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
-        for collection in ("gradients", "activation_gradients", "activations"):
+        for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
                 continue

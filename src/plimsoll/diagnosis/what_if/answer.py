@@ -22,8 +22,8 @@ from plimsoll.diagnosis.what_if.scale_windows import Stretch, stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import BlockFormat, Format, get
 from plimsoll.runs import Run
+from plimsoll.tensor_collections import FORWARD
 
-_AT_INFERENCE = ("weights", "activations")
 _TRIED = 48  # shifts that are tried where none works throughout
 SHIFTS = range(-24, 41)  # scales that someone may use, as powers of two
 
@@ -64,7 +64,7 @@ def whatif(
             f"whatif: expected no collection with inference=True, which means weights and activations; got "
             f"{collection!r}. Leave one of the two out."
         )
-    names = _AT_INFERENCE if inference else (collection,)
+    names = FORWARD if inference else (collection,)
     parts = [
         _part(view, name, chosen, 0 if inference else shift) for name in names if not inference or _has(view, name)
     ]

@@ -8,7 +8,7 @@ import numpy as np
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.planning.check import check_plan
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import Plan
+from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
 from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, made, nothing, series_checked, view_of
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 _MOST_LAYERS = 40
-_OF_PLAN = ("weights", "activations", "gradients")
 
 
 def before_after(
@@ -70,9 +69,9 @@ def _kind(statistic: str, collection: str, after: object) -> Statistic:
         raise ArgumentError(
             f"before_after: expected a statistic among {', '.join(allowed)}; got {statistic!r}. Choose one."
         )
-    if isinstance(after, Plan) and collection not in _OF_PLAN:
+    if isinstance(after, Plan) and collection not in ROLES:
         raise ArgumentError(
-            f"before_after: expected a collection among {', '.join(_OF_PLAN)} with a plan; got {collection!r}. "
+            f"before_after: expected a collection among {', '.join(ROLES)} with a plan; got {collection!r}. "
             "Choose one of these."
         )
     return STATISTICS[statistic]

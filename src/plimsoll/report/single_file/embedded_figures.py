@@ -16,6 +16,7 @@ from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.report.drawing.theme import TEMPLATES
 from plimsoll.report.verdicts.summary_text import cut
+from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -26,11 +27,8 @@ _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
 _HEIGHT = 420
 _TOP, _TOP_WITHOUT_TITLE = TEMPLATES["light"]["layout"]["margin"]["t"], 52  # pixels of margin, for a legend and marks
-_HEATMAPS = (
-    ("underflow", "gradients"), ("underflow", "activation_gradients"), ("underflow", "activations"),
-    ("zero", "gradients"), ("norm", "gradients"), ("std", "activations"), ("norm", "weights"), ("norm", "optimizer"),
-)  # fmt: skip
 _WORDS = {"underflow": "Underflow", "zero": "Zeros", "norm": "Norm", "std": "Standard deviation"}
+_HEATMAPS = [(statistic, c.name) for statistic in _WORDS for c in IN_DISPLAY_ORDER if statistic in c.heatmaps]
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 

@@ -9,6 +9,7 @@ from plimsoll.diagnosis import RULES, Finding, shown
 from plimsoll.diagnosis.wording import collection_words, how_many, layer_name, located
 from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary, jsonable
 from plimsoll.runs import Event
+from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.text import counted as several, number, percent, power, steps
 
 STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
@@ -178,7 +179,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Samples", f"{summary.samples:,}"
     if summary.world_size > 1 or summary.ranks != 1:
         yield "Ranks", f"{summary.ranks} of {summary.world_size}"
-    for collection in ("weights", "gradients", "activations"):
+    for collection in (c.name for c in COLLECTIONS if c.format_in_summary):
         if summary.formats.get(collection):
             yield (
                 f"{sentence_case(collection_words(collection))} in",

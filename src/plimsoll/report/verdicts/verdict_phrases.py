@@ -12,6 +12,7 @@ from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.remedies import scale_remedy
 from plimsoll.diagnosis.wording import collection_words, how_many, layer_name
+from plimsoll.tensor_collections import WITH_LOSS_SCALE
 from plimsoll.text import number, percent, power, steps
 
 _LONGEST_NAME = 48  # characters of a layer's name in a sentence
@@ -101,7 +102,7 @@ def _scale_collapse(case: Case) -> Said:
     what = f"the loss scale fell {fall} at {steps(found.since_step, found.until_step)}"
     if math.isfinite(back):
         return Said(what=f"{what} and was back at step {back:,.0f}", remedy=f"if it happens again, {case.remedy}")
-    rates = [underflow_rate(case.view, name, found.since_step) for name in ("gradients", "activation_gradients")]
+    rates = [underflow_rate(case.view, name, found.since_step) for name in WITH_LOSS_SCALE]
     told = [rate for rate in rates if rate is not None and rate.share >= 0.01]
     shares = " and ".join(rate.words for rate in told).replace(" gradient values and", " and", 1)
     since = f"and {shares} underflowed at {steps(told[0].first_step, told[0].last_step)}" if told else ""

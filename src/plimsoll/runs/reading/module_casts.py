@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import tensor_collections
 from plimsoll.formats import ROLES, Role
 from plimsoll.runs.records import Event
 
@@ -19,11 +20,7 @@ EVENT = "casts"
 PREFIX = "cast:"  # of the scalars that are scales
 
 # The collection in which the values of a role are recorded.
-COLLECTIONS: Mapping[Role, str] = {
-    "weights": "weights",
-    "activations": "activations",
-    "gradients": "activation_gradients",
-}
+COLLECTIONS: Mapping[Role, str] = {c.role: c.name for c in tensor_collections.COLLECTIONS if c.role is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

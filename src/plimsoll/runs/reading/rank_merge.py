@@ -20,18 +20,15 @@ from plimsoll.runs.columns.arrow import Table, array, pc, values_of
 from plimsoll.runs.columns.bank_rows import digests, numbers
 from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
 from plimsoll.runs.reading.module_casts import PREFIX
+from plimsoll.tensor_collections import OF_MODULES
 
 # What must agree, beside the binades.
 COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
 
 
-# What each part of the batch has its own of.
-_PER_PART = frozenset({"activations", "activation_gradients"})
-
-
 def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) -> dict[int, int]:
     """The part of the batch that each rank has, where it matters to the collection; the ranks left out have part 0."""
-    if collection not in _PER_PART:
+    if collection not in OF_MODULES:
         return {}
     told: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
     return {rank: int(entry.get("data_index", 0)) for rank, entry in told.items()}

@@ -9,11 +9,12 @@ that was wrong, the optimizers that step have their own count: one that has not 
 it steps, but for activations, whose forward is over by then.
 """
 
+from plimsoll.tensor_collections import OF_PARAMETERS
 from plimsoll.watch.session import Core
 
 _Turn = frozenset[int]  # the optimizers, by identity
 _MOST = 64  # turns, and steps in a row, that are told apart
-_AROUND_A_STEP = ("weights", "gradients", "optimizer", "updates")  # what can be read when an optimizer steps
+_AROUND_A_STEP = OF_PARAMETERS  # what can be read when an optimizer steps
 
 
 class Turns:

@@ -25,9 +25,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
+from plimsoll.tensor_collections import OF_PARAMETERS
 from plimsoll.watch.names import clean
 
-PARAMETERS = frozenset({"weights", "gradients", "optimizer", "updates"})
+PARAMETERS = frozenset(OF_PARAMETERS)
 
 
 class Ranks:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
+from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
 from plimsoll.watch.attribution.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
 from plimsoll.watch.sampling.update_kind import Kinds, kind_of
@@ -130,7 +131,7 @@ class Parameters:
             self._updates.keep(params)
         self._read_gradients_of(params, scaled=False)
         self._brought_up |= {id(p) for p in params.values()}
-        self._read_early = core.series_in(("weights", "gradients"))
+        self._read_early = core.series_in(BEFORE_UPDATE_OF_PARAMETERS)
 
     def _drop_early(self) -> None:
         """Forgets what was read early: there is another backward of the same step, or an optimizer after all."""

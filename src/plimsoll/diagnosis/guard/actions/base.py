@@ -10,6 +10,7 @@ from torch import nn
 from plimsoll.diagnosis.finding import Action, Finding
 from plimsoll.diagnosis.guard.checkpoints import Keeper
 from plimsoll.diagnosis.guard.records import Look, Order, Value
+from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.companion import Beside
 
 
@@ -108,7 +109,7 @@ class Remedy(ABC):
 
 def _module_of(name: str, collection: str | None, root: str) -> str:
     """The module that a series belongs to."""
-    if collection in ("activations", "activation_gradients"):
+    if collection in OF_MODULES:
         return name.partition(":")[0]
     parameter = name.partition(":")[0] if collection == "optimizer" else name
     return parameter.rpartition(".")[0] or root

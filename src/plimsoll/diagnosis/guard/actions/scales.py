@@ -14,6 +14,7 @@ import torch
 from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.guard.actions.base import Remedy
 from plimsoll.diagnosis.guard.records import Look, Order
+from plimsoll.tensor_collections import WITHOUT_LOSS_SCALE
 
 _MARGIN = 1  # binades that are left above the largest gradient
 _BLIND = 4  # binades by which the scale is raised where no gradient is left to see
@@ -78,7 +79,7 @@ class RaiseScale(LossScale):
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """A higher scale, if the gradients leave room for one."""
-        if finding.collection in ("activations", "weights", "optimizer"):
+        if finding.collection in WITHOUT_LOSS_SCALE:
             return f"the loss scale does not move {finding.collection}"
         now = self.exponent()
         if look.room is None:
@@ -96,7 +97,7 @@ class LowerScale(LossScale):
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """A lower scale."""
-        if finding.collection in ("activations", "weights", "optimizer"):
+        if finding.collection in WITHOUT_LOSS_SCALE:
             return f"the loss scale does not move {finding.collection}"
         now, lowest = self.exponent(), finding.evidence.get("lowest")
         if isinstance(lowest, float) and 0 < lowest < math.ldexp(1.0, now):
@@ -123,7 +124,7 @@ class LayerScale(Remedy):
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The layers that the finding names, as far as they have a scale."""
         scaler: Any = self.training.scaler
-        if finding.collection in ("activations", "weights", "optimizer"):
+        if finding.collection in WITHOUT_LOSS_SCALE:
             return f"layer scales do not move {finding.collection}"
         names = {self.training.in_model(name) or "model": name for name in self.training.modules_of(finding)}
         chosen = [name for own, name in names.items() if own in scaler.scales]

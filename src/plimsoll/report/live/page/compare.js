@@ -6,9 +6,8 @@ import { take } from "./keys.js";
 import { Picture } from "./picture.js";
 import { replace, to } from "./router.js";
 import { Stream } from "./stream.js";
-import { badge, collectionWords, number, prose, title, whole } from "./words.js";
+import { badge, collectionNames, collectionWords, number, prose, setCollections, title, whole } from "./words.js";
 
-const COLLECTIONS = ["gradients", "activations", "activation_gradients", "weights", "optimizer", "updates"];
 const SHOWN = 20; // partings that are listed
 
 export class ComparePage {
@@ -51,6 +50,7 @@ export class ComparePage {
       const answer = await get(address(["compare"], { a: this.a, b: this.b }));
       if (this.closed) return;
       this.#tell("");
+      setCollections(answer);
       this.#fill(answer);
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
@@ -71,9 +71,9 @@ export class ComparePage {
         el("th", { scope: "col", class: i > 1 ? "number" : null }, text)))), this.partings)));
     this.changed = el("dl", { class: "settings" });
     this.others = el("section", { "aria-labelledby": "changed-title", hidden: true }, el("h2", { id: "changed-title" }, "What else differs"), this.changed);
-    this.collection = el("select", { id: "compare-collection", onchange: () => this.#chosen() },
-      [...new Set([...COLLECTIONS, collection])].map((name) => el("option", { value: name }, clean(collectionWords(name)))));
-    this.collection.value = collection;
+    this.asked = collection;
+    this.collection = el("select", { id: "compare-collection", onchange: () => this.#chosen() });
+    this.#options();
     const figure = (name, values = () => ({})) => new Picture({
       address: () => address(["compare", "figure", name], { a: this.a, b: this.b, ...values() }), question: () => `${name} ${JSON.stringify(values())}`,
     });
@@ -97,7 +97,16 @@ export class ComparePage {
     return { element, state, name, verdict, facts };
   }
 
+  /** The collections to choose from, without losing the choice. */
+  #options() {
+    const before = this.collection.value || this.asked;
+    keep(this.collection, [...new Set([...collectionNames(), before])], (name) => name,
+      (name) => el("option", { value: name }), (node, name) => say(node, clean(collectionWords(name))));
+    this.collection.value = before;
+  }
+
   #fill(answer) {
+    this.#options();
     for (const [side, summary, id] of [[this.sides[0], answer.a, this.a], [this.sides[1], answer.b, this.b]]) {
       side.state.replaceChildren(badge(summary.state));
       side.name.setAttribute("href", to.run(id));

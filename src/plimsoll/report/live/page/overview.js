@@ -103,8 +103,7 @@ export class OverviewPart {
     const collections = Object.keys(this.run.collections);
     const before = this.collection.value;
     keep(this.collection, collections, (name) => name, (name) => el("option", { value: name }, collectionWords(name)));
-    const first = ["gradients", "activation_gradients"].find((name) => collections.includes(name) && !this.#above("underflow_heatmap", name))
-      ?? collections[0] ?? "";
+    const first = collections.find((name) => !this.#above("underflow_heatmap", name)) ?? collections[0] ?? "";
     this.collection.value = collections.includes(before) ? before : first;
     const tensor = this.#shownTensor();
     if (tensor) {
@@ -129,7 +128,7 @@ export class OverviewPart {
     const { collections, summary } = this.run;
     const telling = summary.findings.find((f) => f.where.length && (collections[f.collection] ?? []).includes(f.where[0]));
     if (telling) return { collection: telling.collection, name: telling.where[0] };
-    const collection = ["gradients", ...Object.keys(collections)].find((name) => collections[name]?.length);
+    const collection = Object.keys(collections).find((name) => collections[name]?.length);
     return collection ? { collection, name: collections[collection][0] } : null;
   }
 

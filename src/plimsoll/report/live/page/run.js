@@ -9,7 +9,7 @@ import { to } from "./router.js";
 import { Stream } from "./stream.js";
 import { TensorPart } from "./tensors.js";
 import { WhatIfPart } from "./whatif.js";
-import { badge, prose } from "./words.js";
+import { badge, prose, setCollections } from "./words.js";
 
 const PARTS = { overview: OverviewPart, finding: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart };
 
@@ -64,6 +64,7 @@ export class RunPage {
     if (this.closed) return;
     try {
       const run = await get(address(["runs", this.id]));
+      setCollections(run);
       if (this.closed) return;
       const first = this.run === null;
       this.run = run;

@@ -48,7 +48,7 @@ export class TensorPart {
   go(route) {
     this.route = route;
     const { collections } = this.run;
-    const first = ["gradients", ...Object.keys(collections)].find((name) => collections[name]?.length) ?? null;
+    const first = Object.keys(collections).find((name) => collections[name]?.length) ?? null;
     this.collectionName = route.collection ?? first;
     this.name = route.name ?? collections[this.collectionName]?.[0] ?? null;
     this.collection.value = this.collectionName ?? "";

@@ -35,7 +35,7 @@ export class WhatIfPart {
   go(route) {
     const { values } = route;
     const { collections, formats } = this.run;
-    const collection = values.get("collection") ?? (collections.gradients ? "gradients" : Object.keys(collections)[0] ?? "");
+    const collection = values.get("collection") ?? Object.keys(collections)[0] ?? "";
     this.#options(this.format, [...new Set([...formats, values.get("format") ?? "fp16"])], values.get("format") ?? "fp16", (name) => name.toUpperCase());
     this.#options(this.collection, [...new Set([...Object.keys(collections), collection])], collection, collectionWords);
     const shift = values.get("shift");

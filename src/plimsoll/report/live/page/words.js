@@ -101,12 +101,21 @@ export function many(count, name) {
   return `${whole(count)} ${name}${count === 1 ? "" : "s"}`;
 }
 
-// What a collection is called, as plimsoll/diagnosis/wording.py has it.
-const COLLECTIONS = { gradients: "Parameter gradients", activation_gradients: "Activation gradients", optimizer: "Optimizer state" };
+let labels = {};
 
-/** What a collection is called. */
+/** Takes over the labels of all collections, in the order of lists, from an answer of the server. */
+export function setCollections(answer) {
+  labels = answer.collection_labels;
+}
+
+/** The names of all collections that can be recorded, in the order of lists. */
+export function collectionNames() {
+  return Object.keys(labels);
+}
+
+/** The label of a collection. */
 export function collectionWords(name) {
-  return COLLECTIONS[name] ?? title(name);
+  return title(labels[name] ?? name);
 }
 
 /** A rule's or figure's id as words: "underflow-high" is "Underflow high". */

@@ -20,6 +20,7 @@ from plimsoll.report.live.server.figures import drawn, drawn_of_two, needs_findi
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, first_step, jsonable, median_loss, seconds_of, summary
 from plimsoll.runs import Event
+from plimsoll.tensor_collections import LABELS
 
 _ROWS = 50  # layers of a what-if
 _EVENTS = 200
@@ -63,7 +64,8 @@ class Answers:
             return encoded({
                 "summary": self._told(told),
                 "shown": summary_text.run_shown(told, view.events),
-                "collections": dict(view.run.tensors),
+                "collections": _in_display_order(view.run.tensors),
+                "collection_labels": LABELS,
                 "scalars": view.run.scalar_names,
                 "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
                 "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
@@ -116,7 +118,9 @@ class Answers:
 
         def make(a: LiveView, b: LiveView) -> bytes:
             divergence, sentence = _diff(a, b, self.root)
-            return encoded({"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence})
+            return encoded(
+                {"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence, "collection_labels": LABELS}
+            )
 
         question = ("compare", *(verdict.serial for verdict in verdicts))
         return self.live.answer_of_two(first, second, question, make)
@@ -184,6 +188,11 @@ class Answers:
         except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
             why = within(str(error), self.root) if isinstance(error, PlimsollError) else type(error).__name__
             return f"Cannot be judged: {why}"
+
+
+def _in_display_order(tensors: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Return the series of a run by collection, custom collections last."""
+    return {name: tensors[name] for name in sorted(tensors, key=lambda name: [*LABELS, name].index(name))}
 
 
 def _summary_of(verdict: Verdict) -> Summary:
