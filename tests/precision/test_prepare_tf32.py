@@ -10,7 +10,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.precision import prepare
 from plimsoll.precision.levels import arithmetic
-from plimsoll.precision.levels.tf32 import has_tf32, tf32
+from plimsoll.precision.levels.arithmetic import has_tf32, tf32
 from tests.support.precision.training import adamw, batches, loss_of, net, run
 
 

@@ -5,7 +5,7 @@ optimizers those that the user gave, with their state in FP32. So a change of le
 another, and what both keep in FP32 passes exactly.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,14 +16,23 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.precision.distributed import is_fully_sharded, level_on
 from plimsoll.precision.levels.arithmetic import Computing, check_policy
-from plimsoll.precision.levels.catalogue import DTYPES, Level
-from plimsoll.precision.levels.fp8_layers import InPlace, Layers, chosen_layers, other_rules
-from plimsoll.precision.levels.fp8_plan import PlannedLayers, are_multiplied, planned_layers
-from plimsoll.precision.levels.optimizer_wrapping import put_state_in_the_weights_dtype, wrapped
+from plimsoll.precision.levels.catalogue import DTYPES, Level, Update
+from plimsoll.precision.levels.fp8_layers import (
+    InPlace,
+    Layers,
+    PlannedLayers,
+    are_multiplied,
+    chosen_layers,
+    other_rules,
+    planned_layers,
+)
 from plimsoll.precision.levels.placement import CastOutputs, Placement, module_formats
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.levels.schedule import Stage
 from plimsoll.precision.weights.base import SixteenBitOptimizer
+from plimsoll.precision.weights.kahan import KahanWeights
+from plimsoll.precision.weights.master_weights import MasterWeights
+from plimsoll.precision.weights.stochastic import StochasticWeights
 from plimsoll.watch.names import unwrapped
 
 _SMALLEST_FP16 = 2.0**-24
@@ -136,3 +145,45 @@ def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
                 f"prepare: expected an eps that FP16 can hold at fp16-pure, where the optimizer's state is FP16; got "
                 f"eps={epsilon}, which is 0 in FP16. Use eps=1e-4, or fp16-master, whose state is FP32."
             )
+
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+Optimizer = torch.optim.Optimizer
+
+
+def wrapped(
+    optimizers: Sequence[Optimizer], update: Update, originals: Mapping[Tensor, Tensor]
+) -> tuple[Optimizer, ...]:
+    """The optimizers that step the model's weights as the level says, from the values that the weights had in FP32."""
+    return tuple(_wrapped(optimizer, number, update, originals) for number, optimizer in enumerate(optimizers))
+
+
+def put_state_in_the_weights_dtype(optimizer: Optimizer) -> None:
+    """Casts the state that the optimizer has already to what it would have made it for these weights."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape:
+                state[name] = value.to(p.dtype)
+
+
+def _wrapped(optimizer: Optimizer, number: int, update: Update, originals: Mapping[Tensor, Tensor]) -> Optimizer:
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.dtype in _SIXTEEN for p in parameters):
+        return optimizer
+    if update == "plain":
+        put_state_in_the_weights_dtype(optimizer)
+        return optimizer
+    found = _KINDS[update](optimizer, number)
+    for pair in found.pairs:
+        original = originals.get(pair.weight)
+        if original is not None and original.dtype == torch.float32:
+            pair.store.load(pair.weight.detach(), {"master": original})
+            pair.settle()
+    return found
+
+
+_KINDS: dict[str, Callable[[Optimizer, int], SixteenBitOptimizer]] = {
+    "masters": lambda optimizer, _: MasterWeights(optimizer),
+    "stochastic": lambda optimizer, number: StochasticWeights(optimizer, seed=number),  # no two draw alike
+    "kahan": lambda optimizer, _: KahanWeights(optimizer),
+}

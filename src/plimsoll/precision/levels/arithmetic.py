@@ -21,7 +21,39 @@ from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, ModulePlan, get
 from plimsoll.precision.levels.catalogue import DTYPES, Level
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.tf32 import has_tf32, tf32
+
+_AMPERE = (8, 0)
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device multiplies in TF32 itself."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _AMPERE
+
+
+@contextlib.contextmanager
+def tf32() -> Generator[None]:
+    """Inside, CUDA's FP32 matrix products and convolutions run in TF32."""
+    places = _places()
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "tf32"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+def _places() -> list[Any]:
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    if not all(hasattr(place, "fp32_precision") for place in places):
+        raise ArgumentError(
+            f"prepare: expected a torch with fp32_precision for the level tf32; got torch {torch.__version__}. "
+            "Use torch 2.9 or later."
+        )
+    return places
+
 
 Context = contextlib.AbstractContextManager[Any]
 

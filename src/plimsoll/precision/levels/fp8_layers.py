@@ -17,11 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plimsoll.emulate.module_regions import Switch
+from plimsoll.emulate.module_regions import Switch, is_native
 from plimsoll.emulate.module_tree import cast_floating, named_modules
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert
+from plimsoll.fp8.products import has_units
+from plimsoll.fp8.recipe import Recipe
 from plimsoll.precision.distributed import is_sharded_itself
 from plimsoll.precision.levels.arithmetic import device_of
 from plimsoll.precision.levels.policy import Policy
@@ -267,3 +269,41 @@ class _Call:
 
 
 inlined_only(_Call.enter, _Call.leave)
+
+
+class PlannedLayers(InPlace):
+    """The layers of a plan that are multiplied in FP8; `names` are theirs."""
+
+    def __init__(self, root: nn.Module, rules: Mapping[str, ModulePlan]) -> None:
+        super().__init__(root)
+        self.names = frozenset(planned_layers(root, rules))
+        for name in self.names:
+            module: Any = root.get_submodule(name)
+            said = rules[name].scales
+            scales = said.get("activations", 1.0), said.get("weights", 1.0), said.get("gradients", 1.0)
+            self.note(module)
+            module.__class__ = Linear
+            module.take_recipe(Recipe(scaling="tensor", scales=scales))
+
+
+def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str]:
+    """The linear layers that a rule of their own has in FP8, in no module whose products are emulated."""
+    found: list[str] = []
+    for name, said in rules.items():
+        in_fp8 = (said.forward, said.backward) == (FP8.forward, FP8.backward)
+        around = [rules[part] for part in _around(name) if part in rules]
+        if in_fp8 and own_class(root.get_submodule(name)) is nn.Linear and all(map(is_native, around)):
+            found.append(name)
+    return found
+
+
+def are_multiplied(root: nn.Module, policy: Policy) -> bool:
+    """Whether such layers are to run in FP8: where the device has FP8 units, or the policy says so."""
+    device = device_of(root)
+    units = device.type == "cuda" and has_units(device)
+    return policy.fp8_plans == "multiplied" or (policy.fp8_plans == "auto" and units)
+
+
+def _around(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))] if name else []

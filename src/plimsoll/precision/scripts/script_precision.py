@@ -19,11 +19,10 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.precision.distributed import is_fully_sharded, is_sharded
-from plimsoll.precision.levels.arithmetic import Computing, device_of
+from plimsoll.precision.levels.arithmetic import Computing, device_of, has_tf32, tf32
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
 from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.levels.tf32 import has_tf32, tf32
 from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, patched, seat_of
 from plimsoll.precision.scripts.transparent_scaling import Unseen, patched_backward
 from plimsoll.precision.training.loop import PREPARED

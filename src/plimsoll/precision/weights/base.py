@@ -13,21 +13,18 @@ The file is longer than most, since one class has to answer all that schedulers,
 
 import abc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from plimsoll.errors import ArgumentError
-from plimsoll.precision.weights.checkpoint import checked_entries, entries_of
-from plimsoll.precision.weights.checks import check_optimizer, refuse_changed, refuse_sharded
+from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision.weights.groups import bare_step, only, put_state, swapped
-from plimsoll.precision.weights.pair import Pair, chunks
-from plimsoll.precision.weights.scratch import Scratch
-from plimsoll.precision.weights.stores import Store
-from plimsoll.precision.weights.total_norm import total_norm
+from plimsoll.precision.weights.pair import Pair, Scratch, chunks
+from plimsoll.precision.weights.stores import Entry, Store
+from plimsoll.rounding.dtensors import is_sharded
 
 CHUNK_BYTES = 1 << 24
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -330,3 +327,91 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         """The pairs by the index that their parameters have in a state dict."""
         found = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
         return {number: pair for number, pair in found if pair is not None}
+
+
+def entries_of(pairs: Mapping[int, Pair]) -> dict[int, Entry]:
+    """What each parameter's store keeps, by the parameter's index."""
+    return {number: pair.store.entry(pair.weight) for number, pair in pairs.items()}
+
+
+def checked_entries(operation: str, state_dict: Mapping[str, Any], pairs: Mapping[int, Pair]) -> dict[int, Entry]:
+    """The entries of a state dict, if they are for these parameters."""
+    entries: dict[int, Entry] | None = state_dict.get("masters")
+    if entries is None:
+        raise ArgumentError(
+            f"{operation}: expected a state dict with masters; got the keys {', '.join(map(str, state_dict))}. It is "
+            "an inner optimizer's: load it with .optimizer.load_state_dict(), and call take_model_weights()."
+        )
+    mine = {number: tuple(pair.weight.shape) for number, pair in pairs.items()}
+    theirs = {number: tuple(next(iter(entry.values())).shape) for number, entry in entries.items()}
+    wrong = sorted(number for number in {*mine, *theirs} if mine.get(number) != theirs.get(number))
+    if wrong:
+        raise ArgumentError(
+            f"{operation}: expected masters of the shapes of this optimizer's 16-bit parameters; got others for the "
+            f"parameters {wrong[:5]}, the first of shape {theirs.get(wrong[0])} where this one has "
+            f"{mine.get(wrong[0])}. Make the optimizer of the same parameters, in the same groups and order."
+        )
+    return entries
+
+
+def refuse_changed(operation: str, pairs: Sequence[Pair]) -> None:
+    """Raises if the model's gradients are others than those that were collected."""
+    changed = sum(pair.changed for pair in pairs)
+    if changed:
+        raise ArgumentError(
+            f"{operation}.step: expected the model's gradients as collect_gradients() found them; got {changed} that "
+            "changed since. Collect after the last backward, and change the masters' gradients (of param_groups), not "
+            "the model's."
+        )
+
+
+def check_optimizer(operation: str, optimizer: object, chunk_bytes: int) -> None:
+    """Raises if the optimizer cannot be wrapped."""
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"{operation}: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. "
+            "Make the optimizer of the model's 16-bit parameters first."
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise ArgumentError(
+            f"{operation}: expected an optimizer whose step is not differentiable, since rounding weights to 16 bits "
+            "has no gradient; got differentiable=True. Leave it out."
+        )
+    if chunk_bytes <= 0:
+        raise ArgumentError(f"{operation}: expected chunk_bytes above zero; got chunk_bytes={chunk_bytes}.")
+
+
+def refuse_sharded(operation: str, weight: Tensor) -> None:
+    """Raises for a DTensor."""
+    if is_sharded(weight):
+        raise UnsupportedTensorError(
+            f"{operation}: expected parameters that are whole on each rank; got a DTensor of {weight.dtype}. Keep the "
+            "sharded parameters in float32 and give fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
+            f"{weight.dtype})): the shards are then the masters."
+        )
+
+
+def total_norm(grads: Sequence[Tensor], norm_type: float, factor: Tensor | None) -> Tensor:
+    """The norm over all, each brought to float32 for its own, 16-bit ones times the factor; 0 of none.
+
+    As ``torch.nn.utils.get_total_norm`` of the gradients in float32.
+    """
+    if not grads:
+        return torch.zeros(())
+    norms = [_norm(g, norm_type, factor) for g in grads]
+    return _vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+def _norm(g: Tensor, norm_type: float, factor: Tensor | None) -> Tensor:
+    narrow = g.element_size() < 4
+    wide = g.to(torch.float32) if narrow else g
+    if wide.is_sparse:
+        wide = wide.coalesce().values()
+    if narrow and factor is not None:
+        wide = wide * factor.to(g.device)
+    return _vector_norm(wide, norm_type)
+
+
+def _vector_norm(x: Tensor, norm_type: float) -> Tensor:
+    linalg: Any = torch.linalg
+    return linalg.vector_norm(x, norm_type)
