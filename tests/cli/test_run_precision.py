@@ -21,11 +21,11 @@ import plimsoll as pl
 from plimsoll.cli.commands import run as _run
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS
-from plimsoll.precision.scripts.script_precision import UNCHANGED, Unmodified, level_for_scripts
+from plimsoll.precision.scripts.script_precision import UNCHANGED, ScriptPrecision, level_for_scripts
 from plimsoll.runs import Run
 from tests.cli.test_run import SCRIPTS, python, said, watched
 
-Start = Callable[..., Unmodified]
+Start = Callable[..., ScriptPrecision]
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def said_here() -> list[str]:
 @pytest.fixture
 def start(said_here: list[str]) -> Iterator[Start]:
     """Puts a model and its optimizers at a level, as the command does at the model's first call."""
-    made: list[Unmodified] = []
+    made: list[ScriptPrecision] = []
     gc.collect()  # scalers of other tests are none of a script's, also those that something there still holds
     others = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
     for scaler in others:
         scaler._enabled = False
     before = torch.autograd.backward, torch.autocast.__enter__, torch.amp.GradScaler.__init__
 
-    def at(level: str, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Unmodified:
-        made.append(Unmodified(level, said_here.append))
+    def at(level: str, model: nn.Module, *optimizers: torch.optim.Optimizer) -> ScriptPrecision:
+        made.append(ScriptPrecision(level, said_here.append))
         for optimizer in optimizers:
             made[-1].note(optimizer)
         made[-1].begin(model, model, optimizers)
@@ -265,7 +265,7 @@ def test_the_names_it_takes_are_the_levels_that_leave_the_loop() -> None:
     [
         ("O2", "weights are cast and the optimizer's steps are others.* Use plimsoll.prepare"),
         ("bf16-kahan", "weights are cast and the optimizer's steps are others.* Use plimsoll.prepare"),
-        ("plan.toml", "which is no level. A plan or a schedule is carried out by plimsoll.prepare"),
+        ("plan.toml", "which is no level. A plan or a schedule needs plimsoll.prepare"),
     ],
 )
 def test_other_levels_are_refused(name: str, why: str) -> None:
@@ -281,8 +281,8 @@ def test_a_script_s_own_precision_is_kept(start: Start, said_here: list[str]) ->
         "GradScaler itself": lambda: start("amp-fp16", model, optimizer),
         "weights in torch.float64": lambda: start("amp-bf16", Net().double()),
         "LBFGS": lambda: start("amp-fp16", model, torch.optim.LBFGS(model.parameters())),
-        "parts of it are called": lambda: Unmodified("tf32", said_here.append).begin(model, model.last, []),
-        "never called as a module": lambda: Unmodified("tf32", said_here.append).begin(model, None, []),
+        "parts of it are called": lambda: ScriptPrecision("tf32", said_here.append).begin(model, model.last, []),
+        "never called as a module": lambda: ScriptPrecision("tf32", said_here.append).begin(model, None, []),
     }
     for number, (why, case) in enumerate(cases.items()):
         scaler = torch.amp.GradScaler("cpu", enabled="Scaler" in why)

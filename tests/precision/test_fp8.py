@@ -371,7 +371,7 @@ def test_a_failure_on_the_way_gives_the_model_back(monkeypatch: pytest.MonkeyPat
     model = plain_model()
     before = fabric(model)
     with monkeypatch.context() as patched:
-        patched.setattr(active_level, "Computing", lambda *_: 1 / 0)
+        patched.setattr(active_level, "Arithmetic", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(model, adamw(model), "fp8-tensor")
     assert fabric(model) == before

@@ -1,4 +1,4 @@
-"""Plans carried out by `prepare`: formats both ways, scales of casts, of the loss, per layer; and what is refused."""
+"""Plans that `prepare` applies: formats both ways, scales of casts, of the loss, per layer; and what is refused."""
 
 from pathlib import Path
 from typing import Any

@@ -169,7 +169,7 @@ def test_a_closure_over_a_loop_variable_is_refused_at_once_under_accumulation() 
     loop.step(lambda: loss_of(model, batch))
     batch = next(data)
     with pytest.raises(
-        pl.ArgumentError, match=r"variable batch has been set anew.*Bind what it reads: loop.step\(lambda batch=batch"
+        pl.ArgumentError, match=r"variable batch was assigned again.*Bind what it reads: loop.step\(lambda batch=batch"
     ):
         loop.step(lambda: loss_of(model, batch))
 

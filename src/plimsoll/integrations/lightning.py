@@ -14,7 +14,7 @@ from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.formats import ModulePlan
 from plimsoll.integrations.session import Session
-from plimsoll.precision.levels.arithmetic import Computing, device_of
+from plimsoll.precision.levels.arithmetic import Arithmetic, device_of
 from plimsoll.precision.levels.catalogue import level_named
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.scaling import DynamicScaler
@@ -141,7 +141,7 @@ class PrecisionPlugin(MixedPrecision):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.scaler = cast("Any", DynamicScaler(self.device) if level.scaled and scaler is None else scaler)
         self._level, self._policy = level, policy or Policy()
-        self._computing: Computing | None = None
+        self._computing: Arithmetic | None = None
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
         """Learns what will be trained."""
@@ -149,7 +149,7 @@ class PrecisionPlugin(MixedPrecision):
         self.device = device_of(model).type
         root = unwrapped(model)
         rules = {name: ModulePlan.of(fmt) for name, fmt in self._policy.formats_of(root).items()}
-        self._computing = Computing(root, self._level, self._policy, rules)
+        self._computing = Arithmetic(root, self._level, self._policy, rules)
         return super().connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:

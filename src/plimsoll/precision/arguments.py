@@ -1,4 +1,4 @@
-"""What `prepare` was asked for, checked before anything is changed."""
+"""Checks of the arguments of `prepare`, made before anything changes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def check_model(model: object) -> nn.Module:
-    """The user's own module inside wrappers, if it can be prepared."""
+    """Return the user's module without its wrappers; raise if it cannot be prepared."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"prepare: expected a torch.nn.Module; got {type(model).__name__}. Give the model first.")
     if isinstance(model, (torch.jit.ScriptModule, nn.DataParallel)):
@@ -33,7 +33,7 @@ def check_model(model: object) -> nn.Module:
 
 
 def check_unprepared(root: nn.Module, prepared: Any) -> None:
-    """Raises if a loop has the model, or a part of it, already."""
+    """Raise if a loop already has the model or a part of it."""
     for module in root.modules():
         if module in prepared or has_borders(module):
             raise ArgumentError(
@@ -43,7 +43,7 @@ def check_unprepared(root: nn.Module, prepared: Any) -> None:
 
 
 def optimizers_of(given: Any, root: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers, one or several, each of parameters of the model."""
+    """Return the optimizers as a tuple; raise unless each steps parameters of the model."""
     several: tuple[Any, ...] = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
     if not several:
         raise ArgumentError("prepare: expected an optimizer, or a list of them; got none. Give at least one.")
@@ -79,12 +79,12 @@ def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError(
             "prepare: expected an optimizer that steps once for each backward; got LBFGS, which evaluates the loss "
-            "several times in a step. Train with it in FP32, in a loop of your own."
+            "several times in a step. Train with it in FP32, in a custom loop."
         )
 
 
 def check_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
-    """The learning-rate schedulers, which must be of these optimizers and need no argument to step."""
+    """Return the schedulers; raise unless they belong to these optimizers and step without an argument."""
     several = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
     for scheduler in several:
         name = type(scheduler).__name__
@@ -104,7 +104,7 @@ def check_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> tuple[Any, 
 
 
 def check_numbers(clip_norm: object, accumulate: object, max_retries: object) -> None:
-    """The numbers among the arguments."""
+    """Raise unless the numbers among the arguments are in range."""
     if clip_norm is not None and not (_is_number(clip_norm) and cast("float", clip_norm) > 0):
         raise ArgumentError(
             f"prepare: expected clip_norm above 0, or None; got clip_norm={clip_norm!r}. Use math.inf to have the norm "
@@ -118,7 +118,7 @@ def check_numbers(clip_norm: object, accumulate: object, max_retries: object) ->
 
 
 def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> None:
-    """A scaler that is given must do what the levels need of it."""
+    """Raise unless the user's scaler can do what the levels need."""
     if scaler is None:
         return
     if not isinstance(scaler, torch.amp.GradScaler):

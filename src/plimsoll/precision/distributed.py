@@ -1,8 +1,9 @@
-"""What distributes a model, and what that asks of the training step.
+"""Effects of DistributedDataParallel and `fully_shard` on a level and on the training step.
 
-DistributedDataParallel averages gradients in backward, in the dtype that the parameters had when it was built: so a
-level that casts weights comes before it. `fully_shard` keeps FP32 shards, which are masters already, and its own policy
-casts what a module computes with: that is a level's way of keeping masters there, and any other mixture is refused.
+DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built.
+A level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
+weights, and its own policy casts what a module computes with. A level uses that policy instead of casting, and every
+other combination is refused.
 """
 
 import contextlib
@@ -19,22 +20,22 @@ from plimsoll.precision.levels.catalogue import DTYPES, Level
 
 
 def is_ddp(model: nn.Module) -> bool:
-    """Whether the model is wrapped in DistributedDataParallel."""
+    """Return whether the model is wrapped in DistributedDataParallel."""
     return isinstance(_outermost(model), nn.parallel.DistributedDataParallel)
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to the model or parts of it."""
+    """Return whether `fully_shard` was applied to the model or to a part of it."""
     return next(_sharded_modules(model), None) is not None
 
 
 def is_sharded_itself(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to this very module."""
+    """Return whether `fully_shard` was applied to this very module."""
     return module in list(_sharded_modules(module))
 
 
 def process_group(model: nn.Module) -> Any:
-    """The group whose ranks have to agree on each step: DDP's; that of all processes for DTensors; else None."""
+    """Return the group whose ranks must agree on each step: DDP's, all processes for DTensors, else None."""
     if is_ddp(model):
         return cast("Any", _outermost(model)).process_group
     if any(is_sharded(p) for p in model.parameters()):
@@ -43,12 +44,12 @@ def process_group(model: nn.Module) -> Any:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether the tensor is a DTensor."""
     return getattr(x, "device_mesh", None) is not None
 
 
 def any_rank(flag: bool, group: Any, device: torch.device) -> bool:
-    """Whether the flag is set on some rank of the group; without a group, the flag."""
+    """Return whether the flag is set on any rank of the group; without a group, the flag itself."""
     if group is None:
         return flag
     found = torch.tensor(float(flag), device=device)
@@ -58,7 +59,7 @@ def any_rank(flag: bool, group: Any, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
-    """Inside, forwards and backwards leave gradients on their ranks, if they are to stay; none is sent."""
+    """Inside, forward and backward keep gradients on their ranks if `stay` is set; none is sent."""
     if not stay:
         yield
     elif is_ddp(model):
@@ -75,9 +76,11 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
 
 
 def level_on(model: nn.Module, level: Level) -> Level:
-    """The level as it is carried out on this model: unchanged, but for `fully_shard`, which casts by its own policy.
+    """Return the level as it applies to this model: under `fully_shard`, casting is left to its policy.
 
-    Raises `ArgumentError` where the two contradict each other, and for casting under DistributedDataParallel.
+    Raises:
+        ArgumentError: The level contradicts the policy of `fully_shard`, or casts weights under
+            DistributedDataParallel.
     """
     if is_ddp(model) and level.casts and any(p.dtype == torch.float32 for p in model.parameters()):
         raise ArgumentError(
@@ -103,12 +106,12 @@ def _level_on_shards(level: Level, dtypes: set[torch.dtype]) -> Level:
         if dtypes != {torch.float32}:
             raise ArgumentError(
                 f"prepare: expected fully_shard to leave the casting to {level.name}; got a MixedPrecisionPolicy with "
-                f"param_dtype {shown}. Leave mp_policy out, or use fp16-master or bf16-master, which it carries out."
+                f"param_dtype {shown}. Leave mp_policy out, or use fp16-master or bf16-master, which it applies."
             )
         return level
     if level.dtype not in dtypes or not dtypes <= {level.dtype, torch.float32}:
         raise ArgumentError(
-            f"prepare: expected {level.name} under fully_shard to be carried out by its mp_policy; got param_dtype "
+            f"prepare: expected {level.name} under fully_shard to match its mp_policy; got param_dtype "
             f"{shown}. Shard with MixedPrecisionPolicy(param_dtype={DTYPES[level.weights]})."
         )
     return replace(level, weights="fp32", update="plain")
@@ -125,10 +128,10 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def _policy(module: Any) -> Any:
-    return module._get_fsdp_state()._mp_policy  # noqa: SLF001  (torch tells it nowhere else)
+    return module._get_fsdp_state()._mp_policy  # noqa: SLF001  (torch has no public way to ask)
 
 
 def _outermost(model: nn.Module) -> nn.Module:
-    """The model without what torch.compile puts around it."""
+    """Return the model without the wrapper of torch.compile."""
     inner = model.__dict__.get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else model

@@ -1,4 +1,4 @@
-"""Master weights by hand, for loops that make each move themselves.
+"""Master weights step by step, for loops that write every step out.
 
     model, masters = model_and_master_parameters(net.parameters())
     optimizer = torch.optim.AdamW(masters)                  # steps float32
@@ -11,7 +11,7 @@
             masters_to_model_parameters(masters, model)     # rounded to 16 bits
         net.zero_grad()
 
-`MasterWeights` makes the same moves, with the same numbers.
+`MasterWeights` does the same with the same numbers.
 """
 
 import math
@@ -28,10 +28,10 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, and their masters beside them in a second list, for the optimizer.
+    """Return the trainable parameters, and a second list with their masters for the optimizer.
 
-    The master of a 16-bit parameter is a new float32 parameter of the same values; that of any other is the parameter
-    itself. Frozen parameters are in neither list.
+    The master of a 16-bit parameter is a new float32 parameter of the same values. The master of any other parameter is
+    the parameter itself. Frozen parameters are in neither list.
 
     >>> model, masters = model_and_master_parameters(nn.Linear(2, 1).half().parameters())
     >>> [p.dtype for p in model], [p.dtype for p in masters]
@@ -48,11 +48,11 @@ def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tens
 
 @torch.no_grad()
 def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor = 1.0) -> None:
-    """Sets the masters' gradients to the model's in float32, divided by the loss scale.
+    """Set the masters' gradients to the model's gradients in float32, divided by the loss scale.
 
-    They are multiplied by 1 / scale in float32: exact, but for subnormal results, for a scale that is a power of two.
-    Where the model has no gradient the master has none. A gradient that a parameter shares with its master (float32 in
-    the model) is divided in place.
+    Gradients are multiplied by 1 / scale in float32. For a scale that is a power of two this is exact, except for
+    subnormal results. A parameter without a gradient leaves its master without one. A gradient that a parameter shares
+    with its master (float32 in the model) is divided in place.
     """
     _check("model_gradients_to_masters", model, masters)
     if isinstance(scale, Tensor):
@@ -73,7 +73,7 @@ def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor
 
 @torch.no_grad()
 def masters_to_model_parameters(masters: Sequence[Tensor], model: Sequence[Tensor]) -> None:
-    """Writes the masters to the model's parameters, rounded to nearest: to even in float16, ties away in bfloat16."""
+    """Write the masters to the model's parameters, rounded to nearest: ties to even in float16, away in bfloat16."""
     _check("masters_to_model_parameters", model, masters)
     for p, master in zip(model, masters, strict=True):
         if p is not master:

@@ -1,4 +1,4 @@
-"""`prepare`: a model and its optimizer, made ready for training in some precision."""
+"""`prepare`: the entry point of training in low precision."""
 
 import os
 from typing import Any
@@ -34,24 +34,28 @@ def prepare(
     policy: Policy | None = None,
     watch: "Watch | str | os.PathLike[str] | None" = None,
 ) -> Loop:
-    """The training step for a model and its optimizer, in any precision.
+    """Return the training step for a model and its optimizer, in any precision.
 
-    ``with loop.forward(): loss = ...`` and ``loop.step(loss)`` are then a whole step: the level's arithmetic, loss
-    scaling, accumulation, clipping, the optimizer, schedulers, `zero_grad`. `Loop` tells what else it does.
+    ``with loop.forward(): loss = ...`` and ``loop.step(loss)`` are then a whole training step: the level's arithmetic,
+    loss scaling, accumulation, clipping, the optimizer, schedulers, `zero_grad`. `Loop` documents its other methods.
 
-    - `model`: with FP32 weights; a level that casts them does so in place, and `Loop.close` gives FP32 back.
-    - `optimizer`: of the model's parameters; several in a list step together or not at all.
-    - `precision`: a level (`plimsoll.precision.levels_table` shows them), a plan file, or a schedule of
-      (step, precision).
-    - `scaler`: another than the level's own; one that is given is used at every level.
-    - `clip_norm`: the bound of the norm of all unscaled gradients, computed in FP32; Inf only reports it.
-    - `accumulate`: so many calls of `step` make one optimizer step, with the mean of their gradients.
-    - `schedulers`: of the learning rate; they advance only with steps that happen.
-    - `max_retries`: how often a batch that overflows is repeated at a lower scale; `step` then takes closures.
-    - `policy`: operation lists and formats of modules other than the level's.
-    - `watch`: a `Watch` to be told of norms and repetitions, or a folder to watch the model into.
+    Args:
+        model: A model with FP32 weights. A level that casts them does so in place, and `Loop.close` restores FP32.
+        optimizer: An optimizer of the model's parameters. Several in a list step together or not at all.
+        precision: A level (`plimsoll.precision.levels_table` shows them), a plan file, or a schedule of (step,
+            precision).
+        scaler: A loss scaler in place of the level's own, used at every level. Default: the level's own.
+        clip_norm: Largest norm of all unscaled gradients, computed in FP32. With `inf` the norm is reported but not
+            clipped. Default: no norm.
+        accumulate: Number of `step` calls that make one optimizer step, with the mean of their gradients. Default: 1.
+        schedulers: Learning-rate schedulers. They advance only with steps that are not skipped.
+        max_retries: Number of times that a batch with an overflow is repeated at a lower scale. Above 0, `step` takes
+            closures. Default: 0.
+        policy: Operation lists and formats of modules other than the level's.
+        watch: A `Watch` that records norms and repetitions too, or a folder to watch the model into.
 
-    Raises `ArgumentError` for what contradicts itself, before anything is changed.
+    Raises:
+        ArgumentError: Arguments contradict each other. Nothing has changed then.
 
     >>> import torch, plimsoll as pl
     >>> model = torch.nn.Linear(4, 1)
@@ -91,8 +95,8 @@ def prepare(
     return loop
 
 
-def _watch(loop: Loop, given: "Watch | str | os.PathLike[str]") -> Watch:
-    return given if isinstance(given, Watch) else begin_watch(loop.model, run=given, scaler=loop.scaler)
+def _watch(loop: Loop, watch: "Watch | str | os.PathLike[str]") -> Watch:
+    return watch if isinstance(watch, Watch) else begin_watch(loop.model, run=watch, scaler=loop.scaler)
 
 
 def _check_policy(policy: object, schedule: Schedule) -> None:

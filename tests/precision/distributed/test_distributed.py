@@ -86,7 +86,7 @@ def test_no_rank_repeats_where_one_has_no_finite_loss(found: dict[str, list[Any]
         ("amp_over_policy", "expected fully_shard to leave the casting to amp-bf16; got a MixedPrecisionPolicy"),
         (
             "other_dtype",
-            "fp16-master under fully_shard to be carried out by its mp_policy; got param_dtype torch.bfloat16",
+            "fp16-master under fully_shard to match its mp_policy; got param_dtype torch.bfloat16",
         ),
         ("no_policy", "Shard with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         (

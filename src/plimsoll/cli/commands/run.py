@@ -126,9 +126,9 @@ class _Session:
             from plimsoll.watch.model_finder import Finder
 
             if self._precision is not None:
-                from plimsoll.precision.scripts.script_precision import Unmodified
+                from plimsoll.precision.scripts.script_precision import ScriptPrecision
 
-                self._arithmetic = Unmodified(self._precision, _say_once)
+                self._arithmetic = ScriptPrecision(self._precision, _say_once)
             self._finder = Finder(
                 self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic,
                 free=self._free, resume=self._resume,

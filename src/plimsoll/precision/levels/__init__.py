@@ -1,1 +1,1 @@
-"""The levels: what each holds, computes and casts in which format."""
+"""Precision levels: the formats of weights, operations and updates, and how they are applied to a model."""

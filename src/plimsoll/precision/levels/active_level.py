@@ -1,8 +1,8 @@
-"""One level carried out on a model and its optimizers, and taken back without losing a bit of the weights.
+"""A level applied to a model and its optimizers, and removed again without losing a bit of the weights.
 
-Taking back makes the model FP32 again, each weight being its master (or what compensation made of it), and the
-optimizers those that the user gave, with their state in FP32. So a change of level is taking back one and carrying out
-another, and what both keep in FP32 passes exactly.
+Removing a level makes the model FP32: each weight becomes its master (or the compensated value), and the user's own
+optimizers come back with FP32 state. A change of level removes one level and applies another, so values that both
+levels keep in FP32 pass exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from plimsoll.emulate.plan_context import rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.precision.distributed import is_fully_sharded, level_on
-from plimsoll.precision.levels.arithmetic import Computing, check_policy
+from plimsoll.precision.levels.arithmetic import Arithmetic, check_policy
 from plimsoll.precision.levels.catalogue import DTYPES, Level, Update
 from plimsoll.precision.levels.fp8_layers import (
     InPlace,
@@ -39,17 +39,17 @@ _SMALLEST_FP16 = 2.0**-24
 Optimizer = torch.optim.Optimizer
 
 
-class Applied:
-    """A stage in force. `optimizers` are what the loop steps; `computing` what its forward runs under."""
+class ActiveLevel:
+    """The stage that a loop trains at: its optimizers, and the contexts that its forward and backward run in."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
         root = unwrapped(model)
-        self.given = tuple(optimizers)
+        self.user_optimizers = tuple(optimizers)
         self.stage, self.level = stage, level_on(model, stage.level)
         rules = _rules(root, stage, policy)
         self.fp8, rules = _in_fp8(root, self.level, policy, rules)
         try:
-            self.computing = Computing(root, self.level, policy, rules)
+            self.computing = Arithmetic(root, self.level, policy, rules)
             self.optimizers = self._cast(root, optimizers, rules)
         except Exception:
             if self.fp8 is not None:
@@ -61,7 +61,7 @@ class Applied:
         self._handles = list(self._wide_outputs(root, stage.level))
 
     def take_back(self) -> None:
-        """Makes model and optimizers FP32 and plain again."""
+        """Restore an FP32 model and the user's own optimizers."""
         self._remove()
         values: dict[nn.Parameter, Tensor] = {}
         for optimizer in self.optimizers:
@@ -70,7 +70,7 @@ class Applied:
                 optimizer.unwrap()
         self.placement.widen(values)
         if self.level.casts:
-            for optimizer in self.given:
+            for optimizer in self.user_optimizers:
                 put_state_in_the_weights_dtype(optimizer)
 
     def _remove(self) -> None:
@@ -84,7 +84,7 @@ class Applied:
         self, root: nn.Module, optimizers: Sequence[Optimizer], rules: Mapping[str, ModulePlan]
     ) -> tuple[Optimizer, ...]:
         level = self.level
-        own = {name: said.forward for name, said in rules.items() if level.casts}
+        own = {name: plan.forward for name, plan in rules.items() if level.casts}
         originals: dict[Tensor, Tensor] = {p: p.data for p in root.parameters() if level.casts}
         try:
             self.placement = Placement(root, module_formats(root, level.weights, level.norms, own))
@@ -99,7 +99,7 @@ class Applied:
             raise
 
     def _wide_outputs(self, root: nn.Module, level: Level) -> Any:
-        """Under `fully_shard`, whose policy casts the model: its outputs in FP32, as at other places."""
+        """Return FP32 outputs under `fully_shard`, whose policy casts the model, as levels do elsewhere."""
         if level.casts and is_fully_sharded(root):
             yield root.register_forward_hook(CastOutputs(DTYPES["fp32"]))
 
@@ -107,17 +107,17 @@ class Applied:
 def _in_fp8(
     root: nn.Module, level: Level, policy: Policy, rules: dict[str, ModulePlan]
 ) -> tuple[InPlace | None, dict[str, ModulePlan]]:
-    """The layers that a level, or a plan, runs in FP8; and the rules that are left for regions."""
+    """Return the layers that run in FP8 by level or plan, and the rules that remain for regions."""
     if level.fp8 is not None:
         return Layers(root, level.fp8, policy, rules), other_rules(rules)
     if level.casts or not are_multiplied(root, policy) or not planned_layers(root, rules):
         return None, rules
     planned = PlannedLayers(root, rules)
-    return planned, {name: said for name, said in rules.items() if name not in planned.names}
+    return planned, {name: plan for name, plan in rules.items() if name not in planned.names}
 
 
 def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
-    """Raises for a stage that could not be carried out; changes nothing."""
+    """Raise for a stage that cannot be applied; change nothing."""
     level = level_on(model, stage.level)
     root = unwrapped(model)
     rules = _rules(root, stage, policy)
@@ -129,13 +129,13 @@ def check_stage(model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage,
 
 
 def _rules(root: nn.Module, stage: Stage, policy: Policy) -> dict[str, ModulePlan]:
-    """What is said of modules: by the plan, and over it by the policy."""
+    """Return the format of each named module; the policy overrules the plan."""
     planned = {} if stage.plan is None else rules_of(stage.plan, root, "prepare")
     return planned | {name: ModulePlan.of(fmt) for name, fmt in policy.formats_of(root).items()}
 
 
 def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
-    """At fp16-pure an epsilon that is zero in FP16 divides zero by zero at the first gradient of zero."""
+    """Raise for an epsilon that is zero in FP16: at fp16-pure the first zero gradient would give 0/0."""
     if not (level.weights == "fp16" and level.update == "plain"):
         return
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -148,18 +148,17 @@ def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
 
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
-Optimizer = torch.optim.Optimizer
 
 
 def wrapped(
     optimizers: Sequence[Optimizer], update: Update, originals: Mapping[Tensor, Tensor]
 ) -> tuple[Optimizer, ...]:
-    """The optimizers that step the model's weights as the level says, from the values that the weights had in FP32."""
+    """Wrap the optimizers so that they update the weights as the level asks, starting from the FP32 values."""
     return tuple(_wrapped(optimizer, number, update, originals) for number, optimizer in enumerate(optimizers))
 
 
 def put_state_in_the_weights_dtype(optimizer: Optimizer) -> None:
-    """Casts the state that the optimizer has already to what it would have made it for these weights."""
+    """Cast the optimizer's existing state to the dtypes that it would create for these weights."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape:
@@ -173,13 +172,13 @@ def _wrapped(optimizer: Optimizer, number: int, update: Update, originals: Mappi
     if update == "plain":
         put_state_in_the_weights_dtype(optimizer)
         return optimizer
-    found = _KINDS[update](optimizer, number)
-    for pair in found.pairs:
+    optimizer_over_weights = _KINDS[update](optimizer, number)
+    for pair in optimizer_over_weights.pairs:
         original = originals.get(pair.weight)
         if original is not None and original.dtype == torch.float32:
             pair.store.load(pair.weight.detach(), {"master": original})
             pair.settle()
-    return found
+    return optimizer_over_weights
 
 
 _KINDS: dict[str, Callable[[Optimizer, int], SixteenBitOptimizer]] = {

@@ -1,9 +1,9 @@
-"""What holds while a loop's forward runs: operation lists, emulation, TF32, bans, and the regions of single modules.
+"""The arithmetic of a level during forward and backward: operation lists, emulation, TF32, banned operations, regions.
 
-On CUDA the amp levels are torch's own autocast, as long as the lists are torch's; everywhere else the same lists, or
-the user's, are applied by `plimsoll.emulate`, since torch's lists for CPUs are other ones, which leave sums, norms and
-losses in 16 bits. CPUs compute FP16 and BF16 products through `emulate` too: accumulated in FP32 and rounded once, as a
-GPU does it. At levels that cast the model no operation is cast; operations that are banned are refused all the same.
+On CUDA the amp levels use torch's own autocast if the lists are torch's. Everywhere else `plimsoll.emulate` applies the
+same lists (or the user's), because torch's lists for CPUs differ: they leave sums, norms and losses in 16 bits. On a
+CPU, FP16 and BF16 products also go through `emulate`: accumulated in FP32 and rounded once, as on a GPU. Levels that
+cast the model cast no operations, but refuse banned ones all the same.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _AMPERE = (8, 0)
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether the device multiplies in TF32 itself."""
+    """Return whether the device multiplies in TF32 itself."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
@@ -58,20 +58,20 @@ def _places() -> list[Any]:
 Context = contextlib.AbstractContextManager[Any]
 
 
-class Computing:
+class Arithmetic:
     """The contexts of one level on one model."""
 
     def __init__(self, root: nn.Module, level: Level, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
         self._level, self._lists = level, policy.operations
         self._device = device_of(root)
-        native = all(is_native(said) for said in rules.values())
-        self.native = self._device.type == "cuda" and not policy.own_lists and native  # torch's own autocast serves
+        native = all(is_native(plan) for plan in rules.values())
+        self.native = self._device.type == "cuda" and not policy.own_lists and native  # torch's own autocast is enough
         outside = ModulePlan.of(level.operations or "fp32")
         self._regions = Regions(root, {} if level.casts else rules, outside, self._entering()).attach()
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
-        """Around the forward and the loss."""
+        """Context of the forward and the loss."""
         with self._precision(), self._operations():
             self._regions.switch.on = True
             try:
@@ -81,9 +81,9 @@ class Computing:
 
     @contextlib.contextmanager
     def backward(self) -> Generator[None]:
-        """Around the backward and the step, where what the forward recorded decides everything but TF32.
+        """Context of the backward and the step. Formats follow from the recorded forward; only TF32 is set again.
 
-        A module that is called in it is recomputed by a checkpoint, in its own format again.
+        A module that a checkpoint recomputes during backward runs in its own format again.
         """
         with self._precision(forward=False):
             self._regions.switch.on = True
@@ -94,11 +94,11 @@ class Computing:
 
     @property
     def switch(self) -> Switch:
-        """On while the forward or the backward runs."""
+        """Switch that is on while the forward or the backward runs."""
         return cast("Switch", self._regions.switch)
 
     def remove(self) -> None:
-        """Takes the regions' hooks away."""
+        """Remove the regions' hooks."""
         self._regions.remove()
 
     def _precision(self, *, forward: bool = True) -> Context:
@@ -117,51 +117,51 @@ class Computing:
         return _in_16_bits(self._device, bans, self._level.dtype)
 
     def _entering(self) -> Callable[[ModulePlan], Context]:
-        """What enters a format, as a function that keeps nothing of this object alive."""
+        """Return a function that enters a format. It keeps no reference to this object."""
         native, kind, lists, device = self.native, self._device.type, self._lists, self._device
 
-        def enter(said: ModulePlan) -> Context:
-            if not is_native(said):
-                return of_module(said)
-            if said.forward == "fp32":
+        def enter(plan: ModulePlan) -> Context:
+            if not is_native(plan):
+                return of_module(plan)
+            if plan.forward == "fp32":
                 return torch.autocast(kind, enabled=False) if native else _without(device)
-            dtype = DTYPES[said.forward]
+            dtype = DTYPES[plan.forward]
             return torch.autocast(kind, dtype) if native else _in_16_bits(device, lists, dtype)
 
         return enter
 
 
 def device_of(root: nn.Module) -> torch.device:
-    """Where the model computes: the device of its first parameter, or the CPU."""
+    """Return the device of the model's first parameter, or the CPU."""
     return next((p.device for p in root.parameters()), torch.device("cpu"))
 
 
 def _in_16_bits(device: torch.device, lists: OperationLists, dtype: torch.dtype) -> Context:
-    """The lists in force; on a CPU with products accumulated in FP32."""
+    """Return the context that applies the lists; on a CPU products are accumulated in FP32."""
     return emulate(dtype, lists=lists) if device.type == "cpu" else Autocast(lists, dtype)
 
 
 def _without(device: torch.device) -> Context:
-    """A region in FP32 inside another."""
+    """Return the context of an FP32 region inside another one."""
     return emulate("fp32") if device.type == "cpu" else Autocast(enabled=False)
 
 
 def check_policy(level: Level, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
-    """Raises for what a policy or plan asks of a level that it cannot do."""
+    """Raise for a policy or plan that the level cannot apply."""
     if policy.own_lists and level.operations is None:
         raise ArgumentError(
-            f"prepare: expected a policy of modules only at {level.name}, which casts no operations; got operation "
-            "lists of your own. Use amp-fp16 or amp-bf16, or take with_operation(...) out."
+            f"prepare: expected a policy of modules only at {level.name}, which casts no operations; got custom "
+            "operation lists. Use amp-fp16 or amp-bf16, or take with_operation(...) out."
         )
-    strange = sorted({said.forward for said in rules.values() if not is_native(said)})
+    strange = sorted({plan.forward for plan in rules.values() if not is_native(plan)})
     if level.casts and strange:
         raise ArgumentError(
             f"prepare: expected modules in {', '.join(DTYPES)} at {level.name}, which keeps weights in them; got "
             f"{', '.join(strange)}. Use an amp level, which emulates other formats in the operations."
         )
-    for fmt in sorted({fmt for said in rules.values() if not is_native(said) for fmt in (said.forward, said.backward)}):
-        found = get(fmt)
-        element = found.element if isinstance(found, BlockFormat) else found
+    for fmt in sorted({fmt for plan in rules.values() if not is_native(plan) for fmt in (plan.forward, plan.backward)}):
+        number_format = get(fmt)
+        element = number_format.element if isinstance(number_format, BlockFormat) else number_format
         if not element.signed or element.bits > 32:
             raise ArgumentError(
                 f"prepare: expected formats of signed numbers of at most 32 bits for modules; got {fmt}. "

@@ -1,7 +1,6 @@
-"""The precision levels as data: what each does with weights, norms, operations, updates and the loss scale.
+"""Catalogue of the precision levels: formats of weights and operations, kind of update, loss scaling.
 
-A level is a record, and `LEVELS` the catalogue; `prepare` carries a level out, and `levels_table` shows them all.
-Apex's O0 to O3 are names of four of them.
+`LEVELS` lists them, `prepare` applies one, `levels_table` prints them. Apex's O0 to O3 are aliases of four levels.
 """
 
 import difflib
@@ -22,16 +21,20 @@ ALIASES = {"o0": "fp32", "o1": "amp-fp16", "o2": "fp16-master", "o3": "fp16-pure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How a model is trained.
+    """A way to train a model in low precision.
 
-    - `weights`, `norms`: the formats that parameters are kept in, and those of normalisation layers.
-    - `operations`: the format of autocast's low operations; None where operations run in their inputs' format.
-    - `matmuls`: the format of matrix products of FP32 values, where it is not FP32.
-    - `update`: how a step reaches 16-bit weights: through FP32 masters, stochastic rounding, Kahan compensation, or
-      plainly.
-    - `scaled`: whether the loss is scaled.
-    - `fp8`: how linear layers that run in FP8 are scaled: by constants ("unit", of a unit-scaled model), or each tensor
-      by its own power of two ("tensor"); None where none run in FP8.
+    Attributes:
+        name: The name that `prepare` takes.
+        summary: One line for tables.
+        weights: Format of the parameters.
+        norms: Format of the parameters of normalization layers.
+        operations: Format of autocast's low-precision operations; None: operations run in the format of their inputs.
+        matmuls: Format of matrix products of FP32 values; None: FP32.
+        update: How a step changes 16-bit weights: through FP32 masters, with stochastic rounding, with Kahan
+            compensation, or plainly.
+        scaled: Whether the loss is scaled.
+        fp8: Scaling of FP8 linear layers: "unit" (constants, for a unit-scaled model) or "tensor" (a power of two for
+            each tensor); None: no FP8 layers.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Level:
 
     @property
     def low(self) -> str | None:
-        """The 16-bit format that operations run in; None where there is none."""
+        """The 16-bit format that operations run in, or None."""
         return self.operations or (self.weights if self.casts else None)
 
     @property
@@ -98,9 +101,10 @@ LEVELS = {level.name: level for level in _CATALOGUE}
 
 
 def level_named(name: str) -> Level:
-    """The level of that name or alias, in any case.
+    """Return the level of a name or alias, in upper or lower case.
 
-    Raises `ArgumentError` for a bare format and a name that does not exist.
+    Raises:
+        ArgumentError: The name is a bare format or unknown.
 
     >>> level_named("O2").name
     'fp16-master'
@@ -122,20 +126,33 @@ def level_named(name: str) -> Level:
 
 
 def level_of_plan(plan: Plan) -> Level:
-    """The level that a plan is carried out at: FP32 weights, each module's operations in the plan's formats.
+    """Return the level that a plan trains at: FP32 weights, each module's operations in the plan's formats.
 
-    The loss is scaled if the plan says at which scale, or if gradients go through a format of narrower range than
-    FP32's without a scale of their own. Raises `ArgumentError` for a plan that asks for both.
+    The loss is scaled if the plan gives a loss scale, or if gradients pass through a format of narrower range than FP32
+    without a scale of their own.
+
+    Raises:
+        ArgumentError: The plan asks for a loss scale and for gradient scales.
     """
-    said = {
+    plans = {
         rule: ModulePlan.of(fmt, plan.backward.get(rule), **plan.scales.get(rule, {}))
         for rule, fmt in plan.formats.items()
     }
     if plan.default is not None:
-        said["default"] = ModulePlan.of(plan.default)
-    cast_alone = next((rule for rule, one in said.items() if one.gradients is not None and not is_native(one)), None)
-    needs = next((rule for rule, one in said.items() if _needs_loss_scale(one)), None)
-    layered = next((rule for rule, one in said.items() if one.gradients is not None and is_native(one)), None)
+        plans["default"] = ModulePlan.of(plan.default)
+    cast_alone = next(
+        (
+            rule
+            for rule, module_plan in plans.items()
+            if module_plan.gradients is not None and not is_native(module_plan)
+        ),
+        None,
+    )
+    needs = next((rule for rule, module_plan in plans.items() if _needs_loss_scale(module_plan)), None)
+    layered = next(
+        (rule for rule, module_plan in plans.items() if module_plan.gradients is not None and is_native(module_plan)),
+        None,
+    )
     scaled = plan.scale is not None or needs is not None or layered is not None
     if scaled and cast_alone is not None:
         why = (
@@ -153,14 +170,14 @@ def level_of_plan(plan: Plan) -> Level:
     return Level(name=f"plan ({plan.target})", scaled=scaled, summary="FP32 weights; operations as the plan says")
 
 
-def _needs_loss_scale(said: ModulePlan) -> bool:
-    """Whether gradients go through a narrow range as they are; blocks have scales that reach as far as FP32."""
-    fmt = get(said.backward)
-    return isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits and said.gradients is None
+def _needs_loss_scale(module_plan: ModulePlan) -> bool:
+    """Return whether gradients are cast unscaled to a narrow range; the scales of blocks reach as far as FP32."""
+    fmt = get(module_plan.backward)
+    return isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits and module_plan.gradients is None
 
 
 def levels_table() -> Table:
-    """The catalogue as a table for the terminal."""
+    """Return the catalogue as a table for the terminal."""
     table = Table(title="Precision levels")
     for title in ("level", "weights", "norms", "operations", "update", "loss scale", "what it is"):
         table.add_column(title)

@@ -1,11 +1,11 @@
-"""A model's linear layers in FP8, in place, and back: what the levels fp8-unit and fp8-tensor put beside their lists.
+"""A model's linear layers in FP8, in place, for the levels fp8-unit and fp8-tensor.
 
-`plimsoll.fp8.convert` gives a layer another class and leaves the module and its parameters the objects that they are,
-so that optimizers, hooks, names and DistributedDataParallel go on as before. Taking back gives each layer its class and
-attributes again: a change of level changes arithmetic only.
+`plimsoll.fp8.convert` changes a layer's class. The module and its parameters stay the same objects, so optimizers,
+hooks, names and DistributedDataParallel keep working. Removal restores each layer's class and attributes, so a change
+of level changes arithmetic only.
 
-What a policy says of modules comes first: a layer that a rule puts into another format, or that is in a module which a
-rule does, is no FP8 layer; a rule of "e4m3" names one that would be left out otherwise.
+The policy takes precedence. A layer that a rule puts into another format, directly or through a parent module, does
+not become an FP8 layer. A rule of "e4m3" selects a layer that would otherwise be skipped.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from plimsoll.unit import nn as unit_nn
 from plimsoll.watch.hooks.compiled_taps import inlined_only
 from plimsoll.watch.names import clean
 
-_MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKeyDictionary()  # of levels in force
+_MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKeyDictionary()  # of active levels
 
 Scaling = Literal["unit", "tensor"]
 FP8 = ModulePlan.of("e4m3")
@@ -43,7 +43,7 @@ _NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its 
 
 
 class InPlace:
-    """Layers that another class has been given, and that get their own back. `left`: those that have not, and why."""
+    """Layers whose class is changed for a while. `left` lists the layers that were skipped, with the reason."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [_Attributes(module) for _, module in named_modules(root, twice=False)]
@@ -53,16 +53,16 @@ class InPlace:
         self.left: tuple[Left, ...] = ()
 
     def note(self, module: nn.Module) -> None:
-        """The module is about to get another class."""
+        """Record a module whose class is about to change."""
         _MADE[module] = type(module)
         self._made.append(module)
 
     def keep_lists_out(
         self, root: nn.Module, switch: Switch, *, inputs: torch.dtype | None = None, outputs: torch.dtype | None = None
     ) -> None:
-        """Where lists are applied by Plimsoll and not by torch: the layers are left alone by them, as FP8 units are.
+        """Exclude the layers from operation lists that Plimsoll applies; FP8 layers choose their own formats.
 
-        While the switch is on, they take `inputs` and give `outputs`, where these are named.
+        While the switch is on, the layers take `inputs` and return `outputs`, where these dtypes are given.
         """
         for module in root.modules():
             if isinstance(module, Linear):
@@ -71,18 +71,18 @@ class InPlace:
                 self._handles.append(module.register_forward_hook(call.leave, prepend=True, always_call=True))
 
     def hold_weights(self) -> None:
-        """From now on each weight is cast once and kept in FP8, until `release_weights`."""
+        """Cast each weight once and keep it in FP8 until `release_weights`."""
         if not self._holding:
             self._holding = True
             self._held.enter_context(cached_weights(self._root))
 
     def release_weights(self) -> None:
-        """Weights are cast anew at each use."""
+        """Cast weights at each use again."""
         self._holding = False
         self._held.close()
 
     def take_back(self) -> None:
-        """Makes all layers what they were."""
+        """Restore the class and attributes of all layers."""
         self.release_weights()
         self.left = ()
         for handle in self._handles:
@@ -115,32 +115,33 @@ class Layers(InPlace):
 
 
 def _left_by_convert(root: nn.Module, chosen: Sequence[str]) -> tuple[Left, ...]:
-    """What was to become an FP8 layer, and could not."""
+    """Return the chosen layers that `convert` could not change, with the reason."""
     names = {name or _ROOT for name in chosen}
-    said: list[Left] = getattr(root, "fp8_left", [])
-    return tuple(Left(module=clean(left.module), why=left.why) for left in said if left.module in names)
+    skipped: list[Left] = getattr(root, "fp8_left", [])
+    return tuple(Left(module=clean(left.module), why=left.why) for left in skipped if left.module in names)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has when no level is in force."""
+    """Return the class that a module has without an active level."""
     return _MADE.get(module, type(module))
 
 
 def other_rules(rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
-    """The rules but for those that ask for what the level does by itself."""
-    return {name: said for name, said in rules.items() if said != FP8}
+    """Return the rules that ask for something else than the level's own FP8 format."""
+    return {name: plan for name, plan in rules.items() if plan != FP8}
 
 
 def chosen_layers(
     root: nn.Module, scaling: Scaling, rules: Mapping[str, ModulePlan]
 ) -> tuple[list[str], tuple[Left, ...]]:
-    """The names of the layers that become FP8 ones, and the linear layers that do not.
+    """Return the names of the layers to convert, and the linear layers that stay.
 
-    Raises `ArgumentError` where there are none, or some that could not become one.
+    Raises:
+        ArgumentError: No layer can be converted, or one that a rule names cannot.
     """
     chosen: list[str] = []
     left: dict[str, str] = {}
-    said = _effective(root, rules)
+    effective = _effective(root, rules)
     there = False
     for name, module in named_modules(root, twice=False):
         if isinstance(module, Linear) and module not in _MADE:
@@ -149,7 +150,7 @@ def chosen_layers(
             continue
         if not issubclass(own_class(module), nn.Linear):
             continue
-        why = _why_not(module, scaling, said[name])
+        why = _why_not(module, scaling, effective[name])
         if (why or "").startswith(_OTHER_CLASS) and is_sharded_itself(module):
             raise _sharded_before(name)
         if why is None:
@@ -162,27 +163,27 @@ def chosen_layers(
 
 
 def _effective(root: nn.Module, rules: Mapping[str, ModulePlan]) -> dict[str, ModulePlan | None]:
-    """What is said of each module, by a rule of its own or of the nearest one around it."""
-    found: dict[str, ModulePlan | None] = {}
+    """Return the rule of each module: its own, or that of the nearest parent with one."""
+    effective: dict[str, ModulePlan | None] = {}
     for name, _ in named_modules(root, twice=False):
-        around = found.get(name.rpartition(".")[0]) if name else None
-        found[name] = rules.get(name) or around
-    return found
+        around = effective.get(name.rpartition(".")[0]) if name else None
+        effective[name] = rules.get(name) or around
+    return effective
 
 
-def _why_not(module: nn.Module, scaling: Scaling, said: ModulePlan | None) -> str | None:
-    """Why a linear layer is no FP8 layer; None for one that is to be."""
+def _why_not(module: nn.Module, scaling: Scaling, plan: ModulePlan | None) -> str | None:
+    """Return why a linear layer stays as it is, or None if it becomes an FP8 layer."""
     kind = own_class(module)
     if kind.__name__ == _NEVER_CALLED:
         return "the attention around it multiplies by its weight"
-    if said is not None and said != FP8:
-        return f"the policy has it in {said.forward}"
+    if plan is not None and plan != FP8:
+        return f"the policy has it in {plan.forward}"
     if kind not in _TAKEN:
         return f"{_OTHER_CLASS} {kind.__name__} may have a forward of its own"
     if scaling == "unit" and not issubclass(kind, unit_nn.Linear):
         return _NOT_UNIT_SCALED
     kinds: Mapping[str, str] = getattr(module, "unit_kinds", {})
-    if (issubclass(kind, unit_nn.LinearReadout) or kinds.get("weight") == "readout") and said is None:
+    if (issubclass(kind, unit_nn.LinearReadout) or kinds.get("weight") == "readout") and plan is None:
         return "a readout, whose gradients come straight from the loss; with_module(name, 'e4m3') takes it in"
     return None
 
@@ -222,7 +223,7 @@ def _sharded_before(name: str) -> ArgumentError:
 
 
 class _Attributes:
-    """A module's class and attributes, to be put back."""
+    """A module's class and attributes, for restoring them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
@@ -279,8 +280,12 @@ class PlannedLayers(InPlace):
         self.names = frozenset(planned_layers(root, rules))
         for name in self.names:
             module: Any = root.get_submodule(name)
-            said = rules[name].scales
-            scales = said.get("activations", 1.0), said.get("weights", 1.0), said.get("gradients", 1.0)
+            own_scales = rules[name].scales
+            scales = (
+                own_scales.get("activations", 1.0),
+                own_scales.get("weights", 1.0),
+                own_scales.get("gradients", 1.0),
+            )
             self.note(module)
             module.__class__ = Linear
             module.take_recipe(Recipe(scaling="tensor", scales=scales))
@@ -288,13 +293,13 @@ class PlannedLayers(InPlace):
 
 def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str]:
     """The linear layers that a rule of their own has in FP8, in no module whose products are emulated."""
-    found: list[str] = []
-    for name, said in rules.items():
-        in_fp8 = (said.forward, said.backward) == (FP8.forward, FP8.backward)
+    names: list[str] = []
+    for name, plan in rules.items():
+        in_fp8 = (plan.forward, plan.backward) == (FP8.forward, FP8.backward)
         around = [rules[part] for part in _around(name) if part in rules]
         if in_fp8 and own_class(root.get_submodule(name)) is nn.Linear and all(map(is_native, around)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def are_multiplied(root: nn.Module, policy: Policy) -> bool:

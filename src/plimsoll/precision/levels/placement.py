@@ -5,7 +5,7 @@ modules. Parameters and buffers are cast where they are (a Parameter stays the o
 module whose format differs from that of the module which calls it casts its floating inputs on the way in, its outputs
 on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32.
 
-A batch norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values beside FP32 parameters,
+A batch norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values with FP32 parameters,
 computes in FP32 and rounds once, so that nothing is kept for the backward in FP32.
 
 Casting back gives buffers that did not change their old FP32 bits again; parameters get theirs from the masters.
@@ -46,11 +46,11 @@ def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str
 
     A rule for the module itself counts first, then that for norms; else a module has the format of the one around it.
     """
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for name, module in named_modules(root):
-        around = found[name.rpartition(".")[0]] if name else weights
-        found[name] = rules.get(name) or (norms if is_norm(module) else around)
-    return found
+        around = formats[name.rpartition(".")[0]] if name else weights
+        formats[name] = rules.get(name) or (norms if is_norm(module) else around)
+    return formats
 
 
 class CastInputs:
@@ -86,7 +86,7 @@ def has_borders(module: nn.Module) -> bool:
 
 
 class Placement:
-    """A model in the formats of a level; `remove` takes the hooks away, `widen` makes everything FP32 again."""
+    """A model whose parameters are in the formats of a level. `widen` makes everything FP32 again."""
 
     def __init__(self, root: nn.Module, formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
@@ -98,13 +98,13 @@ class Placement:
         self._handles = list(self._borders(root)) if root_is_cast(formats) else []
 
     def remove(self) -> None:
-        """Takes the casts at the borders away."""
+        """Remove the casts at the borders."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def widen(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Gives each parameter its FP32 value (the widened weight, where `values` has none), and removes the hooks."""
+        """Give each parameter its FP32 value from `values`, or its own value widened, and remove the hooks."""
         self.remove()
         root = self._root()
         if root is None:
@@ -137,18 +137,18 @@ class Placement:
             inside = self.formats[name]
             outside = self.formats[caller[name]] if name else None
             if inside != outside and has_forward(module) and not _mixes(module, inside, outside):
-                # First in, last out: what other hooks see is what the module itself computes with.
+                # First in, last out: other hooks see what the module itself computes with.
                 yield module.register_forward_pre_hook(CastInputs(DTYPES[inside]), prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))
 
 
 def _mixes(module: nn.Module, inside: str, outside: str | None) -> bool:
-    """Whether the module takes 16-bit values of those around it as they are, and computes in FP32."""
+    """Return whether the module accepts 16-bit values and computes in FP32."""
     return type(module) in _MIXING and inside == "fp32" and outside in ("fp16", "bf16")
 
 
 def root_is_cast(formats: Mapping[str, str]) -> bool:
-    """Whether some module is in 16 bits, so that borders must be kept."""
+    """Return whether some module is in 16 bits, so that borders need casts."""
     return any(name != "fp32" for name in formats.values())
 
 
@@ -170,7 +170,7 @@ def _wanted_dtypes(root: nn.Module, formats: Mapping[str, str]) -> dict[nn.Param
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype holds them as numbers; those on "meta" have no values that could be too large."""
+    """Return whether the dtype can represent the values; tensors on "meta" have none that could be too large."""
     return values.is_meta or bool(values.to(dtype).isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""Which operations and which modules run in which precision: data that a user can read and change."""
+"""Policies: data that says which operations and modules run in which precision."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _MEANING = {
 
 
 class PolicyRecord(NamedTuple):
-    """One line of a policy: what it is about, its name or glob, and where that runs."""
+    """One line of a policy: its subject, the name or glob, and the list or format."""
 
     kind: str
     name: str
@@ -35,17 +35,19 @@ class PolicyRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The operation lists of the amp levels, and formats of single modules. Methods return new policies.
+    """Operation lists of the amp levels, and formats of single modules. Methods return new policies.
 
-    - `operations`: lists of operations that run low, high, promoted, or are banned; by default those of torch's
-      autocast on CUDA, on every device.
-    - `modules`: globs over module names, each with a format. A module's own name counts before globs, a later glob
-      before an earlier one; what a rule says of a module holds for all in it, unless a rule says otherwise. The root
-      is called "model".
-    - `fp8_history`, `fp8_margin`: of fp8-tensor, whether a scale follows the tensor itself (0) or the largest magnitude
-      of so many last steps, and how many binades it leaves above.
-    - `fp8_plans`: whether linear layers that a plan has in E4M3 and E5M2 are "multiplied" in FP8, or "emulated";
-      "auto": multiplied where the device has FP8 units.
+    Attributes:
+        operations: Lists of operations that run low, high or promoted, or are banned. Default: the lists of torch's
+            autocast on CUDA, on every device.
+        modules: Globs over module names, each with a format. A module's full name is tried first, then the globs, the
+            last one first. A rule holds for everything inside the module, unless another rule names a part of it. The
+            root is called "model".
+        fp8_history: For fp8-tensor: number of past steps whose largest magnitude sets a scale; 0: the tensor itself
+            does.
+        fp8_margin: For fp8-tensor: binades that a scale leaves free at the top.
+        fp8_plans: Linear layers that a plan has in E4M3 and E5M2 are "multiplied" in FP8 or "emulated"; "auto":
+            multiplied where the device has FP8 units.
 
     >>> policy = Policy().with_operation("softmax", "low").with_module("blocks.3.*", "fp32")
     >>> policy.operations.of("softmax"), policy.modules
@@ -70,11 +72,11 @@ class Policy:
 
     @property
     def own_lists(self) -> bool:
-        """Whether the operation lists are others than torch's."""
+        """Whether the operation lists differ from torch's."""
         return self.operations != CUDA
 
     def with_operation(self, operation: object, place: Category | None) -> "Policy":
-        """The policy with that operation (a name, or a function of torch) on that list; None takes it off all lists."""
+        """Return the policy with an operation (a name, or a torch function) on that list; None removes it from all."""
         if place is None:
             return replace(self, operations=self.operations.without(operation))
         if place not in get_args(Category):
@@ -86,24 +88,24 @@ class Policy:
         return replace(self, operations=moved(operation))
 
     def with_module(self, glob: str, fmt: Any) -> "Policy":
-        """The policy with the modules of that name, or that the glob matches, in that format."""
+        """Return the policy with the modules of that name or glob in that format."""
         return replace(self, modules=(*self.modules, (glob, _format_name(glob, fmt))))
 
     def with_fp8(
         self, *, history: int | None = None, margin: int | None = None, plans: PlanFP8 | None = None
     ) -> "Policy":
-        """The policy with delayed scales of FP8 tensors, another margin, or another way to carry out plans."""
-        given: dict[str, Any] = {"fp8_history": history, "fp8_margin": margin, "fp8_plans": plans}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        """Return the policy with delayed FP8 scales, another margin, or another treatment of plans."""
+        changes: dict[str, Any] = {"fp8_history": history, "fp8_margin": margin, "fp8_plans": plans}
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
     def records(self) -> list[PolicyRecord]:
-        """The policy line by line: operations by list and name, then the modules' rules in order."""
+        """Return the policy line by line: operations by list and name, then the modules' rules in order."""
         operations = [PolicyRecord("operation", name, place) for name, place in self.operations.rows()]
         modules = [PolicyRecord("module", glob, fmt) for glob, fmt in self.modules]
-        return operations + modules + [PolicyRecord("fp8", name, said) for name, said in self._fp8()]
+        return operations + modules + [PolicyRecord("fp8", name, value) for name, value in self._fp8()]
 
     def table(self) -> Table:
-        """The policy as a table for the terminal."""
+        """Return the policy as a table for the terminal."""
         table = Table(title="Precision policy", show_lines=True)
         for title in ("list", "what happens", "operations or modules"):
             table.add_column(title, overflow="fold")
@@ -113,27 +115,27 @@ class Policy:
             table.add_row(place, meaning, ", ".join(names) or "none")
         for glob, fmt in self.modules:
             table.add_row("module", f"runs in {fmt}", glob)
-        for name, said in self._fp8():
-            table.add_row("fp8", name, said)
+        for name, value in self._fp8():
+            table.add_row("fp8", name, value)
         return table
 
     def _fp8(self) -> list[tuple[str, str]]:
-        """What it says of FP8 tensors, where that is not the usual."""
-        found = {"history": (self.fp8_history, "steps"), "margin": (self.fp8_margin, "binades")}
-        told = [(name, f"{value} {unit}") for name, (value, unit) in found.items() if value]
-        return told if self.fp8_plans == "auto" else [*told, ("plans", self.fp8_plans)]
+        """Yield the FP8 settings that differ from the defaults."""
+        settings = {"history": (self.fp8_history, "steps"), "margin": (self.fp8_margin, "binades")}
+        lines = [(name, f"{value} {unit}") for name, (value, unit) in settings.items() if value]
+        return lines if self.fp8_plans == "auto" else [*lines, ("plans", self.fp8_plans)]
 
     def formats_of(self, root: nn.Module) -> dict[str, str]:
-        """The format that a rule gives to each module, by the module's name; those without a rule are not in it."""
+        """Return the format that a rule gives to each module, by name; modules without a rule are left out."""
         names = [name for name, _ in named_modules(root)]
         for glob, _ in self.modules:
             check_matches("prepare", "policy", glob, [name or ROOT for name in names])
-        found = {name: format_by_rules(name or ROOT, self.modules) for name in names}
-        return {name: fmt for name, fmt in found.items() if fmt is not None}
+        formats = {name: format_by_rules(name or ROOT, self.modules) for name in names}
+        return {name: fmt for name, fmt in formats.items() if fmt is not None}
 
 
 def format_by_rules(name: str, rules: Iterable[tuple[str, str]]) -> str | None:
-    """The format that rules give to a module of that name: its own name first, then the last glob that matches."""
+    """Return the format that rules give to a module: its full name first, then the last glob that matches."""
     backwards = list(rules)[::-1]
     own = [fmt for glob, fmt in backwards if glob == name]
     by_glob = [fmt for glob, fmt in backwards if fnmatch.fnmatchcase(name, glob)]

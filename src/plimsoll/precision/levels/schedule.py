@@ -1,7 +1,7 @@
-"""What a loop trains at: one level, a plan, or a schedule of them over the run.
+"""The precision of a run over time: one level, a plan, or a schedule of them.
 
-A schedule is pairs of a step and a precision, the first at step 0: that precision holds from that optimizer step on,
-until the next pair's. Steps count as `Loop.step_index` does, skipped ones too.
+A schedule is a list of (step, precision), the first at step 0. A precision is active from its optimizer step until the
+next pair's. Steps count as in `Loop.step_index`, skipped ones included.
 """
 
 import bisect
@@ -21,7 +21,7 @@ Precision = str | os.PathLike[str] | Plan | Sequence[tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A level, and the plan that says which modules run in which format, if there is one."""
+    """A level, and the plan with the formats of modules, if there is one."""
 
     level: Level
     plan: Plan | None = field(default=None)
@@ -29,18 +29,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Stages, and the steps that they begin at."""
+    """Stages and their first steps."""
 
     starts: tuple[int, ...]
     stages: tuple[Stage, ...]
 
     def at(self, step: int) -> Stage:
-        """The stage of that step."""
+        """Return the stage of a step."""
         return self.stages[bisect.bisect_right(self.starts, step) - 1]
 
 
 def schedule_of(precision: Precision) -> Schedule:
-    """The schedule that `precision` means; raises `ArgumentError` for what means none."""
+    """Return the schedule that `precision` describes; raise `ArgumentError` if it describes none."""
     if isinstance(precision, str | os.PathLike | Plan):
         return Schedule(starts=(0,), stages=(_stage(precision),))
     pairs = _pairs(precision)
@@ -53,13 +53,13 @@ def schedule_of(precision: Precision) -> Schedule:
     return Schedule(starts=starts, stages=tuple(_stage(name) for _, name in pairs))
 
 
-def _pairs(given: object) -> list[tuple[int, Any]]:
-    if isinstance(given, Sequence):
-        pairs = list(cast("Sequence[Any]", given))
+def _pairs(precision: object) -> list[tuple[int, Any]]:
+    if isinstance(precision, Sequence):
+        pairs = list(cast("Sequence[Any]", precision))
         if pairs and all(_is_pair(pair) for pair in pairs):
             return [(pair[0], pair[1]) for pair in pairs]
     raise ArgumentError(
-        f"prepare: expected a level, a plan file or a schedule of (step, precision); got precision={given!r}. "
+        f"prepare: expected a level, a plan file or a schedule of (step, precision); got precision={precision!r}. "
         'Write "amp-bf16", or [(0, "bf16-master"), (1000, "amp-fp16")].'
     )
 

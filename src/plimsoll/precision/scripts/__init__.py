@@ -1,1 +1,1 @@
-"""Levels under a script that knows nothing of them."""
+"""Precision levels for training scripts that are not changed: ``plimsoll run --precision``."""

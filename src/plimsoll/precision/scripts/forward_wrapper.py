@@ -1,4 +1,4 @@
-"""Where a level sits on a model: around the `forward` of one module, which copies and pickles do not have."""
+"""Wrapper around a module's `forward` that copies and pickles of the module do not contain."""
 
 import functools
 import types
@@ -15,18 +15,18 @@ from plimsoll.watch.hooks.module_taps import ModuleHook
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def seat_of(model: nn.Module) -> nn.Module:
-    """Which module is wrapped: the one inside of DDP, but no module inside of compiled code."""
+def module_to_wrap(model: nn.Module) -> nn.Module:
+    """Return the module to wrap: the one inside DDP, but none inside compiled code."""
     inner = model.__dict__.get("_modules", {})
     if "_orig_mod" in inner:
         return model
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return seat_of(inner["module"])
+        return module_to_wrap(inner["module"])
     return model
 
 
 def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of a class by one that `run` carries out; returns what undoes it."""
+    """Replace a method of a class by one that calls `run`; return the function that undoes it."""
     original = owner.__dict__[name]
 
     @functools.wraps(original)
@@ -43,24 +43,24 @@ def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None
 
 
 class Forward:
-    """A module's `forward`, as an attribute of its own; copies and pickles of the module have the plain one."""
+    """Replacement of a module's `forward`. Copies and pickles of the module contain the plain method."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._module, self._call = weakref.ref(module), call
-        self._own: Any = module.__dict__.get("forward")  # some other wrapper's
-        module.__dict__["forward"] = self  # not by setattr, which a compiled module hands on to the one inside
+        self._own: Any = module.__dict__.get("forward")  # another library's wrapper
+        module.__dict__["forward"] = self  # setattr of a compiled module would set it on the module inside
 
     @property
-    def __wrapped__(self) -> Any:  # signatures are read from it
+    def __wrapped__(self) -> Any:  # inspect.signature follows it
         module = self._module()
         return self._own if self._own is not None or module is None else _plain(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model as the level wants it."""
+        """Call the model under the level."""
         return self._call(self.__wrapped__, args, kwargs)
 
     def remove(self) -> None:
-        """Gives the module its own again, unless another has wrapped this one."""
+        """Restore the module's own method, unless another library has wrapped this one."""
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
             if self._own is None:
@@ -76,7 +76,7 @@ class Forward:
         module: Any = self._module()
         if self._own is not None:
             return getattr, (_Holder(self._own), "held")
-        return getattr, (module, "forward")  # before the copy has its attributes, this is its class's
+        return getattr, (module, "forward")  # while the copy has no attributes yet, this is its class's
 
 
 class _Holder:
@@ -89,13 +89,13 @@ def _plain(module: Any) -> Any:
 
 
 class Widen(ModuleHook):
-    """16-bit outputs leave in FP32."""
+    """Hook that converts a module's 16-bit outputs to FP32."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
-        """The output, with 16-bit tensors widened."""
+        """Return the output with 16-bit tensors widened."""
         return pytree.tree_map_only(Tensor, widened, output)
 
 
 def widened(x: Tensor) -> Tensor:
-    """A 16-bit tensor in FP32; any other as it is."""
+    """Return a 16-bit tensor in FP32, and any other unchanged."""
     return x.float() if x.dtype in _HALF else x

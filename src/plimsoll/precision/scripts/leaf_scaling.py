@@ -1,4 +1,4 @@
-"""One backward whose gradients are scaled within its graph, and true at the graph's leaves."""
+"""A backward whose gradients are scaled inside its graph, and unscaled at the graph's leaves."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -7,19 +7,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Which backward runs on this thread, -1 for none: torch tells it nowhere else.
+# Identifies the backward that runs on this thread, -1 for none. torch has no public way to ask.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
-_WIDE = (torch.float32, torch.float64)  # losses that the scale cannot lift out of their range
+_WIDE = (torch.float32, torch.float64)  # dtypes of losses with enough range for the scale
 
 
 def roots(tensors: Any, kwargs: Any) -> list[Tensor] | None:
-    """The tensors that a backward begins from; None for one that is left as it is."""
+    """Return the tensors that a backward starts from, or None if the backward must not be scaled."""
     inputs = kwargs.get("inputs")
     if not isinstance(tensors, Tensor | list | tuple) or not isinstance(inputs, Tensor | list | tuple | None):
         return None
     listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else [*tensors]
     asked: list[Any] = [inputs] if isinstance(inputs, Tensor) else [*(inputs or ())]
-    plain = all(isinstance(x, Tensor) and x.is_leaf for x in asked)  # gradients of inner tensors carry the scale
+    plain = all(isinstance(x, Tensor) and x.is_leaf for x in asked)  # gradients of inner tensors are scaled
     if kwargs.get("grad_variables") is not None or not listed or not plain:
         return None
     fit = all(isinstance(x, Tensor) and x.requires_grad for x in listed)
@@ -27,7 +27,7 @@ def roots(tensors: Any, kwargs: Any) -> list[Tensor] | None:
 
 
 def seeds(roots: Sequence[Tensor], given: Any, factor: float) -> list[Tensor] | None:
-    """The gradients to begin with, scaled; None where torch is to say what is wrong, or the dtype has not the range."""
+    """Return the scaled initial gradients; None if torch will raise, or if the dtype lacks the range."""
     grads: list[Any] = [given] if given is None or isinstance(given, Tensor) else list(given)
     if len(grads) == 1 and grads[0] is None:
         grads *= len(roots)
@@ -43,10 +43,10 @@ def seeds(roots: Sequence[Tensor], given: Any, factor: float) -> list[Tensor] | 
 
 @contextlib.contextmanager
 def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = False) -> Generator[list[Tensor]]:
-    """Inside, one backward from these tensors gives its leaves what arrives times `inverse`.
+    """Inside, one backward from these tensors multiplies the gradients of its leaves by `inverse`.
 
-    A backward inside it passes these hooks by. In one that a re-entrant checkpoint runs, parameters are such leaves;
-    the others are stand-ins for what the checkpoint was given, and their gradients go on through the graph outside.
+    A backward nested in it does not run these hooks. In a backward that a re-entrant checkpoint runs, only parameters
+    are such leaves. The others stand for the checkpoint's inputs, and their gradients continue through the outer graph.
     """
     task = [-1]
 
@@ -67,18 +67,18 @@ def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = Fa
 
 
 def _hook_first(x: Any, hook: Callable[..., Any]) -> Any:
-    """Registers a hook that runs before those that are there."""
+    """Register a hook that runs before the existing ones."""
     handle, hooks = x.register_hook(hook), x._backward_hooks  # noqa: SLF001  (torch calls them in its order)
     if len(hooks) > 1:
         others = list(hooks.items())[:-1]
-        for key, _ in others:  # torch reads the dict beneath: moving to the front would not show there
+        for key, _ in others:  # torch reads the underlying dict, where move_to_end of an OrderedDict has no effect
             del hooks[key]
         hooks.update(others)
     return handle
 
 
 def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that a graph ends in, each once."""
+    """Return the tensors that a graph ends in, each once."""
     found = {id(root): root for root in roots if root.grad_fn is None}
     todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(todo)

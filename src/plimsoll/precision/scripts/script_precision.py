@@ -1,11 +1,11 @@
-"""A level's arithmetic around the calls of a model whose training script knows nothing of it: ``plimsoll run``.
+"""A precision level for an unchanged training script: ``plimsoll run --precision``.
 
-Only levels that leave weights and optimizers as they are can be carried out so. The model's `forward` is wrapped, since
-a hook after it does not run when a KeyboardInterrupt leaves it; a hook behind all others gives 16-bit outputs back in
-FP32, so that a loss outside of the model is computed in FP32. Loss scaling is `transparent_scaling`'s.
+Only levels that keep weights and optimizers as they are can be applied this way. The model's `forward` is wrapped,
+because a forward hook does not run when a KeyboardInterrupt leaves the call. A hook after all others converts 16-bit
+outputs to FP32, so a loss outside of the model is computed in FP32. `transparent_scaling` scales the loss.
 
-Where a script turns out to choose a precision itself (autocast, a scaler), or the level cannot be carried out, all of
-it is taken back at once and said in one line, and the script goes on as it is.
+If the script chooses a precision itself (autocast, a scaler), or if the level cannot be applied, everything is undone
+at once, one line reports the reason, and the script continues unchanged.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.precision.distributed import is_fully_sharded, is_sharded
-from plimsoll.precision.levels.arithmetic import Computing, device_of, has_tf32, tf32
+from plimsoll.precision.levels.arithmetic import Arithmetic, device_of, has_tf32, tf32
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
 from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
-from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, patched, seat_of
-from plimsoll.precision.scripts.transparent_scaling import Unseen, patched_backward
+from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, module_to_wrap, patched
+from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
 from plimsoll.watch.hooks.module_taps import ModuleHook
 from plimsoll.watch.names import unwrapped
 
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch tells it nowhere else)
+_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch has no public way to ask)
 _SCRIPT = "the script's own precision"
 UNCHANGED = tuple(level.name for level in LEVELS.values() if not level.casts)
 
 
 def level_for_scripts(name: str) -> Level:
-    """The level of that name, if a script can be trained at it without a change; raises `ArgumentError` if not."""
+    """Return the level of that name; raise `ArgumentError` if an unchanged script cannot be trained at it."""
     key = ALIASES.get(name.lower(), name.lower())
     if key in UNCHANGED:
         return LEVELS[key]
     if key not in LEVELS:
         why = "which is no level"
-        remedy = "A plan or a schedule is carried out by plimsoll.prepare, in the script"
+        remedy = "A plan or a schedule needs plimsoll.prepare in the script"
     else:
         why = "at which the weights are cast and the optimizer's steps are others, so that the script's loop changes"
         remedy = "Use plimsoll.prepare in the script"
@@ -51,11 +51,10 @@ def level_for_scripts(name: str) -> Level:
     )
 
 
-class Unmodified:
-    """One process's models at one level.
+class ScriptPrecision:
+    """The models of one process at one level.
 
-    `say` hears, in one line, why the level is not carried out. `decided` tells whether there was anything to carry out
-    or to say.
+    `say` receives one line if the level is not applied. `decided` is True once there was a level to apply or to refuse.
     """
 
     def __init__(self, precision: str, say: Callable[[str], None]) -> None:
@@ -63,21 +62,24 @@ class Unmodified:
         self._acts = self._level.operations is not None or self._level.matmuls is not None
         self.decided = False
         self._over = False
-        self._ours = False  # a context of torch that is entered now is our own
-        self._open: list[contextlib.ExitStack] = []  # of the calls that are under way
-        self._hearers: list[Callable[[str], None]] = []
+        self._ours = False  # set while we enter a context of torch ourselves
+        self._open: list[contextlib.ExitStack] = []  # one for each call that is running
+        self._callbacks: list[Callable[[str], None]] = []
         self._undo: list[Callable[[], None]] = []
-        self._unseen = Unseen(self._refuse) if self._level.scaled else None
+        self._unseen = TransparentScaler(self._refuse) if self._level.scaled else None
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """The script has made an optimizer."""
+        """Register an optimizer that the script has created."""
         if self._unseen is not None and not self._over:
             self._unseen.gate(optimizer)
 
     def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-        """Carries the level out on a model that is about to be called for the first time; returns what it is now at.
+        """Apply the level to a model before its first call; return the precision that it now has.
 
-        `called` is the module whose call it is, None where none was seen.
+        Args:
+            model: The model.
+            called: The module that is being called, or None if no call was seen.
+            optimizers: The script's optimizers.
         """
         if self._over:
             return _SCRIPT
@@ -93,12 +95,12 @@ class Unmodified:
             return _SCRIPT
         return self._level.name
 
-    def on_refusal(self, hear: Callable[[str], None]) -> None:
-        """Calls `hear` too, should the level be taken back later on."""
-        self._hearers.append(hear)
+    def on_refusal(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` too if the level is refused later."""
+        self._callbacks.append(callback)
 
     def end(self) -> None:
-        """Takes all of it back."""
+        """Undo everything."""
         self._over = True
         while self._open:
             self._open.pop().close()
@@ -116,8 +118,8 @@ class Unmodified:
         whose = "" if root is None else f" for {type(root).__name__}"
         line = f"--precision {self._level.name} is refused{whose}: {why}; the script goes on as it is"
         self._say(line)
-        for hear in self._hearers:
-            hear(line)
+        for callback in self._callbacks:
+            callback(line)
 
     def _why_not(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[Any]) -> str | None:
         root = unwrapped(model)
@@ -164,27 +166,27 @@ class Unmodified:
         if self._level.fp8 is not None:
             layers = Layers(root, self._level.fp8, Policy(), {})
             self._undo.append(layers.take_back)
-        computing = Computing(root, self._level, Policy(), {})
+        computing = Arithmetic(root, self._level, Policy(), {})
         if layers is not None and not computing.native:
             layers.keep_lists_out(root, computing.switch, outputs=torch.bfloat16)
-        with computing.forward():  # what this machine cannot do shows here, and not in the script's call
+        with computing.forward():  # a lack of this machine shows here, and not in the script's call
             pass
         if self._level.matmuls is not None and has_tf32(device_of(root)):
             self._undo.append(patched_backward(_in_tf32))
         if not self._acts:
             return
-        seat = seat_of(model)
+        seat = module_to_wrap(model)
         forward = Forward(seat, functools.partial(self._call, computing))
         self._undo += [forward.remove, seat.register_forward_hook(Widen()).remove]
         if self._unseen is not None:
             first = self._unseen.scaler is None
             self._unseen.begin(device_of(root))
-            # Before the watch hears of the call: its step ends with the scaler's update.
+            # Registered before the watch's own hook, since the watch's step ends with the scaler's update.
             begins = seat.register_forward_pre_hook(_Begins(self._unseen), prepend=True)
             self._undo += [begins.remove, *([patched_backward(self._unseen.backward)] if first else [])]
 
-    def _call(self, computing: Computing, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The model's forward under the level; taken back however it ends."""
+    def _call(self, computing: Arithmetic, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward under the level, and leave the level however the forward ends."""
         if self._over or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         stack = contextlib.ExitStack()
@@ -204,7 +206,7 @@ class Unmodified:
             stack.close()
 
     def _entering(self, original: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
-        """Any autocast is entered; what torch itself enters in a backward goes on from the forward's."""
+        """Refuse the level when the script enters autocast; torch's own contexts during backward pass."""
         if context._enabled and not self._ours and _backward_running() == -1:  # noqa: SLF001
             self._refuse("the script uses torch.autocast itself, from here on")
         return original(context, *args, **kwargs)
@@ -221,9 +223,9 @@ def _in_tf32(original: Callable[..., None], tensors: Any, args: Any, kwargs: Any
 
 
 class _Begins(ModuleHook):
-    """A forward begins: if it is a training one, the iteration before is over."""
+    """Hook at the start of a forward: a training forward ends the iteration before."""
 
-    def __init__(self, unseen: Unseen) -> None:
+    def __init__(self, unseen: TransparentScaler) -> None:
         self._unseen = unseen
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (torch's to choose)

@@ -1,13 +1,14 @@
-"""Loss scaling that a training script does not see: every gradient that reaches it is the true one.
+"""Transparent loss scaling: the training script sees only unscaled gradients.
 
-Every `torch.autograd.backward` starts from its gradients times the scale, and each leaf of its graph (parameters and
-whatever else gathers gradients) divides what arrives before it is accumulated, before the script's own hooks and before
-DistributedDataParallel averages. The scale is a power of two, so that both are exact in FP32, and clipping,
-accumulation, several backwards and several optimizers need no further care. The leaves are those of the graph itself:
-parameters that no module has are among them, and those that a loss reaches past the model.
+Every `torch.autograd.backward` starts from its gradients times the scale. Each leaf of its graph (parameters and all
+other tensors that collect gradients) divides the incoming gradient before it is accumulated, before the script's own
+hooks run and before DistributedDataParallel averages. The scale is a power of two, so both steps are exact in FP32,
+and clipping, accumulation, several backwards and several optimizers need no special care. The leaves come from the
+graph itself, so parameters outside of any module are included.
 
-An optimizer's `step` goes through a scaler, which checks what is true already, skips and takes its next scale; a watch
-hears of it as of any scaler. When an iteration is over shows at the next one's beginning, so the scale follows then.
+The optimizer's `step` goes through a scaler. It checks the unscaled gradients, skips the step if they are not finite,
+and takes its next scale. A watch sees it as any scaler. The end of an iteration is detected at the start of the next
+one, and the scale is updated then.
 """
 
 import functools
@@ -24,20 +25,20 @@ from plimsoll.precision.scripts.leaf_scaling import roots as roots_of, seeds as 
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.step.gradients import Gradient, Gradients
 
-# Which backward runs on this thread, -1 for none: torch tells it nowhere else.
+# Identifies the backward that runs on this thread, -1 for none. torch has no public way to ask.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 _foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_norm  # noqa: SLF001  (likewise)
 
 
 class _Checking(DynamicScaler):
-    """A `DynamicScaler` for gradients that are unscaled already: it only looks whether they are finite.
+    """A `DynamicScaler` for gradients that are unscaled already: it only checks that they are finite.
 
-    It looks too at what they were when the backward ended: clipping by value makes an Inf a finite number.
+    It also checks the values at the end of the backward, because clipping by value turns Inf into a finite number.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by leaf, its largest gradient in magnitude
+        self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # largest gradient magnitude by leaf
 
     def _unscale(
         self, optimizer: Any, gradients: Gradients, inverse: Tensor, found: Tensor
@@ -50,7 +51,7 @@ class _Checking(DynamicScaler):
         return per_device
 
     def forget(self, optimizer: Any) -> None:
-        """The step is over: what its gradients were counts no more."""
+        """Drop the magnitudes of the finished step."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self.largest.pop(id(p), None)
@@ -60,37 +61,37 @@ class _Checking(DynamicScaler):
         return largest if ref is not None and ref() is gradient.parameter else None
 
 
-class Unseen:
-    """The scale of one process, and what it has to do with backwards and optimizers.
+class TransparentScaler:
+    """The loss scale of one process, and its effect on backwards and optimizers.
 
-    `stop` hears why it cannot go on, and calls `end`: from there on nothing is scaled, nothing skipped.
+    `stop` is called with the reason if scaling cannot go on. It calls `end`, after which nothing is scaled or skipped.
     """
 
     def __init__(self, stop: Callable[[str], None]) -> None:
         self._stop = stop
-        self.scaler: DynamicScaler | None = None  # once a model is at the level
+        self.scaler: DynamicScaler | None = None  # set once a model is at the level
         self._factor = 1.0
-        self._scaled = False  # there was a backward
-        self._running: tuple[float, float] | None = None  # scale and its inverse, while one runs
+        self._scaled = False  # whether a backward has run
+        self._running: tuple[float, float] | None = None  # scale and its inverse, while a backward runs
         self._stepped: set[int] = set()  # optimizers of this iteration
-        self._stepping: set[int] = set()  # those that the scaler steps now
+        self._stepping: set[int] = set()  # optimizers that the scaler steps at this moment
         self._gates: list[weakref.ref[_Gate]] = []
 
     def begin(self, device: torch.device) -> None:
-        """Scales from the next backward on."""
+        """Scale from the next backward on."""
         if self.scaler is None:
             self.scaler = _Checking(device.type)
             self._factor = self.scaler.get_scale()
 
     def end(self) -> None:
-        """Takes itself back; a backward that runs goes on to its end as it was begun."""
+        """Stop scaling. A backward that is running ends with the scale that it began with."""
         self.scaler = None
         for gate in filter(None, (ref() for ref in self._gates)):
             gate.remove()
         self._gates.clear()
 
     def settle(self) -> None:
-        """A new iteration begins: the scale follows from what was found in the one before."""
+        """Start a new iteration: update the scale from the gradients of the one before."""
         if self._stepped and self.scaler is not None:
             self._stepped.clear()
             self.scaler.update()
@@ -99,14 +100,14 @@ class Unseen:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Runs a backward with true gradients at all leaves."""
+        """Run a backward that gives all leaves their true gradients."""
         roots = roots_of(tensors, kwargs)
         if roots is None or self.scaler is None:
             original(tensors, *args, **kwargs)
         elif _backward_running() == -1:
             self.settle()
             self._outermost(original, roots, tensors, args, dict(kwargs))
-        elif self._running is not None:  # a checkpoint, whose gradients carry the scale already
+        elif self._running is not None:  # a re-entrant checkpoint, whose gradients are scaled already
             with true_at_leaves(roots, self._running[1], nested=True):
                 original(tensors, *args, **kwargs)
         else:
@@ -122,7 +123,9 @@ class Unseen:
             original(tensors, given, *args[1:], **kwargs)
             return
         losses = [root.detach() for root in roots if root.numel() == 1]
-        scaler.scale(losses or roots[0].new_zeros(()))  # makes the scale at first, and keeps the losses to tell of them
+        scaler.scale(
+            losses or roots[0].new_zeros(())
+        )  # creates the scale at first use, and keeps the losses for reports
         self._running = self._factor, 1.0 / self._factor
         try:
             with true_at_leaves(roots, self._running[1]) as leaves:
@@ -135,7 +138,7 @@ class Unseen:
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     def gate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets the optimizer's steps pass here from now on."""
+        """Route the optimizer's steps through the scaler from now on."""
         if not isinstance(optimizer.__dict__.get("step"), _Gate):
             self._gates = [ref for ref in self._gates if ref() is not None]
             gate = _Gate(optimizer, self._step)
@@ -150,13 +153,13 @@ class Unseen:
         if isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim"):
             self._stop(f"{type(optimizer).__name__} evaluates the loss within its step")
             return original(optimizer, *args, closure=closure, **kwargs)
-        with torch.enable_grad():  # torch's own, but for LBFGS, call it once, before anything else
+        with torch.enable_grad():  # torch's own optimizers, except LBFGS, call it once, before anything else
             loss = closure()
         self._checked(original, optimizer, args, kwargs)
         return loss
 
     def _checked(self, original: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Steps through the scaler."""
+        """Step through the scaler."""
         scaler = self.scaler
         if scaler is None or not self._scaled or not _has_gradients(optimizer):
             return original(optimizer, *args, **kwargs)
@@ -177,7 +180,7 @@ class Unseen:
 
 
 class _Gate:
-    """An optimizer's `step`, as an attribute of its own; schedulers wrap it like the method, by its `__func__`."""
+    """Replacement of an optimizer's `step`. Schedulers wrap it like the method, through `__func__`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -195,7 +198,7 @@ class _Gate:
         return self.__func__(self._optimizer(), *args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the optimizer its own step again, unless a scheduler has wrapped this one."""
+        """Restore the optimizer's own step, unless a scheduler has wrapped this one."""
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.__dict__.get("step") is self:
             del optimizer.__dict__["step"]
@@ -212,7 +215,7 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref[Tensor], Tensor]]) -> None:
-    """Keeps the largest magnitude of each gradient, of a device's in one sweep, without waiting."""
+    """Record the largest magnitude of each gradient, one sweep per device, without waiting for the device."""
     for key in [key for key, (ref, _) in largest.items() if ref() is None]:
         del largest[key]
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -227,7 +230,7 @@ def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref
 
 
 def patched_backward(run: Callable[..., None]) -> Callable[[], None]:
-    """Puts `run(original, tensors, args, kwargs)` in the place of `torch.autograd.backward`; returns what undoes it."""
+    """Replace `torch.autograd.backward` by `run(original, tensors, args, kwargs)`; return the undo function."""
     original = torch.autograd.backward
 
     @functools.wraps(original)

@@ -1,11 +1,11 @@
-"""A batch that can be run again: its closures, and what they ran from.
+"""A batch that can be run again: its closures, and the state that they started from.
 
-Kept are, for each closure, the random generators of Python, NumPy, the CPU and the model's devices as they were before
-it ran, and once a batch the model's buffers. `rewound` puts these back, so that a repetition draws the same dropout
-masks and counts a batch into running statistics once.
+For each closure the random generators of Python, NumPy, the CPU and the model's devices are saved before it runs, and
+the model's buffers once per batch. `rewound` restores both, so a repetition draws the same dropout masks and counts
+the batch into running statistics once.
 
-A closure that is kept for later must still mean what it meant: one that reads a loop's variable would, run again, read
-the next batch. So the variables that kept closures read are looked at whenever another one joins them.
+A saved closure must still mean the same later. One that reads a variable of the loop would read the next batch when it
+runs again. The variables that saved closures read are therefore compared whenever another closure is saved.
 """
 
 import dis
@@ -36,23 +36,23 @@ class Batch:
         self._buffers = _Buffers(root)
 
     def begin(self, closure: Closure) -> None:
-        """The closure is about to run for the first time."""
+        """Save the state before the closure runs for the first time."""
         if not self._closures:
             self._buffers = _Buffers(self._root)
         self._check_unchanged()
         self._closures.append((closure, RandomState(self._devices)))
 
     def end(self) -> None:
-        """It has run."""
+        """Save the closure after its first run."""
         self._variables.append(variables_of(self._closures[-1][0]))
 
     def clear(self) -> None:
-        """The step is over: nothing is kept."""
+        """Drop all closures at the end of a step."""
         self._closures.clear()
         self._variables.clear()
 
     def rewound(self) -> Generator[Closure]:
-        """Each closure in turn, with buffers and random generators as they were when it ran first."""
+        """Yield each closure in turn, with buffers and random generators as before its first run."""
         self._buffers.restore()
         for closure, random in self._closures:
             random.restore()
@@ -65,28 +65,28 @@ class Batch:
             if changed:
                 names = ", ".join(changed)
                 raise ArgumentError(
-                    f"step: expected closures that can be run again; got one whose variable {names} has been set anew "
+                    f"step: expected closures that can be run again; got one whose variable {names} was assigned again "
                     f"since, so that a repetition would not see its own batch. Bind what it reads: "
                     f"loop.step(lambda {changed[0]}={changed[0]}: ...), or use functools.partial."
                 )
 
 
 def variables_of(closure: Any) -> dict[str, object]:
-    """The variables of surrounding scopes that a function reads, by name, with their values now."""
+    """Return the variables of surrounding scopes that a function reads, by name, with their present values."""
     while isinstance(closure, functools.partial):
         closure = cast("functools.partial[Any]", closure).func
     function = getattr(closure, "__func__", closure)
     if not isinstance(function, types.FunctionType):
         return {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    found = {name: _content(cell) for name, cell in cells}
+    variables = {name: _content(cell) for name, cell in cells}
     everywhere = function.__globals__
-    return found | {name: everywhere[name] for name in _globals_read(function.__code__) if name in everywhere}
+    return variables | {name: everywhere[name] for name in _globals_read(function.__code__) if name in everywhere}
 
 
 @functools.lru_cache(maxsize=256)
 def _globals_read(code: types.CodeType) -> frozenset[str]:
-    """The global names that the code reads, nested functions included."""
+    """Return the global names that the code reads, nested functions included."""
     own = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
     inner = (_globals_read(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(own.union(*inner))
@@ -100,7 +100,7 @@ def _content(cell: Any) -> object:
 
 
 class _Buffers:
-    """A model's buffers: which tensors they are, and what they hold."""
+    """The identity and contents of a model's buffers."""
 
     def __init__(self, root: nn.Module) -> None:
         self._kept = list(_copied(root))

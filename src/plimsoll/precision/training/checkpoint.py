@@ -1,4 +1,4 @@
-"""A loop's state as one dictionary of tensors and plain values, which ``torch.load(..., weights_only=True)`` reads."""
+"""A loop's state as a dictionary of tensors and plain values, readable with ``torch.load(weights_only=True)``."""
 
 import random
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ PARTS = ("schema", "precision", "step", "model", "optimizers", "scaler", "schedu
 
 
 def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> None:
-    """Raises for a state that is not of a loop like this, before anything is loaded."""
+    """Raise for a state that does not fit the loop, before anything is loaded."""
     schema = state.get("schema")
     if type(schema) is int and schema > SCHEMA:
         raise StateError(
@@ -39,7 +39,7 @@ def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> No
 
 
 def random_state(root: nn.Module) -> dict[str, Any]:
-    """The generators of Python, NumPy, the CPU and the model's device, in this process."""
+    """Return the state of Python's, NumPy's, the CPU's and the model's device's generators in this process."""
     version, words, gauss = random.getstate()
     kind, numbers, position, has_gauss, cached = cast("Any", np.random.get_state())  # noqa: NPY002  (the one models use)
     devices = {torch.device("cpu"), device_of(root)} - {torch.device("meta")}
@@ -52,7 +52,7 @@ def random_state(root: nn.Module) -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any], root: nn.Module) -> None:
-    """Puts the generators back; those of another rank are refused."""
+    """Restore the generators; a state of another rank is refused."""
     if state["rank"] != _rank():
         raise ArgumentError(
             f"load_state_dict: expected random generators of rank {_rank()}; got those of rank {state['rank']}, which "
@@ -68,7 +68,7 @@ def restore_random(state: Mapping[str, Any], root: nn.Module) -> None:
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     dist = torch.distributed
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 

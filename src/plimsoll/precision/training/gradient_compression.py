@@ -1,15 +1,15 @@
-"""Gradients that travel as 16-bit numbers between the ranks of DistributedDataParallel: half the bytes, no overflow.
+"""16-bit gradient reduction for DistributedDataParallel: half the bytes, no overflow.
 
-Each bucket of gradients is multiplied by a power of two before it becomes 16 bits wide, chosen so that the sum over all
-ranks cannot overflow and small gradients use what room there is below:
+Each bucket of gradients is multiplied by a power of two before it is cast to 16 bits. The factor is chosen so that the
+sum over all ranks cannot overflow, and small gradients use the remaining range:
 
-1. every rank finds the largest finite magnitude in its bucket; a reduction of that one number gives all ranks the same;
-2. with m the exponent above it, and W ranks, the scale is 2**(15 - m - ceil(log2 W)): each addend is below 2**15 / W in
-   magnitude, so that every partial sum is below 2**15, whatever its order;
-3. the addends are summed as 16-bit numbers; the sum is divided by the scale and by W in float32.
+1. Every rank finds the largest finite magnitude in its bucket. A reduction of that number gives all ranks the same one.
+2. With m the exponent above it and W ranks, the scale is 2**(15 - m - ceil(log2 W)). Each addend is below 2**15 / W in
+   magnitude, so every partial sum is below 2**15 in any order.
+3. The addends are summed as 16-bit numbers. The sum is divided by the scale and by W in float32.
 
-Scaling by powers of two is exact, but for values 39 binades or more below the bucket's largest, which FP16 flushes. NaN
-and Inf travel as they are, and reach every rank alike.
+Scaling by powers of two is exact, except for values 39 binades or more below the bucket's largest, which underflow in
+FP16. NaN and Inf are sent unchanged and reach every rank alike.
 """
 
 import math
@@ -26,13 +26,13 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 Carrier = Literal["fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _TOP = 15  # 2**15 is the largest power of two of FP16, whose largest number is almost twice that
-# Exponents beyond these would take the scale itself out of float32.
+# With exponents beyond these the scale itself would leave float32's range.
 _LOWEST, _HIGHEST = -126, 126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What has travelled so far. Every count is the same on all ranks."""
+    """The amount sent so far. Every count is the same on all ranks."""
 
     steps: int
     buckets: int
@@ -42,22 +42,22 @@ class Traffic:
 
 
 def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") -> "GradientCompression":
-    """Has the gradients of a DistributedDataParallel model summed over ranks as `fmt`, scaled so that they fit.
+    """Reduce the gradients of a DistributedDataParallel model over ranks in 16 bits, scaled so that they fit.
 
-    Numerics. The mean over ranks as torch computes it, but for roundings to `fmt`: one of each rank's addend, and one
+    Numerics. The result is torch's mean over ranks, except for roundings to `fmt`: one of each rank's addend, and one
     in each of the W - 1 additions. The error of a value is at most 2**-11 (FP16) or 2**-8 (BF16) of the sum of its
-    magnitudes over ranks, and in FP16 also 2 W times 2**-39 of the bucket's largest magnitude, where what is far below
-    that is flushed. All ranks get the same bits.
+    magnitudes over ranks. In FP16 it is also up to 2 W times 2**-39 of the bucket's largest magnitude, because smaller
+    values underflow. All ranks get the same bits.
 
-    A sum of gradients of at most 2**127 never overflows, so nothing falls back. A NaN or Inf of any rank reaches all of
-    them, as without compression, so that scalers skip the same step everywhere; `traffic` counts such buckets.
+    A sum of gradients of at most 2**127 never overflows, so there is no fallback. A NaN or Inf of any rank reaches all
+    ranks, as without compression, so scalers skip the same step everywhere. `traffic` counts such buckets.
 
-    It costs one pass over the bucket and a reduction of one number, before the bucket's own. A model has one such hook,
-    until its end: torch has no way to take it back.
+    The cost is one pass over the bucket and a reduction of one number before the bucket's own. A model can have one
+    such hook, and torch has no way to remove it.
 
     Args:
-        model: wrapped already, and not yet used.
-        fmt: "fp16" has the digits, "bf16" the range: its scale is chosen likewise.
+        model: A DistributedDataParallel model that has not run yet.
+        fmt: "fp16" for more digits, "bf16" for more range; both are scaled in the same way.
     """
     if not isinstance(cast("object", model), DistributedDataParallel):
         raise ArgumentError(
@@ -71,13 +71,13 @@ def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") ->
             "compress_gradients: expected dense gradients; got a module with sparse=True. Make its gradients dense."
         )
     compression = GradientCompression(_DTYPES[fmt], cast("Any", model).process_group)
-    _hook.__annotations__.clear()  # torch wants its own class of buckets there, which not every build has, or nothing
+    _hook.__annotations__.clear()  # torch checks for its own bucket class, which not every build has
     model.register_comm_hook(compression, _hook)
     return compression
 
 
 class GradientCompression:
-    """The handle on a compressing model: `traffic` says what was sent."""
+    """Handle on a model whose gradients are compressed; `traffic` counts what was sent."""
 
     def __init__(self, dtype: torch.dtype, group: Any) -> None:
         self.dtype, self.group = dtype, group
@@ -87,7 +87,7 @@ class GradientCompression:
 
     @property
     def traffic(self) -> Traffic:
-        """What has travelled so far. It waits for the device."""
+        """The amount sent so far. Reading it waits for the device."""
         return Traffic(
             steps=self._steps,
             buckets=self._buckets,
@@ -97,7 +97,7 @@ class GradientCompression:
         )
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The mean of the bucket over ranks, to come."""
+        """Start the reduction of a bucket; return the future of its mean over ranks."""
         whole: Tensor = bucket.buffer()
         if not whole.is_floating_point() or whole.layout != torch.strided:
             raise UnsupportedTensorError(
@@ -124,7 +124,7 @@ class GradientCompression:
         return cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
 
     def _exponent(self, whole: Tensor, ranks: int) -> Tensor:
-        """Of the scale, the same on every rank, on the bucket's device."""
+        """Return the exponent of the scale, the same on every rank, on the bucket's device."""
         size = whole.detach().abs().to(torch.float32)
         largest = torch.where(size.isfinite(), size, 0.0).amax().reshape(1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

@@ -1,7 +1,7 @@
-"""The norm of all gradients together, in FP32 whatever they are kept in, and clipping by it.
+"""The global gradient norm in FP32, and clipping by it.
 
-An FP16 gradient's norm overflows in FP16 although no value does, and BF16 adds up badly; so squares are added in FP32.
-Nothing here waits for a device.
+The norm of FP16 gradients can overflow in FP16 although no value does, and BF16 sums lose digits. Squares are therefore
+added in FP32. Nothing here waits for a device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,29 +12,29 @@ from torch import Tensor
 
 from plimsoll.precision.distributed import is_sharded
 
-_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_: the bound is met from below
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_: the result stays just below the bound
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The gradients that the optimizers will read."""
+    """Return the gradients that the optimizers will read."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over all gradients, as FP32 of no dimension on the first one's device; 0 where there are none."""
+    """Return the 2-norm over all gradients as an FP32 scalar on the first one's device; 0 without gradients."""
     if not gradients:
         return torch.zeros(())
     place = gradients[0].device
     plain = [_summed(g) for g in gradients if not is_sharded(g)]
     sharded = [g for g in gradients if is_sharded(g)]
     norms: list[Tensor] = [_norm(g, dtype=torch.float32).to(place) for g in plain]
-    norms += [_sharded_norm(found).to(place) for found in _by_mesh(sharded)]
+    norms += [_sharded_norm(group).to(place) for group in _by_mesh(sharded)]
     return _norm(torch.stack(norms))
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
-    """Multiplies the gradients in place so that their norm is at most the bound; a non-finite norm spoils them."""
+    """Scale the gradients in place so that their norm is at most the bound; a non-finite norm makes them NaN."""
     coefficient = (bound / (norm + _TINY)).clamp(max=1.0)
     on = {g.device: coefficient.to(g.device) for g in gradients}
     for g in gradients:
@@ -49,19 +49,19 @@ def _norm(x: Tensor, dtype: torch.dtype | None = None) -> Any:
 
 
 def _summed(g: Tensor) -> Tensor:
-    """The values of a gradient; those of a sparse one with equal indices added up."""
+    """Return the values of a gradient; a sparse one's values with equal indices are added."""
     return g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
 
 
 def _by_mesh(sharded: Sequence[Tensor]) -> list[list[Any]]:
-    found: dict[Any, list[Any]] = {}
+    by_mesh: dict[Any, list[Any]] = {}
     for g in sharded:
-        found.setdefault(cast("Any", g).device_mesh, []).append(g)
-    return list(found.values())
+        by_mesh.setdefault(cast("Any", g).device_mesh, []).append(g)
+    return list(by_mesh.values())
 
 
 def _sharded_norm(gradients: Sequence[Any]) -> Tensor:
-    """One reduction for all gradients of a mesh."""
+    """Return the norm with one reduction for all gradients of a mesh."""
     norms = [_norm(g if g.dtype == torch.float32 else g.float()) for g in gradients]
     total = _norm(torch.stack(norms))
     return total.full_tensor()

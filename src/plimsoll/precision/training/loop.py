@@ -1,8 +1,7 @@
-"""`Loop`: one training step after another, in whatever precision; `prepare` makes it.
+"""The training loop that `prepare` returns.
 
-The file is long because the loop is where everything meets: each method is short, and what it does is elsewhere
-(`levels.active_level`: the level on the model; `optimizer_step`: gradients and optimizers; `batch_replay`: batches that
-run again; `checkpoint`: what is saved).
+Its parts are elsewhere: `levels.active_level` applies the level to the model, `optimizer_step` handles gradients and
+optimizers, `batch_replay` repeats batches, and `checkpoint` saves.
 """
 
 import contextlib
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from plimsoll.emulate.module_tree import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.distributed import any_rank, gradients_stay, level_on, process_group
-from plimsoll.precision.levels.active_level import Applied, check_stage
+from plimsoll.precision.levels.active_level import ActiveLevel, check_stage
 from plimsoll.precision.levels.arithmetic import device_of
 from plimsoll.precision.levels.catalogue import level_named
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.levels.schedule import Schedule, Stage
 from plimsoll.precision.training import checkpoint
 from plimsoll.precision.training.batch_replay import Batch
-from plimsoll.precision.training.loop_control import Interventions
+from plimsoll.precision.training.loop_control import LoopControl
 from plimsoll.precision.training.optimizer_step import Stepped, lowered, step_plainly, step_scaled
 from plimsoll.precision.training.plan_scaler import begin_at, check_scaling, scaler_of
 from plimsoll.scaling.layerwise.scaler import LayerScaler
@@ -33,15 +32,15 @@ from plimsoll.watch import Watch
 from plimsoll.watch.names import unwrapped
 
 Optimizer = torch.optim.Optimizer
-PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # roots that a loop has
+PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # root modules that have a loop
 
 
-class Loop(Interventions):
-    """The training step in one object; `plimsoll.prepare` makes it.
+class Loop(LoopControl):
+    """The training step in one object, created by `plimsoll.prepare`.
 
-    ``with loop.forward():`` is around the model's call and the loss, ``loop.step(loss)`` is backward, unscaling,
-    clipping, the optimizer's step, the scheduler's and `zero_grad`. Gradients belong to the loop: it clears them after
-    every step. ``with plimsoll.prepare(...) as loop:`` closes it at the end.
+    Run the model and the loss inside ``with loop.forward():``. Then ``loop.step(loss)`` runs backward, unscales and
+    clips the gradients, steps the optimizer and the scheduler, and clears the gradients. The loop owns the gradients:
+    it clears them after every step. ``with plimsoll.prepare(...) as loop:`` closes the loop at the end.
     """
 
     def __init__(
@@ -74,11 +73,13 @@ class Loop(Interventions):
         self._check_stages()
         for optimizer in self._given:
             optimizer.zero_grad()
-        self._applied = Applied(model, self._given, schedule.at(0), policy)
+        self._applied = ActiveLevel(model, self._given, schedule.at(0), policy)
         self._batch = Batch(self._root)
         if scaler is None:
             try:
-                self._made_scaler = scaler_of(model, schedule)  # after the level: its hooks come outside of the level's
+                self._made_scaler = scaler_of(
+                    model, schedule
+                )  # after the level: its hooks must run outside of the level's
             except Exception:
                 self._applied.take_back()
                 raise
@@ -103,24 +104,24 @@ class Loop(Interventions):
 
     @property
     def optimizer(self) -> Optimizer:
-        """What steps: the optimizer that was given, or what the level put around it. Of several, the first."""
+        """The optimizer that steps: the user's own, or the level's wrapper around it. The first one of several."""
         return self._applied.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All that steps."""
+        """All optimizers that step."""
         return self._applied.optimizers
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler in use; None where the loss is not scaled."""
+        """The loss scaler in use; None if the loss is not scaled."""
         if self._given_scaler is not None:
             return self._given_scaler
         return self._made_scaler if self._applied.level.scaled else None
 
     @property
     def precision(self) -> str:
-        """The name of the level in force."""
+        """The name of the active level."""
         return self._applied.stage.level.name
 
     @property
@@ -130,39 +131,39 @@ class Loop(Interventions):
 
     @property
     def step_index(self) -> int:
-        """How many steps are over, skipped ones counted, micro-batches and repetitions not."""
+        """Number of finished steps. Skipped steps count; micro-batches and repetitions do not."""
         return self._step_index
 
     @property
     def loss(self) -> Tensor | None:
-        """The last step's loss, the mean over its micro-batches, detached; None before the first step."""
+        """The last step's loss, detached, as the mean over its micro-batches; None before the first step."""
         return self._loss
 
     @property
     def watch(self) -> Watch | None:
-        """The watch that hears of the steps."""
+        """The attached watch, or None."""
         return self._watch
 
     @property
     def formats(self) -> dict[str, str]:
-        """The format that each module's weights are kept in, by its name; the root is called "model"."""
+        """The format of each module's weights, by module name; the root is called "model"."""
         return {name or "model": fmt for name, fmt in self._applied.placement.formats.items()}
 
     @property
     def fp8_left(self) -> dict[str, str]:
-        """The linear layers that do not run in FP8 at this level, by their names, and why; none at other levels."""
+        """Linear layers that do not run in FP8 at this level, with the reason; empty at other levels."""
         return {} if self._applied.fp8 is None else {left.module: left.why for left in self._applied.fp8.left}
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """Whether `close` was called."""
         return self._closed
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
-        """The context of a training forward and its loss: the level's arithmetic holds inside, and only there."""
+        """Context of a training forward and its loss. The level's arithmetic is active inside, and only there."""
         self._enter("forward")
         if self._accumulate > 1 and self._applied.fp8 is not None:
             self._applied.fp8.hold_weights()
@@ -175,7 +176,7 @@ class Loop(Interventions):
 
     @contextlib.contextmanager
     def evaluate(self) -> Generator[nn.Module]:
-        """The context of an evaluation: the same arithmetic, the model in `eval` mode, no gradients; then as before."""
+        """Context of an evaluation: the same arithmetic, the model in `eval` mode, no gradients. Restores the mode."""
         self._enter("evaluate")
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -188,21 +189,21 @@ class Loop(Interventions):
                 module.training = training
 
     def inputs(self, value: Any) -> Any:
-        """The same structure with its floating tensors in the dtype of the model's weights.
+        """Return the same structure with its floating-point tensors in the dtype of the model's weights.
 
-        The model's own call does this by itself; this is for calls of its parts (``model.encode(loop.inputs(x))``).
+        A call of the model does this by itself. Use it for calls of a part: ``model.encode(loop.inputs(x))``.
         """
         return cast_floating(value, self._applied.level.dtype) if self._applied.level.casts else value
 
     def step(self, loss: Tensor | Callable[[], Tensor]) -> StepOutcome:
-        """One training step, or one micro-batch of it; says what happened, without waiting for the device.
+        """Run one training step, or one micro-batch of it. Return its outcome without waiting for the device.
 
-        A closure runs forward and returns the loss; the loop enters `forward` around it. With ``max_retries`` it is
-        repeated at a lower scale if gradients overflow, with random generators and buffers as they were, so it must
-        read nothing that changes from batch to batch other than what is bound to it.
+        A closure runs the forward and returns the loss; the loop enters `forward` around it. With ``max_retries`` the
+        closure is repeated at a lower scale if gradients overflow, with random generators and buffers restored.
+        Everything that changes from batch to batch must therefore be bound to the closure.
 
-        With ``accumulate=N`` the gradient is the mean over N micro-batches (each loss is divided by N), and every
-        N-th call steps; the outcome of the others says that it is accumulating.
+        With ``accumulate=N`` the gradient is the mean over N micro-batches (each loss is divided by N), and every N-th
+        call steps. The outcome of the other calls reports that the loop accumulates.
         """
         self._check_step(loss)
         if isinstance(loss, Tensor):
@@ -218,7 +219,7 @@ class Loop(Interventions):
         return self._end_of_step(stepped, retries)
 
     def zero_grad(self) -> None:
-        """Drops all gradients, and the micro-batches so far. The loop does so itself after every step."""
+        """Drop all gradients and the micro-batches so far. The loop does this itself after every step."""
         self._drop_gradients()
         self._release_weights()
         self._micro = self._forwards = 0
@@ -273,7 +274,7 @@ class Loop(Interventions):
             return step_scaled(self.optimizers, self.scaler, self._clip_norm)
 
     def _worth_repeating(self, outcome: StepOutcome) -> bool:
-        """Whether the step was skipped for gradients that a lower scale can save: the loss itself is finite."""
+        """Return whether a lower scale can save the skipped step: it overflowed, and the loss itself is finite."""
         device = device_of(self._root)
         if not any_rank(not outcome.stepped, self._group, device):
             return False
@@ -289,8 +290,8 @@ class Loop(Interventions):
         outcome = stepped.outcome.after_retries(retries) if retries else stepped.outcome
         self._loss = torch.stack([loss.reshape(()) for loss in self._losses]).mean()
         if self._watch is not None and not self._watch.closed:
-            told = {} if stepped.norm is None else {"grad_norm": stepped.norm}
-            self._watch.log(**told, **({"retries": retries} if self._max_retries else {}))
+            norms = {} if stepped.norm is None else {"grad_norm": stepped.norm}
+            self._watch.log(**norms, **({"retries": retries} if self._max_retries else {}))
         if self._schedulers and outcome.stepped:
             for scheduler in self._schedulers:
                 scheduler.step()
@@ -352,30 +353,30 @@ class Loop(Interventions):
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def _check_stages(self) -> None:
-        """Refuses now what could not be carried out at some later step."""
+        """Raise now for a stage that could not be applied at a later step."""
         stages = self._schedule.stages
         check_scaling(self._root, self._schedule, self._given_scaler, self._made_scaler)
         for stage in stages:
             check_stage(self._model, self._given, stage, self._policy)
-        found = [level_on(self._model, stage.level) for stage in stages]
-        kept = {(level.weights, level.norms) for level in found}
-        if self._group is not None and len(kept) > 1:
+        levels = [level_on(self._model, stage.level) for stage in stages]
+        formats = {(level.weights, level.norms) for level in levels}
+        if self._group is not None and len(formats) > 1:
             raise ArgumentError(
                 f"prepare: expected a distributed model to keep the dtype of its weights; got a schedule of "
-                f"{', '.join(level.name for level in found)}. Change among the amp levels, or stop and resume."
+                f"{', '.join(level.name for level in levels)}. Change among the amp levels, or stop and resume."
             )
-        if self._max_retries and self._given_scaler is None and not any(level.scaled for level in found):
+        if self._max_retries and self._given_scaler is None and not any(level.scaled for level in levels):
             raise ArgumentError(
                 f"prepare: expected max_retries with a level that scales the loss, as amp-fp16; got "
-                f"max_retries={self._max_retries} at {found[0].name}, where no scale can be lowered. Leave it out."
+                f"max_retries={self._max_retries} at {levels[0].name}, where no scale can be lowered. Leave it out."
             )
 
     def _follow(self, stage: Stage, *, fresh: bool = True) -> None:
-        """Goes over to another level, if it is another; a `fresh` one begins at the scale that its plan says."""
+        """Change to another level if the stage differs; a `fresh` stage starts at the scale of its plan."""
         if stage == self._applied.stage:
             return
         self._applied.take_back()
-        self._applied = Applied(self._model, self._given, stage, self._policy)
+        self._applied = ActiveLevel(self._model, self._given, stage, self._policy)
         if fresh:
             begin_at(self._made_scaler, self._root, stage)
 
@@ -386,11 +387,13 @@ class Loop(Interventions):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, random: bool | None = None) -> dict[str, Any]:
-        """All that the loop needs to go on exactly: model, optimizers, masters, scaler, schedulers, step.
+        """Return everything that an exact resume needs: model, optimizers, masters, scaler, schedulers, step.
 
-        With `random` the generators of Python, NumPy, the CPU and the model's device are in it too; None means in a
-        single process only, since each rank has its own. Where the data loader stands is yours to keep.
-        Tensors are references: save or copy them before the next step.
+        Tensors are references: save or copy them before the next step. The position of the data loader is not included.
+
+        Args:
+            random: Include the generators of Python, NumPy, the CPU and the model's device. Default: only in a run of
+                one process, since each rank has its own.
         """
         if self._micro:
             raise StateError(
@@ -410,9 +413,9 @@ class Loop(Interventions):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state: bit for bit as if training had not stopped.
+        """Resume from a state, bit for bit as if training had not stopped.
 
-        A state of another level is converted, as a schedule would: what both keep in FP32 exactly.
+        A state of another level is converted, as a schedule would: values that both levels keep in FP32 pass exactly.
         """
         checkpoint.checked(state, optimizers=len(self._given), schedulers=len(self._schedulers))
         self.zero_grad()
@@ -430,10 +433,10 @@ class Loop(Interventions):
             checkpoint.restore_random(state["random"], self._root)
 
     def _stage_named(self, name: str) -> Stage:
-        """The stage that a checkpoint was saved at: of this schedule, or else the level of that name."""
-        found = next((stage for stage in self._schedule.stages if stage.level.name == name), None)
-        if found is not None:
-            return found
+        """Return the stage of a checkpoint: one of this schedule, or else the level of that name."""
+        stage = next((stage for stage in self._schedule.stages if stage.level.name == name), None)
+        if stage is not None:
+            return stage
         return Stage(level=level_named("fp32" if name.startswith("plan (") else name))  # plans keep weights in FP32
 
     @property
@@ -443,14 +446,15 @@ class Loop(Interventions):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def attach(self, watch: Watch, *, owned: bool) -> None:
-        """Tells the watch of each step from now on; an owned one is closed with the loop."""
+        """Report each step to the watch from now on; an owned watch is closed with the loop."""
         self._watch, self._owns_watch = watch, owned
 
     def close(self) -> None:
-        """Gives the model back in FP32, each weight its master, and the optimizer as it was.
+        """Restore the model in FP32 from the master weights, and the user's optimizer.
 
-        Closing twice does nothing. Every hook of the loop is gone then, and a watch that the loop began is closed. A
-        loop that is dropped without this leaves the model as the level has it, casts included, so that it can be used.
+        Closing twice does nothing. All hooks of the loop are removed, and a watch that the loop started is closed. A
+        loop that is dropped without `close` leaves the model at its level, casts included, so that it can still be
+        used.
         """
         if self._closed:
             return
@@ -470,7 +474,7 @@ class Loop(Interventions):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._owns_watch and self._watch is not None:
-            self._watch.__exit__(kind, error, trace)  # which records what went wrong
+            self._watch.__exit__(kind, error, trace)  # records the exception
         self.close()
 
     def __repr__(self) -> str:

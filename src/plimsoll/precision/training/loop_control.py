@@ -1,6 +1,6 @@
-"""What may be done to a loop from outside, between two of its steps: to hear of each, to skip one, to change the level.
+"""Control of a loop between its steps: callbacks, skipping a step, changing the precision.
 
-`Loop` derives from `Interventions`; a guard is what uses it most.
+`Loop` derives from the class here, and a guard is its main user.
 """
 
 import weakref
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision.levels.active_level import Applied
+from plimsoll.precision.levels.active_level import ActiveLevel
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.levels.schedule import Precision, Schedule, schedule_of
 from plimsoll.precision.training.optimizer_step import Stepped
@@ -23,10 +23,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class DropsGradients:
-    """As a hook of optimizers: their steps find no gradients, and change neither weights nor state.
+    """Optimizer hook that removes the gradients, so that a step changes neither weights nor state.
 
-    Each drops its own, so that a watch sees those of the others still; and with master weights those of the model's
-    16-bit weights, which no optimizer has.
+    Each optimizer drops only its own gradients, so a watch still sees those of the others. With master weights, the
+    gradients of the model's 16-bit weights are dropped too.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -35,7 +35,7 @@ class DropsGradients:
         self._handles = [optimizer.register_step_pre_hook(self._drop) for optimizer in optimizers]
 
     def remove(self) -> None:
-        """Steps are what they were."""
+        """Remove the hooks: steps work as before."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -48,15 +48,15 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class Interventions(ABC):
-    """A loop, as far as others may change it."""
+class LoopControl(ABC):
+    """Base class of `Loop`: the part that others use to control it."""
 
     _model: nn.Module
     _root: nn.Module
     _given: tuple[Optimizer, ...]
     _schedule: Schedule
     _policy: Policy
-    _applied: Applied
+    _applied: ActiveLevel
     _made_scaler: Any
     _given_scaler: Any
     _step_index: int
@@ -67,12 +67,12 @@ class Interventions(ABC):
     _skips: str | None = None
 
     def after_each_step(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Has a function called at the end of each step, when nothing is open; what it returns takes that back.
+        """Call a function at the end of each step; return the function that stops this.
 
-        What the function raises leaves `step`, whose work is done by then.
+        An exception of the function leaves `step`, whose work is done by then.
         """
         self._after_steps = (*self._after_steps, call)
-        loop = weakref.ref(self)  # whoever keeps what is returned does not keep the loop, nor its model
+        loop = weakref.ref(self)  # a weak reference: the returned function must not keep the loop and its model alive
 
         def take_back() -> None:
             if (known := loop()) is not None:
@@ -81,18 +81,21 @@ class Interventions(ABC):
         return take_back
 
     def skip_next(self, reason: str) -> None:
-        """Has the next step change nothing: its gradients are dropped, and schedulers do not advance.
+        """Make the next step change nothing: its gradients are dropped, and schedulers do not advance.
 
-        Its outcome says that it did not step, and the reason. The loss scale goes on as after any step.
+        Its outcome reports that it did not step, with the reason. The loss scale is updated as after any step.
         """
         self._check_between("skip_next")
         self._skips = reason
 
     def change(self, precision: Precision | None = None, *, policy: Policy | None = None) -> None:
-        """Goes over to another precision or policy, from the next step on and for the rest, whatever was scheduled.
+        """Change to another precision or policy from the next step on. This overrules the schedule.
 
-        What both levels keep in FP32 passes exactly. It is not part of `state_dict`: to resume, prepare with the
-        new precision. Raises `ArgumentError` for what could not be carried out, and leaves all as it was.
+        Values that both levels keep in FP32 pass exactly. The change is not part of `state_dict`: to resume, prepare
+        with the new precision.
+
+        Raises:
+            ArgumentError: The precision or policy cannot be applied. Nothing has changed then.
         """
         self._check_between("change")
         before = self._schedule, self._policy
@@ -110,13 +113,13 @@ class Interventions(ABC):
             begin_at(self._made_scaler, self._root, self._applied.stage)
 
     def _apply_again(self, schedule: Schedule, policy: Policy) -> None:
-        """Carries out what holds now in place of what is in force; puts that back where it fails."""
+        """Apply the new level or policy; restore the old one if that fails."""
         self._applied.take_back()
         try:
-            self._applied = Applied(self._model, self._given, self._schedule.at(self._step_index), self._policy)
+            self._applied = ActiveLevel(self._model, self._given, self._schedule.at(self._step_index), self._policy)
         except Exception:
             self._schedule, self._policy = schedule, policy
-            self._applied = Applied(self._model, self._given, schedule.at(self._step_index), policy)
+            self._applied = ActiveLevel(self._model, self._given, schedule.at(self._step_index), policy)
             raise
 
     @abstractmethod
@@ -129,7 +132,7 @@ class Interventions(ABC):
     def _finish(self) -> Stepped: ...
 
     def _finish_skipping(self) -> Stepped:
-        """A step as any, but that the optimizers find no gradients."""
+        """Run the end of a step in which the optimizers find no gradients."""
         reason, self._skips = self._skips, None
         drops = DropsGradients(self._root, self._given)
         try:

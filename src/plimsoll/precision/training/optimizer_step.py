@@ -1,7 +1,7 @@
-"""The end of a training step: gradients unscaled once, clipped together, optimizers stepped or none of them.
+"""The end of a training step: unscale the gradients once, clip them together, step all optimizers or none.
 
-With several optimizers a non-finite gradient of one skips all: they train one model, and the batch counts for all of
-it or for nothing.
+With several optimizers, a non-finite gradient of one skips the step of all: they train one model, and a batch counts
+for all of it or for nothing.
 """
 
 import math
@@ -21,14 +21,14 @@ Optimizer = torch.optim.Optimizer
 
 
 class Stepped(NamedTuple):
-    """What a step did, and the gradients' norm, where it was asked for."""
+    """Outcome of a step, and the gradients' norm if it was asked for."""
 
     outcome: StepOutcome
     norm: Tensor | None
 
 
 def step_plainly(optimizers: Sequence[Optimizer], clip_norm: float | None) -> Stepped:
-    """Steps without a scaler: whatever the gradients are."""
+    """Step without a scaler, whatever the gradients are."""
     norm = None if clip_norm is None else _clip(optimizers, clip_norm)
     for optimizer in optimizers:
         optimizer.step()
@@ -36,9 +36,9 @@ def step_plainly(optimizers: Sequence[Optimizer], clip_norm: float | None) -> St
 
 
 def step_scaled(optimizers: Sequence[Optimizer], scaler: Any, clip_norm: float | None) -> Stepped:
-    """Steps through a scaler, and lets it take its next scale."""
+    """Step through a scaler, and update its scale."""
     norm: Tensor | None = None
-    _collect(optimizers)  # torch's own scaler does not ask for it
+    _collect(optimizers)  # torch's own scaler does not check this
     if clip_norm is not None or len(optimizers) > 1:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
@@ -52,7 +52,7 @@ def step_scaled(optimizers: Sequence[Optimizer], scaler: Any, clip_norm: float |
 
 
 def lowered(scaler: Any, scale: float) -> bool:
-    """Whether the scaler's scale, or that of layers, is lower now; hysteresis that has kept it is passed over."""
+    """Return whether the scaler's scale, or that of layers, is lower now, and was not merely kept by hysteresis."""
     if scaler.get_scale() < scale or getattr(scaler, "layers_lowered", False):
         return True
     lower = scale * scaler.get_backoff_factor()
@@ -64,7 +64,7 @@ def lowered(scaler: Any, scale: float) -> bool:
 
 
 def _clip(optimizers: Sequence[Optimizer], bound: float) -> Tensor:
-    """The norm of all gradients; clips them to the bound, of which Inf asks for the norm alone."""
+    """Return the norm of all gradients, and clip them to the bound; with Inf only the norm is computed."""
     _collect(optimizers)
     gradients = gradients_of(optimizers)
     norm = global_norm(gradients)
@@ -74,29 +74,29 @@ def _clip(optimizers: Sequence[Optimizer], bound: float) -> Tensor:
 
 
 def _collect(optimizers: Sequence[Optimizer]) -> None:
-    """Gives FP32 masters the gradients of the model's weights, where they have not got them."""
+    """Give FP32 masters the gradients of the model's weights, unless they have them."""
     for optimizer in optimizers:
         if isinstance(optimizer, SixteenBitOptimizer):
             optimizer.collect_gradients()
 
 
 def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
-    """What one optimizer's gradients have shown counts for all; nothing is read."""
+    """Apply the non-finite flag of any optimizer to all of them, without reading it on the host."""
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (torch's own place for it)
     verdicts = [states[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
-    found: list[Tensor] = [found for verdict in verdicts for found in verdict.values()]
-    if len(optimizers) > 1 and found:
-        worst = torch.stack([x.to(found[0].device).reshape(()) for x in found]).max()
-        for x in found:
+    flags: list[Tensor] = [flag for verdict in verdicts for flag in verdict.values()]
+    if len(optimizers) > 1 and flags:
+        worst = torch.stack([x.to(flags[0].device).reshape(()) for x in flags]).max()
+        for x in flags:
             x.copy_(worst)
 
 
 def _outcome(scaler: Any) -> StepOutcome:
-    """What the scaler says of the step; of one that says nothing, what its verdict was."""
+    """Return the scaler's outcome of the step; for a foreign scaler, derive it from the non-finite flag."""
     if isinstance(scaler, LossScaler):
         return scaler.outcome
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (likewise)
-    verdicts = [found for state in states.values() for found in state["found_inf_per_device"].values()]
-    found = torch.stack([x.to(verdicts[0].device).reshape(()) for x in verdicts]).max()
+    verdicts = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+    flag = torch.stack([x.to(verdicts[0].device).reshape(()) for x in verdicts]).max()
     scale = cast("Tensor", scaler._scale)  # noqa: SLF001  (get_scale would wait for the device)
-    return StepOutcome(stepped=found == 0, scale=scale, reason="non-finite gradients")
+    return StepOutcome(stepped=flag == 0, scale=scale, reason="non-finite gradients")

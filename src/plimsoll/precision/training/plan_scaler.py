@@ -1,4 +1,4 @@
-"""The scaler of a loop whose precision is a plan: the loss scale to begin with, or a scale for each layer."""
+"""The scaler of a loop that follows a plan: the initial loss scale, or a scale for each layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _USUAL = 2.0**16
 
 
 def layer_scales(root: nn.Module, stage: Stage) -> Mapping[str, float]:
-    """The scales that a plan gives to layers' gradients, by the modules' names."""
+    """Return the scales that a plan gives to layers' gradients, by module name."""
     if stage.plan is None:
         return {}
     rules = rules_of(stage.plan, root, "prepare")
@@ -28,13 +28,13 @@ def layer_scales(root: nn.Module, stage: Stage) -> Mapping[str, float]:
 
 
 def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = None) -> None:
-    """Raises for scales of a plan that this schedule, or the scaler (given, or made before), could not carry out."""
+    """Raise for scales of a plan that this schedule or scaler cannot apply."""
     _check_fp8(schedule, made if scaler is None else scaler, given=scaler is not None)
     layered = [stage for stage in schedule.stages if layer_scales(root, stage)]
     if layered and made is not None and not isinstance(made, LayerScaler):
         raise ArgumentError(
             f"prepare: expected a plan that has a scale for each layer from the start; got one for a loop that has a "
-            f"{type(made).__name__}. Prepare anew with it, or make the plan with layer_scales=False."
+            f"{type(made).__name__}. Call prepare again with it, or make the plan with layer_scales=False."
         )
     if layered and scaler is not None:
         raise ArgumentError(
@@ -55,7 +55,7 @@ def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = 
 
 
 def _check_fp8(schedule: Schedule, scaler: Any, *, given: bool) -> None:
-    """Constant scales are of true gradients; a scale for each layer changes what FP8 layers see between two looks."""
+    """Raise for layer scales with FP8: constant FP8 scales need true gradients, delayed ones lag behind a change."""
     eight = [stage.level for stage in schedule.stages if stage.level.fp8 is not None]
     unit = next((level.name for level in eight if level.fp8 == "unit"), None)
     if unit is not None and given:
@@ -71,7 +71,7 @@ def _check_fp8(schedule: Schedule, scaler: Any, *, given: bool) -> None:
 
 
 def scaler_of(model: nn.Module, schedule: Schedule) -> Any:
-    """The scaler that the stages need, beginning at the scale that the first plan says; None where none is needed."""
+    """Return the scaler that the stages need, at the scale of the first plan; None if they need none."""
     scaled = [stage for stage in schedule.stages if stage.level.scaled]
     if not scaled:
         return None
@@ -86,11 +86,11 @@ def scaler_of(model: nn.Module, schedule: Schedule) -> Any:
 
 
 def begin_at(scaler: Any, root: nn.Module, stage: Stage) -> None:
-    """Sets the scales that the plan of a stage begins with, where it says some, on a scaler that the loop has made."""
+    """Set a scaler that the loop created to the scales of a stage's plan, if the plan has any."""
     if scaler is None or stage.plan is None:
         return
     if stage.plan.scale is not None:
-        scaler.scale(torch.zeros((), device=device_of(root)))  # of its first use, if it had none yet
+        scaler.scale(torch.zeros((), device=device_of(root)))  # the device of its first use, if it had none yet
         scaler.update(stage.plan.scale)
     if isinstance(scaler, LayerScaler):
         scaler.begin_with(layer_scales(root, stage))

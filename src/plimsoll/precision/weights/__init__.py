@@ -1,1 +1,1 @@
-"""Weights that are wider than the format they are used in."""
+"""Optimizers over 16-bit weights: FP32 masters, stochastic rounding, Kahan compensation."""

@@ -1,14 +1,12 @@
-"""What every optimizer over 16-bit weights shares: it wraps any torch optimizer, which steps float32 values instead.
+"""Base class of the optimizers over 16-bit weights. It wraps any torch optimizer, which steps float32 values instead.
 
-The inner optimizer's groups hold, in the place of each 16-bit parameter, a float32 one (`Pair`); other parameters stay.
-Groups and state are the inner optimizer's own, so that a learning rate set on either is set on both.
+In the inner optimizer's groups a float32 parameter replaces each 16-bit one (`Pair`); other parameters stay. Groups and
+state are the inner optimizer's own, so a learning rate set on either object is set on both.
 
-A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step just these, and closes
-them: the float32 values of the others take no memory meanwhile. That asks two things of the inner optimizer: it treats
-each parameter by itself, and counts steps with the parameter, not with the group. So do all of torch's but LBFGS; a
-group that changes in the step of a chunk is an error. The hooks of the inner optimizer's step run once.
-
-The file is longer than most, since one class has to answer all that schedulers, scalers and users ask of an optimizer.
+A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step only these, and closes
+them. The float32 values of the others take no memory meanwhile. This requires that the inner optimizer treats each
+parameter by itself, and counts steps per parameter and not per group. All of torch's optimizers but LBFGS do so. A
+group that changes during the step of a chunk is an error. Hooks of the inner optimizer's step run once per step.
 """
 
 import abc
@@ -28,24 +26,24 @@ from plimsoll.rounding.dtensors import is_sharded
 
 CHUNK_BYTES = 1 << 24
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-_OURS = ("masters", "steps", "seed")  # the keys of a state dict that are not the inner optimizer's
+_OURS = ("masters", "steps", "seed")  # keys of a state dict that are not the inner optimizer's
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class SixteenBitOptimizer(Optimizer, abc.ABC):
-    """An optimizer over 16-bit weights, around any torch optimizer, which steps float32 values in their place."""
+    """An optimizer over 16-bit weights: a torch optimizer that steps float32 values in their place."""
 
-    update: ClassVar[str]  # how a step reaches the weights, for watches: "masters", "stochastic" or "kahan"
+    update: ClassVar[str]  # kind of update, for watches: "masters", "stochastic" or "kahan"
 
     def __init__(self, optimizer: Optimizer, chunk_bytes: int) -> None:
         self.operation = type(self).__name__
         check_optimizer(self.operation, optimizer, chunk_bytes)
         self.optimizer, self.chunk_bytes = optimizer, chunk_bytes
         self.steps = 0
-        self._pairs: dict[int, Pair] = {}  # by the identity of the float32 parameter
+        self._pairs: dict[int, Pair] = {}  # by id of the float32 parameter
         self._scratch = Scratch()
-        self._factor: Tensor | None = None  # what clipping has found, for gradients that are not collected
-        self.__setstate__({})  # torch's own way to the hooks of an optimizer whose groups exist already
+        self._factor: Tensor | None = None  # clipping factor that applies to gradients not yet collected
+        self.__setstate__({})  # torch's own way to create the hooks of an optimizer whose groups exist already
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in _DTYPES]
         if not weights:
             found = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
@@ -60,27 +58,27 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _new_store(self, weight: Tensor) -> Store:
-        """What keeps the parameter's float32 value, or an error if this optimizer cannot take the parameter."""
+        """Return the store of the parameter's float32 value; raise if this optimizer cannot take the parameter."""
 
     def _take(self, stores: dict[Tensor, Store]) -> None:
         for weight, store in stores.items():
             pair = Pair(weight, store)
             self._pairs[id(pair.master)] = pair
             put_state(self.optimizer, weight, pair.master)
-        self._tell_watches()
+        self._announce_to_watches()
 
-    def _tell_watches(self) -> None:
-        """Lets a watch find the weights behind the masters; in no copy and no pickle of an optimizer."""
+    def _announce_to_watches(self) -> None:
+        """Let a watch find the weights behind the masters. Copies and pickles of the optimizer do not contain this."""
         myself = weakref.ref(self)
-        told: Any = self.optimizer
-        told.plimsoll_update = self.update
-        told.plimsoll_masters = lambda: [] if (it := myself()) is None else [(p.master, p.weight) for p in it.pairs]
+        inner: Any = self.optimizer
+        inner.plimsoll_update = self.update
+        inner.plimsoll_masters = lambda: [] if (it := myself()) is None else [(p.master, p.weight) for p in it.pairs]
 
     # -- groups and state are the inner optimizer's --------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: their ``params`` are the float32 masters, and what is no 16-bit parameter."""
+        """The inner optimizer's groups: ``params`` are float32 masters, and parameters that are not 16-bit."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -110,14 +108,15 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept beside the weights for them: masters, low bits or compensation.
+        """Bytes that are kept in addition to the weights: masters, low bits or compensation.
 
-        The optimizer's state comes on top, and on a CPU the memory of what is open in a step, `chunk_bytes` as a rule.
+        Not included: the optimizer's state, and on a CPU the memory of open parameters in a step, usually
+            `chunk_bytes`.
         """
         return sum(x.nbytes for pair in self.pairs for x in pair.store.kept)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of the model's parameters, 16-bit or not, to the inner optimizer."""
+        """Add a group of the model's parameters, 16-bit or not, to the inner optimizer."""
         known = {id(pair.weight) for pair in self.pairs}
         listed = param_group["params"]
         listed = [listed] if isinstance(listed, Tensor) else list(listed)
@@ -138,11 +137,11 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Makes the float32 masters' gradients of the model's 16-bit ones, for all parameters.
+        """Copy the model's 16-bit gradients to the float32 masters, for all parameters.
 
-        Scalers and clipping then work on `param_groups`. It is free to ask again: only gradients that have changed are
-        taken anew. Without it, `step` does the same for some parameters at a time, which needs less memory. The model's
-        gradients stay until `zero_grad`.
+        Scalers and clipping then work on `param_groups`. A repeated call costs nothing: only changed gradients are
+        copied again. Without this call, `step` copies the gradients of some parameters at a time, which needs less
+        memory. The model's gradients stay until `zero_grad`.
         """
         for pair in self.pairs:
             pair.collect(self._factor)
@@ -150,10 +149,14 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients in float32, which are scaled down so that it is `max_norm` at most.
+        """Scale all gradients so that their norm is at most `max_norm`. Return the norm before, in float32.
 
-        The same numbers as ``collect_gradients()`` and ``torch.nn.utils.clip_grad_norm_`` of the masters, without their
-        memory: the factor is applied as `step` converts the gradients. Where there are no gradients, 0.
+        The numbers equal those of ``collect_gradients()`` and ``torch.nn.utils.clip_grad_norm_`` of the masters,
+        without their memory: `step` applies the factor when it converts the gradients. Without gradients the norm is 0.
+
+        Args:
+            max_norm: Above 0; `inf` computes the norm and clips nothing.
+            norm_type: Exponent of the norm. Default: 2.
         """
         if not max_norm > 0:
             raise ArgumentError(
@@ -172,7 +175,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the model's gradients, as torch does, and drops the masters'."""
+        """Clear the model's gradients, as torch does, and drop the masters' gradients."""
         for pair in self.pairs:
             pair.forget()
         with swapped(self.optimizer, {id(pair.master): pair.weight for pair in self.pairs}):
@@ -187,9 +190,9 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Steps the float32 values, and writes the model's 16-bit weights. Parameters without a gradient stay.
+        """Step the float32 values, and write the model's 16-bit weights. Parameters without a gradient stay.
 
-        A closure is called once, before.
+        A closure is called once, before the step.
         """
         loss = None
         if closure is not None:
@@ -201,9 +204,9 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return loss
 
     def _with_hooks(self, step: Callable[..., Any], *args: Any) -> Any:
-        """The step between the inner optimizer's hooks: those behind it find the weights written."""
+        """Run the step between the inner optimizer's hooks; hooks after it see the written weights."""
         result = Optimizer.profile_hook_step(step)(self.optimizer, *args)
-        # What a scheduler that was made with the inner optimizer looks for.
+        # A scheduler made with the inner optimizer checks this flag.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         return result
 
@@ -228,16 +231,16 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self._factor = None
 
     def _key(self, number: int) -> int:  # noqa: ARG002  (what overrides it needs the number)
-        """The key of the noise that rounds the parameter of that number in this step."""
+        """Return the key of the rounding noise of one parameter in this step."""
         return 0
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under ``masters`` what the float32 values are made of, by parameter index.
+        """Return the inner optimizer's state, and under ``masters`` the float32 values, by parameter index.
 
-        Tensors are references, not copies: save them before the next step. It holds the weights too, and so does not
-        depend on the model's own checkpoint; ``torch.save`` of both in one file writes them once.
+        Tensors are references, not copies: save them before the next step. The weights are included, so the state does
+        not depend on the model's own checkpoint. ``torch.save`` of both in one file writes them once.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -248,10 +251,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this or any other optimizer over 16-bit weights gave, exactly.
+        """Load the `state_dict` of this or any other optimizer over 16-bit weights, exactly.
 
-        The checkpoint's masters win: the model's weights are written from them, whatever was loaded into the model. To
-        start from other weights instead, load them into the model after this, and call `take_model_weights`.
+        The masters of the checkpoint overwrite the model's weights, whatever was loaded into the model. To start from
+        other weights instead, load them into the model after this, and call `take_model_weights`.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -269,14 +272,14 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def take_model_weights(self) -> None:
-        """Takes the model's weights as they are as the float32 values, after loading others into the model, say."""
+        """Set the float32 values to the model's present weights, for example after loading other weights."""
         for pair in self.pairs:
             pair.store.restart(pair.weight.detach())
             pair.settle()
 
     @torch.no_grad()
     def master_of(self, weight: Tensor) -> Tensor:
-        """A copy of the float32 value of one of the model's parameters."""
+        """Return a copy of the float32 value of one of the model's parameters."""
         for pair in self.pairs:
             if pair.weight is weight:
                 return pair.store.peek(weight.detach())
@@ -287,20 +290,20 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def unwrap(self) -> Optimizer:
-        """The inner optimizer, with the model's own parameters in its groups again; its state stays as it is.
+        """Return the inner optimizer with the model's own parameters in its groups; its state stays as it is.
 
-        Take the float32 values first (`master_of`), if they are wanted. This object is of no more use.
+        Take the float32 values first (`master_of`) if you need them. This object cannot be used afterwards.
         """
         for pair in self.pairs:
             pair.forget()
             put_state(self.optimizer, pair.master, pair.weight, dtype=None)
         self._pairs.clear()
-        told: Any = self.optimizer
-        del told.plimsoll_masters, told.plimsoll_update
+        inner: Any = self.optimizer
+        del inner.plimsoll_masters, inner.plimsoll_update
         return self.optimizer
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what hooks and schedulers have put here, as of any torch optimizer."""
+        """Return the state without what hooks and schedulers have added, as torch's optimizers do."""
         ours = {name: value for name, value in self.__dict__.items() if name not in {"step", "_pairs", "_scratch"}}
         hooks = {name for name in ours if name.endswith("_hooks") or name.startswith(("_opt_called", "_zero_grad"))}
         return {name: value for name, value in ours.items() if name not in hooks} | {"_pairs": list(self.pairs)}
@@ -314,7 +317,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             }
         super().__setstate__(state)
         if "optimizer" in state:
-            self._tell_watches()
+            self._announce_to_watches()
 
     def __repr__(self) -> str:
         return f"{self.operation} of {self.optimizer!r}"
@@ -324,18 +327,18 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
             yield from group["params"]
 
     def _numbered(self) -> dict[int, Pair]:
-        """The pairs by the index that their parameters have in a state dict."""
+        """Return the pairs by the index of their parameters in a state dict."""
         found = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
         return {number: pair for number, pair in found if pair is not None}
 
 
 def entries_of(pairs: Mapping[int, Pair]) -> dict[int, Entry]:
-    """What each parameter's store keeps, by the parameter's index."""
+    """Return the checkpoint entry of each parameter's store, by the parameter's index."""
     return {number: pair.store.entry(pair.weight) for number, pair in pairs.items()}
 
 
 def checked_entries(operation: str, state_dict: Mapping[str, Any], pairs: Mapping[int, Pair]) -> dict[int, Entry]:
-    """The entries of a state dict, if they are for these parameters."""
+    """Return the masters of a state dict; raise unless they fit these parameters."""
     entries: dict[int, Entry] | None = state_dict.get("masters")
     if entries is None:
         raise ArgumentError(
@@ -355,7 +358,7 @@ def checked_entries(operation: str, state_dict: Mapping[str, Any], pairs: Mappin
 
 
 def refuse_changed(operation: str, pairs: Sequence[Pair]) -> None:
-    """Raises if the model's gradients are others than those that were collected."""
+    """Raise if the model's gradients changed after they were collected."""
     changed = sum(pair.changed for pair in pairs)
     if changed:
         raise ArgumentError(
@@ -366,7 +369,7 @@ def refuse_changed(operation: str, pairs: Sequence[Pair]) -> None:
 
 
 def check_optimizer(operation: str, optimizer: object, chunk_bytes: int) -> None:
-    """Raises if the optimizer cannot be wrapped."""
+    """Raise if the optimizer cannot be wrapped."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"{operation}: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. "
@@ -382,7 +385,7 @@ def check_optimizer(operation: str, optimizer: object, chunk_bytes: int) -> None
 
 
 def refuse_sharded(operation: str, weight: Tensor) -> None:
-    """Raises for a DTensor."""
+    """Raise for a DTensor."""
     if is_sharded(weight):
         raise UnsupportedTensorError(
             f"{operation}: expected parameters that are whole on each rank; got a DTensor of {weight.dtype}. Keep the "
@@ -392,9 +395,10 @@ def refuse_sharded(operation: str, weight: Tensor) -> None:
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, factor: Tensor | None) -> Tensor:
-    """The norm over all, each brought to float32 for its own, 16-bit ones times the factor; 0 of none.
+    """Return the norm of all gradients in float32, 16-bit ones times the factor; 0 for none.
 
-    As ``torch.nn.utils.get_total_norm`` of the gradients in float32.
+    The result equals ``torch.nn.utils.get_total_norm`` of the gradients in float32. Gradients are widened one at a
+    time.
     """
     if not grads:
         return torch.zeros(())

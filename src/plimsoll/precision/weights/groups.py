@@ -1,4 +1,4 @@
-"""Work on the groups and the state of a torch optimizer: one parameter in another's place."""
+"""Edits of a torch optimizer's groups and state: replace parameters, or restrict a step to some of them."""
 
 from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from plimsoll.errors import ArgumentError
 
 
 def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype | None = torch.float32) -> None:
-    """Puts `new` in the place of `old`, in its group and in the state; state in old's dtype goes to `dtype`."""
+    """Replace `old` by `new` in its group and in the state; state in old's dtype is cast to `dtype`."""
     for group in optimizer.param_groups:
-        group["params"][:] = [new if p is old else p for p in group["params"]]  # LBFGS holds on to the list
+        group["params"][:] = [new if p is old else p for p in group["params"]]  # LBFGS keeps a reference to the list
     if old not in optimizer.state:
         return
     state: dict[str, Any] = optimizer.state.pop(old)
@@ -22,7 +22,7 @@ def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype
     for name in narrow if dtype is not None else ():
         state[name] = state[name].to(dtype)
     if isinstance(optimizer, torch.optim.Adagrad) and float(state["step"]) == 0:
-        # Adagrad makes its state with the optimizer: what was rounded to 16 bits there is made anew.
+        # Adagrad creates its state with the optimizer, where it was rounded to 16 bits: set it again.
         start = next(g for g in optimizer.param_groups if any(p is new for p in g["params"]))
         state["sum"].fill_(start["initial_accumulator_value"])
     optimizer.state[new] = state
@@ -30,7 +30,7 @@ def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype
 
 @contextmanager
 def swapped(optimizer: Optimizer, others: Mapping[int, Tensor]) -> Generator[None]:
-    """For a while the groups hold other parameters in the place of those of that identity."""
+    """Inside, the groups contain other parameters in place of those with the given ids."""
     lists: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
     for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = [others.get(id(p), p) for p in params]
@@ -43,7 +43,7 @@ def swapped(optimizer: Optimizer, others: Mapping[int, Tensor]) -> Generator[Non
 
 @contextmanager
 def only(operation: str, optimizer: Optimizer, chosen: Set[int]) -> Generator[None]:
-    """For a while the optimizer has just the parameters of these identities; its groups must not change meanwhile."""
+    """Inside, the optimizer has only the parameters with these ids; its groups must not change meanwhile."""
     groups = optimizer.param_groups
     lists: list[list[Tensor]] = [group["params"] for group in groups]
     before = [_settings(group) for group in groups]
@@ -61,18 +61,18 @@ def only(operation: str, optimizer: Optimizer, chosen: Set[int]) -> Generator[No
 
 
 def bare_step(optimizer: Optimizer, *args: Any) -> Any:
-    """The optimizer's step without its hooks, and what it returns."""
+    """Run the optimizer's step without its hooks, and return the result."""
     step: Any = type(optimizer).step
     return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group holds beside its parameters."""
+    """Return the entries of a group except its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def _refuse_counting(operation: str, optimizer: Optimizer, old: dict[str, Any], new: dict[str, Any]) -> None:
-    # A tensor (a learning rate) that is the same object has kept its place; comparing its value would synchronise.
+    # A tensor (a learning rate) is compared by identity: comparing its value would synchronize with the device.
     other = [name for name in {*old, *new} if old.get(name) is not new.get(name)]
     changed = sorted(name for name in other if isinstance(new.get(name), Tensor) or old.get(name) != new.get(name))
     if changed:

@@ -1,4 +1,4 @@
-"""`KahanWeights`: bfloat16 weights with a bfloat16 compensation, which carries what rounding has cut off."""
+"""`KahanWeights`: bfloat16 weights with a bfloat16 compensation that keeps the rounding error."""
 
 import torch
 from torch import Tensor
@@ -11,22 +11,24 @@ from plimsoll.precision.weights.stores import Entry, Store, round_to, value_of
 
 
 class KahanWeights(SixteenBitOptimizer):
-    """bfloat16 weights and, beside each, a bfloat16 compensation: what the last rounding cut off, added back in a step.
+    """bfloat16 weights, each with a bfloat16 compensation: the last rounding error, added back in the next step.
 
-    Kahan's summation, as used for training in bfloat16 alone by Zamirai et al. (2020). Weight and compensation take 4
-    bytes together and hold about 16 bits of precision; compact `MasterWeights` take as many bytes and hold all 24.
+    This is Kahan's summation, as used for training in bfloat16 alone by Zamirai et al. (2020). Weight and compensation
+    take 4 bytes together and have about 16 bits of precision. Compact `MasterWeights` take as many bytes and have all
+    24.
 
     Numerics. A step begins with the sum of weight and compensation in float32. The inner optimizer steps that sum, so
-    whatever the optimizer does to a weight, decay included, is compensated. The weight is then the result rounded to
-    nearest (ties away from zero), and the compensation their difference, which is exact, rounded to nearest even. A
-    weight that is no finite number has a compensation of zero.
+    everything that it does to a weight is compensated, decay included. The weight becomes the result rounded to nearest
+    (ties away from zero). The compensation becomes their difference, which is exact in float32, rounded to nearest
+    even. A weight that is not finite has a compensation of zero.
 
     If weights are changed from outside, the compensation is still added to the new ones: it is at most half the spacing
     of bfloat16 numbers at the old ones. `take_model_weights` drops it.
 
     Args:
-        optimizer: of the model's parameters, as for `MasterWeights`. Those of other dtypes are stepped as they are.
-        chunk_bytes: how much memory float32 values and gradients may take in a step.
+        optimizer: An optimizer of the model's parameters, as for `MasterWeights`. Parameters of other dtypes are
+            stepped as they are.
+        chunk_bytes: Memory for float32 values and gradients in a step, in bytes.
 
     >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> optimizer = KahanWeights(torch.optim.SGD([weight], lr=1e-4))
@@ -48,7 +50,7 @@ class KahanWeights(SixteenBitOptimizer):
 
 
 class Compensation:
-    """What rounding to the weight cut off, in bfloat16."""
+    """Store of the weight's rounding error in bfloat16."""
 
     whole = False
 
@@ -61,32 +63,32 @@ class Compensation:
         return (self._cut,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum."""
+        """Return the sum of weight and compensation."""
         value = weight.to(torch.float32) if out is None else out.copy_(weight)
         for part, cut in in_blocks(value, self._cut):
             part.add_(cut.to(torch.float32))
         return value
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
-        """Rounds, and keeps what that cuts off."""
+        """Round to the weight, and keep the rounding error."""
         round_to(value, weight)
         for part, rounded, cut in in_blocks(value, weight, self._cut):
             cut.copy_(part.sub_(rounded.to(torch.float32)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
     def peek(self, weight: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum of weight and compensation."""
         return self.open(weight)
 
     def restart(self, weight: Tensor) -> None:  # noqa: ARG002  (the interface's)
-        """There is nothing cut off."""
+        """Set the compensation to zero."""
         self._cut.zero_()
 
     def entry(self, weight: Tensor) -> Entry:
-        """Both summands."""
+        """Return weight and compensation."""
         return {"weight": weight.detach(), "compensation": self._cut}
 
     def load(self, weight: Tensor, entry: Entry) -> None:
-        """Sets both; from a checkpoint of another kind, as if its value had just been stepped."""
+        """Set both; from an entry of another kind, as if its value had just been stepped."""
         if "compensation" in entry:
             weight.copy_(entry["weight"])
             self._cut.copy_(entry["compensation"])

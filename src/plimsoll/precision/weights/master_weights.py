@@ -14,29 +14,29 @@ from plimsoll.precision.weights.stores import Compact, Full, Store
 
 
 class MasterWeights(SixteenBitOptimizer):
-    """FP32 master weights: the optimizer steps them, and the model's 16-bit weights are their rounded copy.
+    """FP32 master weights: the optimizer steps the masters, and the model's 16-bit weights are their rounded copy.
 
-    An update that is small beside its weight is lost in 16 bits; in the master it adds up until it shows.
+    An update that is small compared with its weight is lost in 16 bits. In the master it adds up.
 
-    Numerics. float16 weights are their masters rounded to nearest even; bfloat16 weights, to nearest with ties away
-    from zero. With `compact`, what is kept beside a bfloat16 weight is the 16 bits that its master has more: 4 bytes
-    for both and not 6, and training is the same bit for bit, since weight and low bits together are the master. NaNs
-    become quiet ones. Gradients go to float32 exactly; a sparse one stays sparse. The inner optimizer's state is
-    float32.
+    Numerics. float16 weights are their masters rounded to nearest even, bfloat16 weights to nearest with ties away from
+    zero. With `compact`, only the 16 bits that a bfloat16 weight lacks are stored: 4 bytes for both instead of 6.
+    Training is the same bit for bit, because weight and low bits together are the master. NaNs become quiet ones.
+    Gradients are converted to float32 exactly; a sparse one stays sparse. The inner optimizer's state is float32.
 
     If weights are changed from outside (clamped, pruned, loaded), the new values count. A full master follows exactly
-    where the weight is no longer its rounded copy, and stays elsewhere. A compact one keeps its low bits, so that it
-    can be off the new weight, always by so little that it still rounds to it; `take_model_weights` drops them.
+    where the weight is no longer its rounded copy, and stays elsewhere. A compact one keeps its low bits, so it can
+    differ from the new weight by less than rounding shows; `take_model_weights` drops them.
 
-    Frozen parameters get a master when they get a gradient. Float32 parameters are the optimizer's as they are.
+    Frozen parameters get a master when they get a gradient. Float32 parameters are stepped as they are.
 
     Args:
-        optimizer: of the model's parameters. It is used from here on: step, save and schedule this object instead.
-            What state it has becomes float32.
-        compact: None is True for bfloat16 parameters, but for those of LBFGS, which looks at all parameters at once.
-            True with float16 is an error: a float32 number is not a float16 one and 16 bits.
-        chunk_bytes: how much memory float32 values and gradients may take in a step of compact masters. A parameter
-            that needs more is stepped alone. An optimizer that counts steps in its groups needs compact=False.
+        optimizer: An optimizer of the model's parameters. From now on step, save and schedule this object instead. Its
+            existing state becomes float32.
+        compact: Store only the low bits of bfloat16 masters. Default: True for bfloat16 parameters, except with LBFGS,
+            which reads all parameters at once. True with float16 is an error, because a float32 number is not a float16
+            one and 16 bits.
+        chunk_bytes: Memory for float32 values and gradients in a step of compact masters, in bytes. A parameter that
+            needs more is stepped alone. An optimizer that counts steps in its groups needs compact=False.
 
     >>> model = torch.nn.Linear(2, 1, bias=False).bfloat16()
     >>> masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=1e-4))
@@ -69,9 +69,10 @@ class MasterWeights(SixteenBitOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the masters, and writes the model's weights. Parameters without a gradient stay as they are.
+        """Step the masters, and write the model's weights. Parameters without a gradient stay as they are.
 
-        A closure runs forward and backward of the model; where all masters are full, the optimizer may call it often.
+        A closure runs forward and backward of the model. If all masters are full, the optimizer may call it several
+        times.
         """
         if not all(pair.store.whole for pair in self.pairs):
             return super().step(closure)
@@ -81,7 +82,7 @@ class MasterWeights(SixteenBitOptimizer):
         return loss
 
     def _step_whole(self, optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
-        """The optimizer's step of all masters at once, and the weights after it."""
+        """Step all masters at once, then write the weights."""
         for pair in () if closure else self.pairs:
             if pair.gradient is not None:
                 pair.open(self._factor)
@@ -92,7 +93,7 @@ class MasterWeights(SixteenBitOptimizer):
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure for the inner optimizer: the weights follow the masters before each call but the first."""
+        """Return the closure for the inner optimizer: weights follow the masters before each call but the first."""
         calls = 0
 
         def evaluate() -> Any:

@@ -1,9 +1,8 @@
-"""A 16-bit parameter of the model beside the float32 one that the optimizer steps in its place.
+"""A 16-bit parameter of the model, and the float32 one that the optimizer steps in its place.
 
-Between steps the float32 parameter of a store that is not `whole` has no values: it is one NaN, expanded to the shape,
-so that reading it shows what it is and writing to it raises. Its gradient, however, can be there: `collect` makes it
-of the model's gradient, and remembers which gradient that was and in which version, so that collecting again is free,
-and what changed in between is seen.
+Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to the
+shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the model's
+gradient and remembers its identity and version, so that collecting again is free and later changes are detected.
 """
 
 import weakref
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 
 from plimsoll.precision.weights.stores import Store
 
-_FLOAT32_BYTES = 4
-
 
 class Scratch:
-    """Memory on the CPU for what is open, kept from step to step: fresh memory costs more than the step itself.
+    """CPU memory for open parameters, kept from step to step because fresh memory costs more than the step itself.
 
-    On other devices torch keeps freed memory at hand itself.
+    On other devices torch's own allocator keeps freed memory.
     """
 
     def __init__(self) -> None:
@@ -29,17 +26,17 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """How much there is."""
+        """Size of the memory in bytes."""
         return self._memory.nbytes
 
     def start(self, size_bytes: int) -> None:
-        """All is free again, and there is so much; what was taken before must be out of use."""
+        """Free everything and provide `size_bytes`; tensors taken before must no longer be used."""
         if self._memory.nbytes < size_bytes:
             self._memory = torch.empty(size_bytes // _FLOAT32_BYTES)
         self._used = 0
 
     def take(self, like: Tensor) -> Tensor | None:
-        """Float32 memory for a tensor of that shape, or None where it has to be other memory."""
+        """Return float32 memory of the tensor's shape, or None if this memory does not fit it."""
         end = self._used + like.numel()
         if not like.is_cpu or like.is_sparse or not like.is_contiguous() or end > self._memory.numel():
             return None
@@ -52,7 +49,7 @@ _FLOAT32_BYTES = 4
 
 
 class Pair:
-    """One parameter twice, and the store that keeps what the model's lacks."""
+    """A parameter in both formats, and the store of what the model's one lacks."""
 
     __slots__ = ("_collected", "_lent", "master", "store", "weight")
 
@@ -61,7 +58,7 @@ class Pair:
         nothing = torch.full((), torch.nan, device=weight.device)
         self.master = nn.Parameter(nothing.expand(weight.shape), requires_grad=weight.requires_grad)
         self._collected: tuple[weakref.ref[Tensor], int] | None = None
-        self._lent = False  # `open` has made the gradient
+        self._lent = False  # whether `open` made the gradient
         if store.whole and weight.requires_grad:
             self.master.data = store.open(weight.detach())
 
@@ -75,10 +72,10 @@ class Pair:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def collect(self, factor: Tensor | None = None) -> None:
-        """Makes the master's gradient the model's in float32, times the factor, unless it is already."""
+        """Set the master's gradient to the model's in float32, times the factor, unless it is already."""
         g = self.weight.grad
         if g is None:
-            if self._collected is not None:  # someone has cleared the model's gradients since
+            if self._collected is not None:  # the model's gradients were cleared since
                 self.forget()
         elif not self._is_collected(g):
             self.master.grad = in_float32(g, factor)
@@ -86,7 +83,7 @@ class Pair:
 
     @property
     def changed(self) -> bool:
-        """Whether the model's gradient is another than the one that was collected. None counts as the same."""
+        """Whether the model's gradient differs from the collected one. None counts as unchanged."""
         g = self.weight.grad
         return self._collected is not None and g is not None and not self._is_collected(g)
 
@@ -97,7 +94,7 @@ class Pair:
         return self.weight.grad if collected is None else collected
 
     def forget(self) -> None:
-        """Drops the master's gradient."""
+        """Drop the master's gradient."""
         self.master.grad, self._collected, self._lent = None, None, False
 
     def _is_collected(self, g: Tensor) -> bool:
@@ -110,12 +107,12 @@ class Pair:
 
     @property
     def open_bytes(self) -> int:
-        """What `open` allocates: values and their gradients, as far as they are not there."""
+        """Bytes that `open` allocates: values and gradients, as far as they do not exist yet."""
         tensors = (not self.store.whole) + (self.master.grad is None)
         return tensors * _FLOAT32_BYTES * self.weight.numel()
 
     def open(self, factor: Tensor | None, scratch: Scratch | None = None) -> None:
-        """Gives the master its values, and a gradient if it has none: the model's, times the factor."""
+        """Give the master its values, and a gradient if it has none: the model's, times the factor."""
         scratch = scratch or Scratch()
         out = None if self.store.whole else scratch.take(self.weight)
         self.master.data = self.store.open(self.weight.detach(), out)
@@ -125,18 +122,18 @@ class Pair:
             self._lent = True
 
     def close(self, key: int) -> None:
-        """Writes the values back; the master has none then, and no gradient."""
+        """Write the values back, and drop the master's values and gradient."""
         self.store.close(self.weight.detach(), self.master.data, key)
         self.shut()
         self.forget()
 
     def settle(self) -> None:
-        """Shows the values between steps, if the store keeps them and has them."""
+        """Restore the master's values between steps, if the store keeps them."""
         if self.store.whole and self.store.kept:
             self.master.data = self.store.open(self.weight.detach())
 
     def shut(self) -> None:
-        """Takes the values from the master, unless the store keeps them, and the gradient that `open` made."""
+        """Drop the master's values, unless the store keeps them, and the gradient that `open` made."""
         if self._lent:
             self.forget()
         if not self.store.whole:
@@ -144,13 +141,13 @@ class Pair:
 
 
 def in_float32(g: Tensor, factor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """A copy of a gradient in float32, times the factor; a sparse one stays sparse."""
+    """Return a copy of a gradient in float32, times the factor; a sparse one stays sparse."""
     wide = g.detach().to(torch.float32, copy=True) if out is None else out.copy_(g)
     return wide if factor is None else wide.mul_(factor.to(g.device))
 
 
 def chunks(parameters: Sequence[Tensor], pairs: Mapping[int, Pair], room_bytes: int) -> Iterator[set[int]]:
-    """The parameters by identity, as many at a time as may be open; `pairs` has those that are to be opened."""
+    """Yield sets of parameter ids, each as large as the memory allows; `pairs` contains those that need opening."""
     chunk: set[int] = set()
     room = room_bytes
     for p in parameters:

@@ -1,16 +1,16 @@
-"""A float32 number as a bfloat16 one and the 16 bits that it lacks.
+"""A float32 number split into a bfloat16 number and the 16 bits that it lacks.
 
-The bfloat16 number is the float32 one rounded to nearest, ties away from zero: adding 0x8000 to the bits and keeping
-the upper half does it, carries into the exponent included. The lower half, read as a signed 16-bit number, is then the
-distance from the rounded number in units of the float32's last place, whichever way it was rounded:
+The bfloat16 number is the float32 one rounded to nearest, ties away from zero: add 0x8000 to the bits and keep the
+upper half. A carry into the exponent is correct too. The lower half, read as a signed 16-bit number, is then the
+distance from the rounded number in units of the float32's last place, in either direction:
 
     float32 bits = (bfloat16 bits << 16) + low        -0x8000 <= low <= 0x7FFF
 
-Ties away is what makes this exact: with ties to even a low half of 0x8000 would stand for two numbers.
+Ties away make this exact: with ties to even a low half of 0x8000 would stand for two numbers.
 
-Two things need care. A NaN's bits can carry into another number's, so a NaN becomes the quiet one of its sign, with low
-bits of zero. And low bits of another weight (the weight was changed from outside) can make a NaN of a zero or of an
-infinity; no float32 number has that pair, so `join` drops such low bits.
+There are two special cases. A NaN's bits could carry into another number's, so a NaN becomes the quiet one of its sign,
+with low bits of zero. If the weight was changed from outside, the old low bits could turn a zero or an infinity into a
+NaN. No float32 number has that pair, so `join` drops such low bits.
 """
 
 import math
@@ -27,15 +27,15 @@ _BLOCK = 1 << 17
 
 
 def split(value: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Writes the float32 `value` as bfloat16 `weight` and int16 `low`. The memory of `value` is used up."""
+    """Write the float32 `value` as bfloat16 `weight` and int16 `low`. Overwrites the memory of `value`."""
     for part, high, rest in in_blocks(value, weight.view(torch.int16), low):
         bits = _without_nan(part).view(torch.int32)
-        rest.copy_(bits)  # an int32's lower half: the conversion drops the upper one
+        rest.copy_(bits)  # the lower half of an int32: the conversion drops the upper one
         high.copy_(bits.add_(_HALF).bitwise_right_shift_(16))
 
 
 def join(weight: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """The float32 number that `split` took apart; of a weight changed since, one that still rounds to the weight."""
+    """Return the float32 number that `split` took; for a weight changed since, one that still rounds to it."""
     out = torch.empty_like(low, dtype=torch.float32) if out is None else out
     for value, high, rest in in_blocks(out, weight, low):
         value.view(torch.int32).copy_(rest).add_(high.view(torch.int16), alpha=1 << 16)
@@ -45,15 +45,15 @@ def join(weight: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def round_away(value: Tensor, weight: Tensor) -> None:
-    """Writes the bfloat16 numbers alone: to nearest, ties away from zero."""
+    """Write only the bfloat16 numbers: to nearest, ties away from zero."""
     for part, high in in_blocks(value, weight.view(torch.int16)):
         high.copy_(_without_nan(part).view(torch.int32).add(_HALF).bitwise_right_shift_(16))
 
 
 def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape piece by piece, so that what is computed of them stays in the processor's caches.
+    """Yield tensors of one shape piece by piece, so that intermediate results stay in the CPU's caches.
 
-    On a GPU, and where one has gaps, they come whole.
+    On a GPU, or if a tensor is not contiguous, they come whole.
     """
     if tensors[0].numel() <= _BLOCK or not all(x.is_cpu and x.is_contiguous() for x in tensors):
         return iter([tensors])
@@ -62,7 +62,7 @@ def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _without_nan(value: Tensor) -> Tensor:
-    """The value with quiet NaNs of low bits zero; on a GPU without asking whether there are any."""
+    """Return the value with quiet NaNs whose low bits are zero; a GPU is not asked whether there are any."""
     if value.is_cpu and not _may_have_nan(value):
         return value
     bits = value.view(torch.int32)
@@ -70,5 +70,5 @@ def _without_nan(value: Tensor) -> Tensor:
 
 
 def _may_have_nan(value: Tensor) -> bool:
-    """Whether there may be a NaN: a sum is a tenth of the time of `isnan`. Infinities of both signs may too."""
+    """Return whether there may be a NaN. The sum takes a tenth of the time of `isnan`; Inf - Inf counts too."""
     return math.isnan(float(value.sum()))

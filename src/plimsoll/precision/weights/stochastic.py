@@ -15,19 +15,20 @@ _WORD = (1 << 64) - 1
 
 
 class StochasticWeights(SixteenBitOptimizer):
-    """bfloat16 weights with no masters: each step is computed in float32 and rounded up or down at random.
+    """bfloat16 weights without masters: each step is computed in float32 and rounded up or down at random.
 
-    The chance of rounding up is the part of the way up that the value has come, so the mean is right: an update too
-    small for bfloat16 is made now and then, whole. Weights take 2 bytes and nothing beside them.
+    The chance of rounding up is the value's distance from the lower number, in units of the spacing. The mean is
+    therefore right: an update too small for bfloat16 is sometimes applied as a whole step. Weights take 2 bytes.
 
-    Numerics. The step is the inner optimizer's in float32, with float32 state, from the bfloat16 weight. The noise is a
-    fixed function (Philox) of seed, step, and the parameter's and the value's index: the same on every rank and
-    backend, and after a checkpoint, which holds the seed. Gradients go to float32 exactly.
+    Numerics. The inner optimizer steps in float32, with float32 state, from the bfloat16 weight. The noise is a fixed
+    function (Philox) of seed, step, and the indices of parameter and value. It is the same on every rank and backend,
+    and after a checkpoint, which contains the seed. Gradients are converted to float32 exactly.
 
     Args:
-        optimizer: of the model's parameters, as for `MasterWeights`. Those of other dtypes are stepped as they are.
-        seed: of the noise.
-        chunk_bytes: how much memory float32 values and gradients may take in a step.
+        optimizer: An optimizer of the model's parameters, as for `MasterWeights`. Parameters of other dtypes are
+            stepped as they are.
+        seed: Seed of the noise.
+        chunk_bytes: Memory for float32 values and gradients in a step, in bytes.
 
     >>> weight = torch.nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
     >>> optimizer = StochasticWeights(torch.optim.SGD([weight], lr=1e-4))
@@ -49,11 +50,11 @@ class StochasticWeights(SixteenBitOptimizer):
         return Stochastic()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `MasterWeights` has it, and the seed."""
+        """Return the state as `MasterWeights` does, and the seed."""
         return {**super().state_dict(), "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `MasterWeights` does it, and the seed, if the checkpoint has one."""
+        """Load the state as `MasterWeights` does, and the seed if the checkpoint has one."""
         super().load_state_dict(state_dict)
         self.seed = int(state_dict.get("seed", self.seed))
 
@@ -62,37 +63,37 @@ class StochasticWeights(SixteenBitOptimizer):
 
 
 class Stochastic:
-    """Nothing beside the weight: it is rounded at random."""
+    """Store that keeps nothing: the weight is rounded at random."""
 
     whole = False
     kept = ()
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """The weight in float32."""
+        """Return the weight in float32."""
         return weight.to(torch.float32) if out is None else out.copy_(weight)
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:
-        """Rounds up or down."""
+        """Round up or down at random."""
         cast(value, "bf16", rounding="stochastic", generator=key, out=weight)
 
     def peek(self, weight: Tensor) -> Tensor:
-        """The weight in float32."""
+        """Return the weight in float32."""
         return weight.to(torch.float32)
 
     def restart(self, weight: Tensor) -> None:
-        """There is nothing to drop."""
+        """Do nothing: there is no state to drop."""
 
     def entry(self, weight: Tensor) -> Entry:
-        """The weight."""
+        """Return the weight."""
         return {"weight": weight.detach()}
 
     def load(self, weight: Tensor, entry: Entry) -> None:
-        """Sets the weight, to the nearest where the checkpoint has more."""
+        """Set the weight, rounded to nearest if the checkpoint has more digits."""
         round_to(value_of(entry, weight), weight)
 
 
 def refuse_float16(operation: str, weight: Tensor) -> None:
-    """Raises for a float16 parameter."""
+    """Raise for a float16 parameter."""
     if weight.dtype is not torch.bfloat16:
         raise ArgumentError(
             f"{operation}: expected 16-bit parameters to be bfloat16; got one of {weight.dtype}, shape "
@@ -101,7 +102,7 @@ def refuse_float16(operation: str, weight: Tensor) -> None:
 
 
 def mixed(x: int) -> int:
-    """The 64 bits of x stirred (the finisher of SplitMix64, Steele et al., OOPSLA 2014), so that near keys are far."""
+    """Mix the 64 bits of x, so that close keys differ a lot: SplitMix64's finisher, Steele et al., OOPSLA 2014."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD

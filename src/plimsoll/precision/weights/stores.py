@@ -1,8 +1,8 @@
-"""What is kept beside a 16-bit weight, so that an optimizer can step a float32 value in its place.
+"""Stores: the data kept for each 16-bit weight, so that an optimizer can step a float32 value in its place.
 
-A store opens the weight as float32 values, and closes it with those values after the step: all rounding is there.
-`entry` and `load` are its part of a checkpoint. An entry says by its keys how the value was kept, so that every store
-can load every other's: ``master`` (float32), ``weight`` and ``low`` (the float32's halves), ``weight`` and
+A store opens the weight as float32 values, and after the step closes it with them. All rounding happens there. `entry`
+and `load` are its part of a checkpoint. The keys of an entry identify how the value was kept, so that every store can
+load the entries of every other: ``master`` (float32), ``weight`` and ``low`` (the float32's halves), ``weight`` and
 ``compensation`` (their sum), or ``weight`` alone.
 """
 
@@ -18,45 +18,45 @@ Entry = dict[str, Tensor]
 
 
 class Store(Protocol):
-    """What is kept beside one weight."""
+    """Data kept for one weight."""
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The tensors that live between steps."""
+        """The tensors that exist between steps."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether the float32 values live between steps, so that opening takes no memory."""
+        """Whether the float32 values exist between steps, so that opening takes no memory."""
         ...
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """The float32 values to step, in `out` if there is one, and if the values do not live anyway."""
+        """Return the float32 values to step, in `out` if it is given and the values do not exist already."""
         ...
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:
-        """Writes the stepped values to the weight; `key` is for noise. The memory of `value` may be used up."""
+        """Write the stepped values to the weight; `key` selects the noise. May overwrite the memory of `value`."""
         ...
 
     def peek(self, weight: Tensor) -> Tensor:
-        """A copy of the float32 values, with nothing changed."""
+        """Return a copy of the float32 values; change nothing."""
         ...
 
     def restart(self, weight: Tensor) -> None:
-        """Takes the weight as it is as the value."""
+        """Take the present weight as the value."""
         ...
 
     def entry(self, weight: Tensor) -> Entry:
-        """What a checkpoint keeps: references, not copies."""
+        """Return the checkpoint entry: references, not copies."""
         ...
 
     def load(self, weight: Tensor, entry: Entry) -> None:
-        """Sets store and weight from a checkpoint."""
+        """Set store and weight from a checkpoint entry."""
         ...
 
 
 class Full:
-    """A float32 master. It is made when it is first needed, so that a frozen weight costs nothing."""
+    """A float32 master. It is created when first needed, so that a frozen weight costs nothing."""
 
     whole = True
 
@@ -65,11 +65,11 @@ class Full:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The master, once there is one."""
+        """The master, once it exists."""
         return () if self._value is None else (self._value,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG002  (the interface's)
-        """The master. Where the weight is no longer the master rounded, someone has changed it: it counts."""
+        """Return the master. Where the weight is not the rounded master, it was changed from outside and wins."""
         if self._value is None:
             self._value = weight.to(torch.float32)
             return self._value
@@ -80,25 +80,25 @@ class Full:
         return self._value
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
-        """Rounds the master to the weight."""
+        """Round the master to the weight."""
         self._value = value
         round_to(value, weight)
 
     def peek(self, weight: Tensor) -> Tensor:
-        """A copy of the master."""
+        """Return a copy of the master."""
         return weight.to(torch.float32) if self._value is None else self.open(weight).clone()
 
     def restart(self, weight: Tensor) -> None:
-        """The master is the weight."""
+        """Set the master to the weight."""
         if self._value is not None:
             self._value.copy_(weight)
 
     def entry(self, weight: Tensor) -> Entry:
-        """The master; of a weight that never had one, the weight."""
+        """Return the master, or the weight if it never had one."""
         return {"weight": weight.detach()} if self._value is None else {"master": self._value}
 
     def load(self, weight: Tensor, entry: Entry) -> None:
-        """Sets the master, and the weight to it rounded."""
+        """Set the master, and the weight to the rounded master."""
         if self._value is None and entry.keys() == {"weight"}:
             weight.copy_(entry["weight"])
             return
@@ -107,7 +107,7 @@ class Full:
 
 
 class Compact:
-    """The low 16 bits of a float32 master whose rest is the bfloat16 weight itself."""
+    """The low 16 bits of a float32 master; the upper bits are the bfloat16 weight itself."""
 
     whole = False
 
@@ -120,32 +120,32 @@ class Compact:
         return (self._low,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """The master."""
+        """Return the master."""
         return join(weight, self._low, out)
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:  # noqa: ARG002  (the interface's)
-        """Splits the master."""
+        """Split the master into weight and low bits."""
         split(value, weight, self._low)
 
     def peek(self, weight: Tensor) -> Tensor:
-        """The master."""
+        """Return the master."""
         return join(weight, self._low)
 
     def restart(self, weight: Tensor) -> None:  # noqa: ARG002  (the interface's)
-        """The master is the weight: the low bits are zero."""
+        """Set the master to the weight: the low bits become zero."""
         self._low.zero_()
 
     def entry(self, weight: Tensor) -> Entry:
-        """Both halves."""
+        """Return both halves."""
         return {"weight": weight.detach(), "low": self._low}
 
     def load(self, weight: Tensor, entry: Entry) -> None:
-        """Sets both halves."""
+        """Set both halves."""
         split(value_of(entry, weight), weight, self._low)
 
 
 def round_to(value: Tensor, weight: Tensor) -> Tensor:
-    """Writes float32 values to a 16-bit weight, to nearest: ties away in bfloat16 (as `split`), to even in float16."""
+    """Write float32 values to a 16-bit weight, to nearest: ties away in bfloat16 (as `split`), to even in float16."""
     if weight.dtype is not torch.bfloat16:
         return weight.copy_(value)
     if not weight.is_cpu:
@@ -155,7 +155,7 @@ def round_to(value: Tensor, weight: Tensor) -> Tensor:
 
 
 def value_of(entry: Entry, like: Tensor) -> Tensor:
-    """The float32 values that an entry stands for, on the device of `like`: a copy."""
+    """Return a copy of the float32 values of an entry, on the device of `like`."""
     here = {name: x.to(like.device) for name, x in entry.items()}
     if "master" in here:
         return here["master"].to(torch.float32, copy=True)
@@ -166,7 +166,7 @@ def value_of(entry: Entry, like: Tensor) -> Tensor:
 
 
 def _same(bits: Tensor, weight: Tensor) -> bool:
-    """Whether a 16-bit weight has these bits, in a third of the time of `torch.equal`."""
+    """Return whether a 16-bit weight has these bits; takes a third of the time of `torch.equal`."""
     if not bits.numel():
         return True
     found = (a.bitwise_xor(b).aminmax() for a, b in in_blocks(bits, weight.view(torch.int16)))

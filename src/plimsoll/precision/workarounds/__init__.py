@@ -1,1 +1,1 @@
-"""Ways around known failures of low precision."""
+"""Workarounds for known failures of low precision."""

@@ -1,16 +1,17 @@
-"""`guard_adam`: Adam whose state is 16 bits wide, kept from what rounding does to it.
+"""`guard_adam`: protects Adam with 16-bit state from the effects of rounding.
 
-Three things break there. Epsilon, 1e-8 as a rule, is zero in float16, so that an idle weight becomes 0/0. Squares of
-gradients below some 2e-4 are zero in float16, so that after a spell of small or no gradients the next one is divided by
-nothing, and the update explodes. And in bfloat16 the second moment cannot decay: 0.999 of it rounds back to it.
+Three things break with 16-bit state. The usual epsilon of 1e-8 is zero in float16, so an idle weight becomes 0/0.
+Squares of gradients below about 2e-4 are zero in float16, so after a period of small or zero gradients the next
+gradient is divided by nothing and the update explodes. In bfloat16 the second moment cannot decay, because 0.999 of it
+rounds back to it.
 
-The remedy for the second needs no new constant. By Cauchy and Schwarz no sequence of gradients can make the first
-moment larger than
+The correction for the second failure needs no new constant. By Cauchy and Schwarz no sequence of gradients can make the
+first moment larger than
 
     (1 - b1) / sqrt(1 - b2) / sqrt(1 - b1**2 / b2)         7.27 for betas of 0.9 and 0.999
 
-times the root of the second, in exact arithmetic. Where the moments of the next step would break that bound, rounding
-has lost part of the second, and it is raised to what the bound asks. Moments that are sound are not touched.
+times the root of the second, in exact arithmetic. If the next step's moments would break that bound, rounding has
+removed part of the second moment, and it is raised to the bound. Sound moments are not changed.
 """
 
 import math
@@ -26,20 +27,20 @@ from plimsoll.formats import Format, get
 
 Epsilon = Literal["refuse", "raise"]
 _NARROW = (torch.float16, torch.bfloat16)
-_SLACK = 1.01  # rounding in float32 stays within; in 16 bits a moment that is off by less is let be
+_SLACK = 1.01  # float32 rounding stays within it; smaller errors of a 16-bit moment are ignored
 
 
 def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGuard":
-    """Guards an Adam or AdamW over 16-bit parameters, whose state is 16-bit, until `AdamGuard.remove`.
+    """Guard an Adam or AdamW whose 16-bit parameters have 16-bit state, until `AdamGuard.remove`.
 
-    An update is then at most 7.27 learning rates (for the usual betas), and no weight becomes 0/0. What the guard
-    cannot do is bring back squares that the format does not hold: their second moment is a floor, and the step can be
-    smaller than Adam's. `MasterWeights`, `StochasticWeights` and `KahanWeights` have float32 state: they need no guard.
+    An update is then at most 7.27 learning rates (for the usual betas), and no weight becomes 0/0. The guard cannot
+    restore squares below the format's range: their second moment is a lower bound, and the step can be smaller than
+    Adam's. `MasterWeights`, `StochasticWeights` and `KahanWeights` have float32 state and need no guard.
 
     Args:
-        optimizer: torch.optim.Adam or AdamW; parameters that are not 16-bit are left alone.
-        epsilon: where epsilon rounds to zero in a parameter's dtype. "refuse" is an error. "raise" sets the group's to
-            the smallest number above zero of that dtype (5.96e-8 in float16), and warns.
+        optimizer: A torch.optim.Adam or AdamW. Parameters that are not 16-bit are left alone.
+        epsilon: Action if epsilon rounds to zero in a parameter's dtype. "refuse" raises an error. "raise" sets the
+            group's epsilon to the smallest positive number of that dtype (5.96e-8 in float16), and warns.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     >>> optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-4)
@@ -70,7 +71,7 @@ def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGua
 
 
 class AdamGuard:
-    """The handle on a guarded optimizer: how often it had to step in, and `remove`."""
+    """Handle on a guarded optimizer: the number of corrections, and `remove`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._raised: dict[torch.device, Tensor] = {}
@@ -78,11 +79,11 @@ class AdamGuard:
 
     @property
     def raised(self) -> int:
-        """How many second moments were raised so far, over values and steps. It waits for the device."""
+        """Number of second moments raised so far, over values and steps. Reading it waits for the device."""
         return sum(int(count) for count in self._raised.values())
 
     def remove(self) -> None:
-        """Guards no more."""
+        """Stop guarding."""
         self._handle.remove()
 
     @torch.no_grad()
@@ -102,37 +103,48 @@ class AdamGuard:
 
     def _raise_second_moment(self, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
         first, second = _next_moments(state, p, group)
-        held = cast("Tensor", state["exp_avg_sq"])
+        second_moment = cast("Tensor", state["exp_avg_sq"])
         floor = (first / (_SLACK * largest_ratio(*_betas(group)))).square_()
         low = second < floor
-        # The step multiplies by b2 and rounds; two units of the last place more make up for both.
-        asked = (floor / _betas(group)[1]).mul_(1 + 2 * torch.finfo(held.dtype).eps).clamp_(min=_smallest(held.dtype))
-        held.copy_(torch.where(low, asked, held))
+        # The step multiplies by b2 and rounds. Two more units of the last place cover both.
+        asked = (
+            (floor / _betas(group)[1])
+            .mul_(1 + 2 * torch.finfo(second_moment.dtype).eps)
+            .clamp_(min=_smallest(second_moment.dtype))
+        )
+        second_moment.copy_(torch.where(low, asked, second_moment))
         count = self._raised.setdefault(p.device, torch.zeros((), dtype=torch.int64, device=p.device))
         count.add_(low.sum())
 
 
 def largest_ratio(b1: float, b2: float) -> float:
-    """The largest that the first moment can be, in units of the root of the second."""
+    """Return the largest possible first moment, in units of the root of the second."""
     return (1 - b1) / math.sqrt(1 - b2) / math.sqrt(1 - b1 * b1 / b2)
 
 
 def _next_moments(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The first moment after this step, in float32, and the second as its dtype will hold it."""
+    """Return the first moment after this step in float32, and the second as its dtype will represent it."""
     b1, b2 = _betas(group)
     g = cast("Tensor", p.grad).to(torch.float32)
     if group["maximize"]:
         g = -g
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
         g = g + p.to(torch.float32) * group["weight_decay"]
-    held = cast("Tensor", state["exp_avg_sq"])
+    second_moment = cast("Tensor", state["exp_avg_sq"])
     added = g.square().mul_(1 - b2)
-    second = held.to(torch.float32).mul_(b2).to(held.dtype).to(torch.float32).add_(added).to(held.dtype)
+    second = (
+        second_moment.to(torch.float32)
+        .mul_(b2)
+        .to(second_moment.dtype)
+        .to(torch.float32)
+        .add_(added)
+        .to(second_moment.dtype)
+    )
     return state["exp_avg"].to(torch.float32).lerp_(g, 1 - b1), second.to(torch.float32)
 
 
 def _begin(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """The state that Adam makes in a parameter's first step: the guard has to be there before it."""
+    """Create the state of a parameter's first step before Adam does, so that the guard can act on it."""
     on_device = group["capturable"] or group["fused"]
     state["step"] = torch.zeros((), device=p.device if on_device else "cpu", dtype=torch.float32)
     for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
@@ -140,7 +152,7 @@ def _begin(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """The smallest number above zero that the dtype holds."""
+    """Return the smallest positive number of the dtype."""
     return cast("Format", get(dtype)).smallest_subnormal
 
 

@@ -1,7 +1,7 @@
-"""`clamp_residuals`: values that have added up past a format's largest are brought back to it, counted, and told.
+"""`clamp_residuals`: clamps and counts values that have grown beyond a format's largest number.
 
-In deep transformers each layer adds to the residual stream, and after enough of them a few values pass 65,504: FP16
-makes Inf of them, and NaN of what follows. Clamping them to the largest value has next to no effect on results.
+In deep transformers each layer adds to the residual stream, and after many layers a few values exceed 65,504. FP16
+turns them into Inf, and what follows into NaN. Clamping them to the largest value has almost no effect on results.
 """
 
 import difflib
@@ -25,7 +25,7 @@ _CARRIERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamped:
-    """What was clamped of a module's outputs: values seen, values clamped, and how many of these were infinite."""
+    """Counts of a module's outputs: values checked, values clamped, and infinite ones among the clamped."""
 
     values: int
     clamped: int
@@ -41,23 +41,24 @@ def clamp_residuals(
     check_every: int = 100,
     first: bool = False,
 ) -> "ResidualClamp":
-    """Clamps what the named modules return to a format's largest value, from now on until `remove`.
+    """Clamp the outputs of the named modules to a format's largest value, until `remove`.
 
-    Numerics. Values above the largest finite one, +Inf included, become it; below its negative likewise. NaN stays. The
-    dtype stays, so that in float16 only infinities change; in float32 a value is held to what a float16 module
-    can take. All floating tensors of an output count, in tuples, lists and dicts too.
+    Numerics. Values above the largest finite one become it, +Inf included; likewise below its negative. NaN stays. The
+    dtype stays, so in float16 only infinities change, and float32 values are limited to what a float16 module can take.
+    All floating-point tensors of an output count, also in tuples, lists and dicts.
 
-    The first time that a module's values are clamped is told by a warning. On a CPU that is at once; elsewhere, looking
-    would hold up the device, so it is at every `check_every` calls, and at `counts` and `remove`.
+    A warning reports the first clamped value of each module. On a CPU it comes at once. On other devices, where reading
+    the counts would wait for the device, it comes every `check_every` calls and in `counts` and `remove`.
 
     Args:
-        model: the model or any part of it.
-        modules: names or globs, as in ``"blocks.*"``; the root module is "model".
-        fmt: whose largest value counts.
-        gradient: of a clamped value. "zero" is the clamp's own; nothing pulls the value back then. "pass" gives the
-            gradient on as if nothing had been clamped, so that training can bring the value down.
-        check_every: calls of a module between looks at its counts; not used on a CPU.
-        first: before the modules' other forward hooks, so that these (a watch's, say) are given the clamped values.
+        model: The model or any part of it.
+        modules: Names or globs, as in ``"blocks.*"``; the root module is "model".
+        fmt: The format whose largest value is the limit.
+        gradient: Gradient of a clamped value. "zero" is that of a clamp, so nothing pulls the value back. "pass" passes
+            the gradient on as if nothing had been clamped, so that training can reduce the value.
+        check_every: Calls of a module between two checks of its counts; not used on a CPU.
+        first: Run before the modules' other forward hooks, so that these (for example a watch's) see the clamped
+            values.
 
     >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity())
     >>> with torch.no_grad():
@@ -68,22 +69,22 @@ def clamp_residuals(
     [[50000.0], [65504.0]]
     Clamped(values=2, clamped=1, infinite=0)
     """
-    found = get(fmt)
-    if isinstance(found, BlockFormat):
+    number_format = get(fmt)
+    if isinstance(number_format, BlockFormat):
         raise ArgumentError(
-            f"clamp_residuals: expected a format of single numbers; got {found.name}, whose largest value depends on "
-            'the block. Use its element\'s: "fp16", "e4m3".'
+            f"clamp_residuals: expected a format of single numbers; got {number_format.name}, whose largest value "
+            'depends on the block. Use its element\'s: "fp16", "e4m3".'
         )
     if gradient not in {"zero", "pass"}:
         raise ArgumentError(f"clamp_residuals: expected gradient to be 'zero' or 'pass'; got {gradient!r}.")
     if check_every < 1:
         raise ArgumentError(f"clamp_residuals: expected check_every of at least 1; got check_every={check_every}.")
     chosen = _matching(model, [modules] if isinstance(modules, str) else list(modules))
-    return ResidualClamp(chosen, found.max, gradient, check_every, first=first)
+    return ResidualClamp(chosen, number_format.max, gradient, check_every, first=first)
 
 
 class ResidualClamp:
-    """The handle on clamped modules: `counts` says what was clamped, `remove` (or the end of a ``with``) stops it."""
+    """Handle on clamped modules: `counts` reports the clamped values, `remove` (or the end of a ``with``) stops."""
 
     def __init__(
         self,
@@ -96,24 +97,24 @@ class ResidualClamp:
     ) -> None:
         self._limit, self._gradient, self._check_every = largest, gradient, check_every
         self._largest = {dtype: _largest_within(largest, dtype) for dtype in _CARRIERS}
-        # Values, those clamped, those infinite: tensors, since numbers that change would compile a graph anew.
+        # Counts are tensors: torch.compile would recompile for every new Python number.
         self._counts: dict[str, Tensor | None] = dict.fromkeys(modules)
         self._calls = dict.fromkeys(modules, 0)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._hook(name), prepend=first) for name, module in modules.items()
         ]
 
     def counts(self) -> dict[str, Clamped]:
-        """By module, what was clamped so far. It waits for the device."""
-        found: dict[str, Clamped] = {}
+        """Return the counts so far by module. Waits for the device."""
+        counts: dict[str, Clamped] = {}
         for name in self._counts:
-            found[name] = self._found(name)
-            self._tell(name, found[name])
-        return found
+            counts[name] = self._counts_of(name)
+            self._warn_of(name, counts[name])
+        return counts
 
     def remove(self) -> None:
-        """Clamps no more, and tells what was not told yet. The counts stay."""
+        """Stop clamping, and warn of modules not warned of yet. The counts stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -150,29 +151,29 @@ class ResidualClamp:
     def _look(self, name: str) -> None:
         self._calls[name] += 1
         known = self._counts[name]
-        if name in self._told or known is None:
+        if name in self._warned or known is None:
             return
         if known.is_cpu or self._calls[name] % self._check_every == 0:
-            self._tell(name, self._found(name))
+            self._warn_of(name, self._counts_of(name))
 
-    def _found(self, name: str) -> Clamped:
+    def _counts_of(self, name: str) -> Clamped:
         known = self._counts[name]
         values, clamped, infinite = (0, 0, 0) if known is None else (int(count) for count in known)
         return Clamped(values=values, clamped=clamped, infinite=infinite)
 
-    def _tell(self, name: str, found: Clamped) -> None:
-        if found.clamped and name not in self._told:
-            self._told.add(name)
+    def _warn_of(self, name: str, counts: Clamped) -> None:
+        if counts.clamped and name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
-                f"clamp_residuals: {found.clamped} of {found.values} values that {name} returned lay beyond "
-                f"{self._limit:g}, {found.infinite} of them infinite; they were clamped, and later ones will be, "
-                "counted only.",
+                f"clamp_residuals: {counts.clamped} of {counts.values} values that {name} returned lay beyond "
+                f"{self._limit:g}, {counts.infinite} of them infinite. Later ones are clamped and "
+                "counted without a warning.",
                 stacklevel=2,
             )
 
 
 class _ClampPassing(torch.autograd.Function):
-    """A clamp whose gradient is passed on."""
+    """A clamp whose gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, largest: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -186,20 +187,20 @@ class _ClampPassing(torch.autograd.Function):
 
 
 def _largest_within(limit: float, dtype: torch.dtype) -> float:
-    """The largest number of the dtype that is not above the limit: 65,280 in bfloat16 for float16's 65,504."""
+    """Return the largest number of the dtype that is not above the limit: 65,280 in bfloat16 for float16's 65,504."""
     number = torch.tensor(limit, dtype=torch.float64).to(dtype)
     return float(number if float(number) <= limit else torch.nextafter(number, torch.zeros_like(number)))
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A structure with its floating tensors changed, of the same types."""
+    """Return the structure with its floating-point tensors changed, in the same types."""
     if isinstance(value, Tensor):
         return change(value) if value.dtype in _CARRIERS else value
     if isinstance(value, dict):
-        held = cast("dict[Any, Any]", value)
-        for key, item in held.items():  # in place: a mapping of another library may hold more than its items
-            held[key] = _mapped(item, change)
-        return held
+        mapping = cast("dict[Any, Any]", value)
+        for key, item in mapping.items():  # in place: another library's mapping may contain more than its items
+            mapping[key] = _mapped(item, change)
+        return mapping
     if isinstance(value, list):
         return [_mapped(item, change) for item in cast("list[Any]", value)]
     if isinstance(value, tuple):
