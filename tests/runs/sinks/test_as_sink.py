@@ -2,14 +2,16 @@ import functools
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from plimsoll.errors import ArgumentError, MissingExtraError
-from plimsoll.extras import install_line
+from plimsoll.extras import EXTRAS, install_line
+from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink
+from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink, resolve
 from tests.support import processes
 from tests.support.runs.sinks import Recorder, record
 
@@ -76,6 +78,56 @@ def test_methods_but_put_may_be_missing() -> None:
 @pytest.mark.parametrize(("name", "sink"), TRACKERS.items())
 def test_names_of_our_own(name: str, sink: type) -> None:
     assert type(as_sink(name)) is sink
+
+
+def test_choices_derive_from_what_the_classes_declare() -> None:
+    assert {sink.name: sink for sink in TRACKERS.values()} == dict(resolve.TRACKERS)
+    assert all(sink.extra in EXTRAS for sink in TRACKERS.values())
+
+
+def packaged(folder: Path, package: str, entry: str, source: str = "") -> None:
+    """An installed package with one entry point: metadata as an installer writes it, and a module."""
+    metadata = folder / f"{package}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{resolve.GROUP}]\n{entry}\n")
+    if source:
+        (folder / f"{package}.py").write_text(source)
+
+
+def test_the_packaged_sink_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "how-to" / "sinks.md").read_text("utf-8")
+    section = guide.partition("## A sink in a package")[2].partition("\n## ")[0]
+    source, declared = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)[0] for kind in ("python", "toml"))
+    ((name, target),) = tomllib.loads(declared)["project"]["entry-points"][resolve.GROUP].items()
+    packaged(tmp_path / "site", "plimsoll_jsonl", f"{name} = {target}", source)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "plimsoll_jsonl", raising=False)
+    with pytest.raises(ArgumentError, match=f"'mlflow', '{name}'; got 'comet'"):
+        as_sink("comet")
+    assert "plimsoll_jsonl" not in sys.modules, "listing the names loads nothing"
+    with RunWriter(tmp_path / "run", sinks=[as_sink(name)]) as writer:
+        writer.write(Scalars(step=1, values={"loss": 0.5}))
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+    sys.modules.pop("plimsoll_jsonl")
+
+
+def test_a_broken_package_is_named_when_its_sink_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged(tmp_path, "sunk", "sunk = sunk:Sunk", "raise RuntimeError('half installed')")
+    packaged(tmp_path, "gone", "gone = gone_module:Gone")
+    packaged(tmp_path, "own", "wandb = own:Wandb")
+    for package in ("one", "two"):
+        packaged(tmp_path, package, "twice = json:loads")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert as_sink(print).sink_name == "print"  # pyright: ignore[reportAttributeAccessIssue]
+    assert as_sink(sink := Recorder()) is sink
+    for name, reason in {"sunk": "RuntimeError: half installed", "gone": "ModuleNotFoundError: .*gone_module"}.items():
+        with pytest.raises(ArgumentError, match=f"the sink '{name}' of the package {name} to load from .*{reason}"):
+            as_sink(name)
+    with pytest.raises(ArgumentError, match="expected one package that offers the sink 'twice'; got one, two"):
+        as_sink("twice")
+    if "wandb" not in MISSING:
+        assert type(as_sink("wandb")) is WandB, "a name of Plimsoll's own is not taken over"
 
 
 async def _later(record: StepRecord) -> None: ...

@@ -105,9 +105,9 @@ def test_more_histograms_than_the_cap_are_said_once() -> None:
             "Test: expected statistics of a spectrum; got 'median'. Choose from absmax, ",
         ),
         ({"statistics": "average"}, "got 'average'"),
-        ({"every": 0}, "Test: expected every to be a whole number >= 1; got every=0"),
+        ({"every": 0}, "Test: expected every to be an integer of at least 1; got every=0"),
         ({"every": 2.5}, "got every=2.5"),
-        ({"max_histograms": -1}, "expected max_histograms to be a whole number >= 0; got max_histograms=-1"),
+        ({"max_histograms": -1}, "expected max_histograms to be an integer of at least 0; got max_histograms=-1"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a run goes besides its folder: TensorBoard, W&B, MLflow, a Python callable; and what keeps them at a distance.
+"""Sinks, which send a run elsewhere while it is written: TensorBoard, W&B, MLflow, a Python callable.
 
 No tracker's package is imported before its sink is opened, on the sink's own thread.
 """

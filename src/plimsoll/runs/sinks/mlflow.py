@@ -1,10 +1,4 @@
-"""Sends a run's numbers to MLflow, as metrics with the training step.
-
-MLflow has no histograms. It takes letters, digits and ``_-./ :`` in names (no colon on Windows), 250 characters, and no
-name that a file system would read as another ("a//b", "../a"). A name that does not fit gets ``_`` for what it may not
-hold and a hash of the original behind it, so that no two become one. MLflow's databases store Inf as 1.8e308, a number
-that never was: infinite values are left out. NaN is kept.
-"""
+"""Sink for MLflow: metrics with the training step. MLflow has no histograms."""
 
 import hashlib
 import os
@@ -18,25 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks.extras import load, require
 from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, Selection
+from plimsoll.runs.sinks.tracker import Tracker, load
 
-# mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_ENTITY_KEY_LENGTH, validate_param_and_metric_name.
+# Names may have letters, digits and "_-./ :" (no colon on Windows), and must not be paths that a file system reads as
+# others ("a//b", "../a"). mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_ENTITY_KEY_LENGTH,
+# validate_param_and_metric_name.
 _BATCH = 1000
 _NAME_LENGTH = 250
 _FOREIGN = re.compile(r"[^/\w.\- ]" if os.name == "nt" else r"[^/\w.\- :]")
 
 
-class MLflow:
-    """The sink for MLflow.
+class MLflow(Tracker):
+    """Sink for MLflow.
 
-    - `experiment`: the name of the experiment, which is made if it is missing; the run bears the run folder's name.
-    - `run_id`: an existing run to add to instead, which is not ended.
-    - `tracking_uri`: where to; None is MLflow's own setting.
-    - `statistics`, `every` as for `TensorBoard`. An event is the metric "events/kind": how many at that step.
+    An event is the metric "events/kind": the number of such events at that step.
 
-    Raises `MissingExtraError` without mlflow, `ArgumentError` for a statistic that does not exist.
+    Args:
+        experiment: Name of the experiment, which is created if it is missing. The run gets the run folder's name.
+        run_id: An existing MLflow run to add to, which is not ended. Default: a new run.
+        tracking_uri: Address of the tracking server. Default: MLflow's own setting.
+        statistics: Statistics to send, as for `TensorBoard`.
+        every: Least number of steps between the spectra that are sent. Default: 1.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+        ArgumentError: A statistic does not exist.
     """
+
+    name = extra = module = "mlflow"
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class MLflow:
         every: int = 1,
     ) -> None:
         self._selection = Selection("MLflow", statistics, every, 0)
-        require("mlflow", "MLflow")
+        self.require()
         self._experiment = experiment
         self._own = run_id is None
         self._run_id = run_id
@@ -57,21 +61,21 @@ class MLflow:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None until it is started."""
+        """The id of the MLflow run. None until it is started."""
         return self._run_id
 
     def open(self, run_path: Path, settings: Mapping[str, object]) -> None:  # noqa: ARG002  (a sink's signature)
-        """Imports MLflow, which takes seconds, and starts the run unless there is one."""
+        """Import MLflow, which takes seconds, and start the run unless there is one."""
         self._client = load("mlflow.tracking").MlflowClient(tracking_uri=self._tracking_uri)
         if self._run_id is None:
-            # With a name of its own: MLflow would draw one from Python's random numbers, which are the user's.
+            # Without a name, MLflow draws one from Python's random numbers, and the user's sequence changes.
             run = self._client.create_run(
                 self._experiment_id(), run_name=run_path.name, tags={"plimsoll.run": str(run_path)}
             )
             self._run_id = str(run.info.run_id)
 
     def put(self, record: StepRecord) -> None:
-        """Logs one step's metrics, a thousand at a time."""
+        """Log one step's metrics, a thousand per request."""
         metric = load("mlflow.entities").Metric
         now = int(time.time() * 1000)
         metrics = (metric(metric_name(tag), value, now, step) for tag, value, step in self._numbers(record))
@@ -79,10 +83,10 @@ class MLflow:
             self._client.log_batch(self._run_id, metrics=batch)
 
     def flush(self) -> None:
-        """Has nothing to do: metrics are sent when they are put."""
+        """Do nothing: metrics are sent by `put`."""
 
     def close(self) -> None:
-        """Ends the run if it is our own."""
+        """End the run if this sink started it."""
         if self._own and self._run_id is not None:
             self._client.set_terminated(self._run_id)
 
@@ -92,7 +96,7 @@ class MLflow:
 
     def _numbers(self, record: StepRecord) -> Iterator[tuple[str, float, int]]:
         for tag, value in self._selection.of(record).scalars.items():
-            if not isinf(value):
+            if not isinf(value):  # MLflow's databases store Inf as 1.8e308; NaN they keep
                 yield tag, value, record.step
         kinds = [(event.kind, event.step) for event in record.events]
         for kind, step in dict.fromkeys(kinds):
@@ -100,7 +104,9 @@ class MLflow:
 
 
 def metric_name(tag: str) -> str:
-    """The name under which MLflow takes `tag`: itself wherever it can be.
+    """Return the name under which MLflow accepts `tag`.
+
+    A name that MLflow refuses gets "_" for each such character, and a hash of the original so that names stay distinct.
 
     >>> metric_name("gradients/blocks.0.weight/norm"), metric_name("loss (train)")
     ('gradients/blocks.0.weight/norm', 'loss _train_-dbbf7c64')

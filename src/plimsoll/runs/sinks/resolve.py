@@ -1,26 +1,28 @@
-"""Takes what a user gives for a sink: one of ours by name, an object with `put`, or a plain function of a record."""
+"""Sinks from what a user gives: a name, an object with `put`, or a function of a record.
+
+Names are those of the classes in `TRACKERS`, and of entry points in the group `plimsoll.sinks`, by which another
+package offers a sink. An entry point is loaded only when its name is asked for.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import cast
 
-from plimsoll.errors import ArgumentError
+from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import Sink, StepRecord
 from plimsoll.runs.sinks.mlflow import MLflow
 from plimsoll.runs.sinks.tensorboard.sink import TensorBoard
 from plimsoll.runs.sinks.wandb import WandB
 
-_BY_NAME: Mapping[str, Callable[[], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+GROUP = "plimsoll.sinks"
+TRACKERS: Mapping[str, Callable[[], Sink]] = {sink.name: sink for sink in (TensorBoard, WandB, MLflow)}
 _METHODS = ("open", "put", "flush", "close")
-_CHOICES = (
-    "a function that takes a StepRecord, an object with a method put(record), or one of "
-    "'tensorboard', 'wandb', 'mlflow'"
-)
 
 
 class _Partial:
-    """A sink made of the methods that there are."""
+    """A sink made of the methods that an object has."""
 
     def __init__(self, name: str, methods: Mapping[str, Callable[..., object]]) -> None:
         self.sink_name = name
@@ -44,16 +46,20 @@ class _Partial:
 
 
 def as_sink(given: object) -> Sink:
-    """The sink that `given` stands for.
+    """Return the sink that `given` stands for.
 
-    - "tensorboard", "wandb", "mlflow": that sink with its defaults;
-    - an object with `put`: itself; `open`, `flush` and `close` may be missing;
-    - any other callable: called with each `StepRecord`, on the sink's own thread.
+    Args:
+        given: The name of a sink, for that sink with its defaults. Or an object with `put`; `open`, `flush` and
+            `close` may be missing. Or any other callable, which is called with each `StepRecord` on the sink's thread.
+
+    Raises:
+        ArgumentError: `given` is none of these, or the package that offers a sink of that name cannot be loaded.
+        MissingExtraError: The tracker of that name is not installed.
     """
     if isinstance(given, str):
         return _by_name(given)
     if isinstance(given, type):
-        raise ArgumentError(f"as_sink: expected {_CHOICES}; got the class {given.__name__}. Give {given.__name__}().")
+        raise ArgumentError(f"{_expected()}; got the class {given.__name__}. Give {given.__name__}().")
     methods = {name: getattr(given, name) for name in _METHODS if callable(getattr(given, name, None))}
     if len(methods) == len(_METHODS):
         return cast("Sink", given)
@@ -64,27 +70,58 @@ def as_sink(given: object) -> Sink:
 
 
 def _by_name(name: str) -> Sink:
-    if name not in _BY_NAME:
-        raise ArgumentError(f"as_sink: expected {_CHOICES}; got {name!r}. Choose one of these.")
-    return _BY_NAME[name]()
+    if name in TRACKERS:
+        return TRACKERS[name]()
+    offered = tuple(entry_points(group=GROUP, name=name))
+    if not offered:
+        raise ArgumentError(f"{_expected()}; got {name!r}. Choose one of these.")
+    packages = sorted({_package(entry) for entry in offered})
+    if len(packages) > 1:
+        raise ArgumentError(
+            f"as_sink: expected one package that offers the sink {name!r}; got {', '.join(packages)}. "
+            "Uninstall all but one."
+        )
+    try:
+        # The entry point is a class or a function without arguments. What it returns may lack methods, as any object.
+        return as_sink(offered[0].load()())
+    except PlimsollError:  # a missing package, for example: the message says what to do
+        raise
+    except Exception as error:  # whatever the code of another package raises
+        raise ArgumentError(
+            f"as_sink: expected the sink {name!r} of the package {packages[0]} to load from {offered[0].value!r}; got "
+            f"{type(error).__name__}: {error}. Update that package, or uninstall it."
+        ) from error
+
+
+def _package(entry: EntryPoint) -> str:
+    # A folder of metadata that lacks its METADATA file has no name.
+    return str(getattr(entry.dist, "name", None) or "of unknown name")
+
+
+def _expected() -> str:
+    names = dict.fromkeys((*TRACKERS, *sorted(entry_points(group=GROUP).names)))
+    return (
+        "as_sink: expected a function that takes a StepRecord, an object with a method put(record), or one of "
+        f"{', '.join(map(repr, names))}"
+    )
 
 
 def _function(given: object) -> Callable[..., object]:
     if not callable(given):
-        raise ArgumentError(f"as_sink: expected {_CHOICES}; got {given!r} ({type(given).__name__}). Give one of these.")
+        raise ArgumentError(f"{_expected()}; got {given!r} ({type(given).__name__}). Give one of these.")
     if inspect.iscoroutinefunction(given):
-        raise ArgumentError(f"as_sink: expected {_CHOICES}; got the coroutine function {given!r}. Give a plain one.")
-    if not _takes_one(given):
+        raise ArgumentError(f"{_expected()}; got the coroutine function {given!r}. Give a plain one.")
+    if not _accepts_one_argument(given):
         raise ArgumentError(
-            f"as_sink: expected {_CHOICES}; got {given!r}, which cannot be called with one argument. Give one that can."
+            f"{_expected()}; got {given!r}, which cannot be called with one argument. Give one that can."
         )
     return given
 
 
-def _takes_one(function: Callable[..., object]) -> bool:
+def _accepts_one_argument(function: Callable[..., object]) -> bool:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # built-ins that do not tell
+    except (TypeError, ValueError):  # some built-ins have no signature
         return True
     try:
         signature.bind(None)

@@ -1,38 +1,38 @@
-"""What a tracker is given of a step: one number per tensor and statistic, and one histogram per tensor."""
+"""Numbers and histograms of a step for a tracker: one number per tensor and statistic, one histogram per tensor."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.row_layout import LOWEST_BINADE
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.user_messages import say
 from plimsoll.spectrum import Spectrum
 
-# Every property and field of a spectrum that is one number.
+# All properties and fields of a spectrum that are numbers.
 STATISTICS = (
     "absmax", "absmean", "absmin", "abssum", "count", "finite", "max", "mean", "min", "nans", "neg_infs", "nonfinite",
     "nonzero", "norm", "pos_infs", "rms", "std", "sum", "sumsq", "zero_fraction", "zeros",
 )  # fmt: skip
-# `nonfinite` is among them because the others speak of finite values only: a tensor half NaN would look healthy.
+# The other statistics are of finite values only: without `nonfinite`, a tensor that is half NaN looks healthy.
 DEFAULT_STATISTICS = ("absmax", "absmean", "mean", "std", "norm", "min", "max", "zero_fraction", "nonfinite")
 MAX_HISTOGRAMS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """Nonzero finite values by floor(log2(abs(x))): ``counts[i]`` lie in [2^(lowest+i), 2^(lowest+i+1))."""
+    """Nonzero finite values by floor(log2(abs(x))): ``counts[i]`` are in [2^(lowest+i), 2^(lowest+i+1))."""
 
     lowest: int
     counts: NDArray[np.int64]
 
     @property
     def edges(self) -> NDArray[np.int64]:
-        """The exponents between which the counts lie: one more than there are counts."""
+        """The exponents at the ends of the bins, one more than there are bins."""
         return np.arange(self.lowest, self.lowest + len(self.counts) + 1)
 
 
@@ -45,26 +45,28 @@ class StepValues:
 
 
 class Selection:
-    """Picks a step's values by the settings that all trackers share.
+    """Selector of a step's values by the settings that all trackers share.
 
-    - `statistics`: of `STATISTICS`.
-    - `every`: spectra are taken when at least so many steps lie between; numbers that were logged always are.
-    - `max_histograms`: per step; 0 for none. Of more, the first by collection and name are taken, which is said once.
+    Args:
+        sink: Name of the sink, for messages.
+        statistics: Names of `STATISTICS`.
+        every: Least number of steps between the spectra that are taken. Logged numbers are always taken.
+        max_histograms: Most histograms per step, the first by collection and name, with one warning. 0 for none.
     """
 
     def __init__(self, sink: str, statistics: Sequence[str], every: int, max_histograms: int) -> None:
         self._sink = sink
         self._statistics = _checked(sink, statistics)
-        self._every = _at_least(sink, "every", every, 1)
-        self._max_histograms = _at_least(sink, "max_histograms", max_histograms, 0)
+        self._every = integer(sink, "every", every, low=1, remedy="Use 1 to take every step.")
+        self._max_histograms = integer(sink, "max_histograms", max_histograms, low=0, remedy="Use 0 for no histograms.")
         self._last: int | None = None
-        self._told = False
+        self._warned = False
 
     def of(self, record: StepRecord) -> StepValues:
-        """The record's values; its spectra are decoded only where they are due."""
+        """Return the record's values. Spectra are decoded only where they are due."""
         if not self._due(record.step):
             return StepValues(scalars=dict(record.scalars))
-        # Tensors without values (an empty shard) have no statistic to show.
+        # A tensor without values (an empty shard) has no statistics.
         spectra = {key: spectrum for key, spectrum in sorted(record.spectra().items()) if spectrum.count}
         if spectra:
             self._last = record.step
@@ -74,15 +76,15 @@ class Selection:
         )
 
     def _due(self, step: int) -> bool:
-        # A step before the last one is a run that was taken back to a checkpoint; the same one, more of that step.
+        # An earlier step comes from a run that went back to a checkpoint; the same step again, from a later part of it.
         return self._last is None or step <= self._last or step - self._last >= self._every
 
     def _histograms(self, spectra: Mapping[tuple[str, str], Spectrum]) -> dict[str, Histogram]:
         if not self._max_histograms:
             return {}
         found = {"/".join(key): histogram(spectrum) for key, spectrum in spectra.items() if spectrum.nonzero}
-        if len(found) > self._max_histograms and not self._told:
-            self._told = True
+        if len(found) > self._max_histograms and not self._warned:
+            self._warned = True
             say(
                 f"{self._sink}: a step has {len(found):,} histograms; the first {self._max_histograms:,} are written. "
                 "Give a larger max_histograms for the others, or collect fewer tensors."
@@ -91,7 +93,7 @@ class Selection:
 
 
 def histogram(spectrum: Spectrum) -> Histogram:
-    """The binades from the lowest to the highest that hold anything."""
+    """Return the binades from the lowest to the highest with values."""
     filled = np.flatnonzero(spectrum.binades)
     first, last = int(filled[0]), int(filled[-1])
     return Histogram(lowest=first + LOWEST_BINADE, counts=spectrum.binades[first : last + 1])
@@ -112,9 +114,3 @@ def _checked(sink: str, statistics: Sequence[str]) -> tuple[str, ...]:
             f"Choose from {', '.join(STATISTICS)}."
         )
     return names
-
-
-def _at_least(sink: str, name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or math.floor(value) != value or value < least:
-        raise ArgumentError(f"{sink}: expected {name} to be a whole number >= {least}; got {name}={value!r}. Give one.")
-    return int(value)

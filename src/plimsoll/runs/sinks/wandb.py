@@ -1,8 +1,8 @@
-"""Sends a run to Weights & Biases, with the training step as its own axis, "plimsoll/step".
+"""Sink for Weights & Biases, with the training step as the axis "plimsoll/step".
 
-W&B numbers the rows of a run by itself, ignores rows that come with a smaller number than the last, and counts up with
-every row. Ours must not push the user's out, so they go to a run of their own, or, in the user's run, into the row that
-the user's next ``wandb.log`` completes.
+W&B numbers the rows of a run itself, ignores rows with a smaller number than the last, and counts up with every row.
+Rows of a sink must not displace the user's. They go to a separate run or, in the user's run, into the row that the
+user's next ``wandb.log`` completes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,27 +11,40 @@ from typing import Any
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks.extras import load, require
 from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection
+from plimsoll.runs.sinks.tracker import Tracker, load
 from plimsoll.runs.user_messages import say
 
 _STEP = "plimsoll/step"
 
 
-class WandB:
-    """The sink for Weights & Biases.
+class WandB(Tracker):
+    """Sink for Weights & Biases.
 
-    - Without `run`, a run of its own is started beside any other, in the run's folder, with the run's settings as its
-      config, and finished in the end. `name` (the run folder's, if None), `mode` and `init_arguments` are those of
-      ``wandb.init``.
-    - `run`: an existing ``wandb.Run`` instead, which is not finished. Values wait for your next ``run.log``, so that
-      your own steps stay as they are; if several steps meet in one of your rows, the last one stays, and this is said
-      once. `commit` gives each its own row, which moves W&B's step on: only if you never log with ``step=``.
-    - `statistics`, `histograms`, `every`, `max_histograms` as for `TensorBoard`. Names begin with "plimsoll/";
-      histograms are of log2 of the magnitudes; an event is its count and its message under "plimsoll/events/kind".
+    Names begin with "plimsoll/". Histograms are of log2 of the magnitudes. An event is its count and its message under
+    "plimsoll/events/kind".
 
-    Raises `MissingExtraError` without wandb, `ArgumentError` for arguments that do not fit.
+    Args:
+        project: Project of the new run.
+        name: Name of the new run. Default: that of the run's folder.
+        run: An existing ``wandb.Run`` to write to, which is not finished. Values wait for your next ``run.log``, so
+            that your steps stay as they are. If several steps meet in one of your rows, only the last is kept, with
+            one warning. Default: a new run next to any other, in the run's folder, with the run's settings as config.
+        mode: As for ``wandb.init``.
+        commit: With `run`, whether each step gets a row. That advances W&B's step: only if you never log with
+            ``step=``. Default: False.
+        statistics: As for `TensorBoard`, like `histograms`, `every` and `max_histograms`.
+        histograms: Whether to send histograms.
+        every: Least number of steps between the spectra that are sent. Default: 1.
+        max_histograms: Most histograms per step. Default: 1,000.
+        init_arguments: Further arguments of ``wandb.init``.
+
+    Raises:
+        MissingExtraError: W&B is not installed.
+        ArgumentError: Arguments contradict each other, or a statistic does not exist.
     """
+
+    name = extra = module = "wandb"
 
     def __init__(
         self,
@@ -52,16 +65,16 @@ class WandB:
                 "WandB: expected either run= or arguments for a new run; got both. Leave out one of them."
             )
         self._selection = Selection("WandB", statistics, every, max_histograms if histograms else 0)
-        require("wandb", "WandB")
+        self.require()
         self._own = run is None
         self._run: Any = run
         self._commit = commit or self._own
         self._init_arguments: dict[str, Any] = {"project": project, "name": name, "mode": mode, **init_arguments}
         self._last_row: int | None = None
-        self._told = False
+        self._warned = False
 
     def open(self, run_path: Path, settings: Mapping[str, object]) -> None:
-        """Starts the run, unless there is one, and tells it the axis."""
+        """Start the run, unless there is one, and define the axis."""
         if self._own:
             self._run = self._start(run_path, settings)
         self._run.define_metric(_STEP, hidden=True)
@@ -69,16 +82,16 @@ class WandB:
         self._run.define_metric("plimsoll/*", step_metric=_STEP, step_sync=False)
 
     def put(self, record: StepRecord) -> None:
-        """Logs one step's row, and a row for each event of another step."""
+        """Log one step's row, and a row for each event of another step."""
         for step, row in self._rows(record).items():
             if row:
                 self._log({_STEP: step, **{f"plimsoll/{tag}": value for tag, value in row.items()}})
 
     def flush(self) -> None:
-        """Has nothing to do: W&B sends rows on by itself."""
+        """Do nothing: W&B sends rows itself."""
 
     def close(self) -> None:
-        """Finishes the run if it is our own."""
+        """Finish the run if this sink started it."""
         if self._own and self._run is not None:
             self._run.finish()
 
@@ -90,7 +103,7 @@ class WandB:
         arguments.setdefault("dir", str(run_path))
         arguments.setdefault("config", dict(settings))
         if "settings" not in arguments:
-            # What the script prints belongs to the user's own run.
+            # The script's output belongs to the user's run.
             arguments["settings"] = wandb.Settings(console="off")
             _check_login(wandb, arguments["mode"])
         # create_new leaves another active run, and wandb.run, alone.
@@ -116,8 +129,8 @@ class WandB:
             self._run.log(row, commit=True)
             return
         current = self._run.step
-        if current == self._last_row and not self._told:
-            self._told = True
+        if current == self._last_row and not self._warned:
+            self._warned = True
             say(
                 "WandB: several steps met in one row of your W&B run, and only the last is kept. Log more often than "
                 "plimsoll does, give commit=True, or leave out run= for a run of its own."
@@ -127,7 +140,7 @@ class WandB:
 
 
 def _check_login(wandb: Any, mode: str | None) -> None:
-    """Raises where W&B would ask for an API key: from this thread, that would take the terminal from the user."""
+    """Raise where W&B would ask for an API key: from this thread, it would take the terminal from the user."""
     mode = mode or wandb.setup().settings.mode
     if mode not in {"offline", "disabled", "dryrun"} and not wandb.login(prompt=False):
         raise PlimsollError(
