@@ -32,12 +32,12 @@ help:
 	@echo 'make clean   remove what the targets above have made'
 
 # torch first, by itself: a build for this machine that the package index offers is taken, and what follows keeps it.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Plimsoll needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@echo 'Setting up $(VENV) (once; a few minutes)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet -c constraints.txt $(TORCH)
-	@$(PIP) install --quiet -c constraints.txt --editable '.[dev]'
+	@$(PIP) install --quiet -c constraints.txt --editable '.[dev]' --editable ./lab
 	@touch $@
 
 $(BENCH_READY): $(READY)
@@ -83,8 +83,8 @@ bench: $(BENCH_READY)
 
 # Exit code 1 is a claim that does not hold: that is recorded too.
 lab: $(READY)
-	OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab --all --out lab || [ $$? = 1 ]
-	cp lab/outcomes.json src/plimsoll/lab/recorded.json
+	OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab --all --out lab-all || [ $$? = 1 ]
+	cp lab-all/outcomes.json lab/src/plimsoll_lab/recorded.json
 	$(BIN)/python docs/evidence.py
 
 trust: $(READY)
@@ -97,5 +97,5 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) demo lab site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo lab-all site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

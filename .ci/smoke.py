@@ -50,8 +50,11 @@ def core(folder: Path) -> None:
     run = pl.Run(trained(folder / "run"))
     assert len(run.steps) == 5 and pl.cast(torch.tensor([1.1]), "e4m3").item() == 1.125
     pl.diagnose(run), pl.whatif(run, "fp16")
-    for command in (["check", str(run.path)], ["whatif", str(run.path), "--format", "bf16"], ["doctor"], ["lab"]):
+    for command in (["check", str(run.path)], ["whatif", str(run.path), "--format", "bf16"], ["doctor"]):
         subprocess.run([sys.executable, "-m", "plimsoll", *command], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "plimsoll", "lab", "demo", "--full"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 2 and "pip install -e ./lab" in said.stderr, said.stderr
     command = [sys.executable, "-m", "plimsoll", "report", str(run.path)]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 2 and "plimsoll[report]" in said.stderr, said.stderr
@@ -168,15 +171,17 @@ def sql(folder: Path) -> None:
     assert count > 0
 
 
-def sweep(_: Path) -> None:
-    from plimsoll.lab._engines import carry_out_on
+def lab(_: Path) -> None:
+    """The experiments, and Ray for their sweeps."""
+    from plimsoll_lab.running.engines import carry_out_on
 
+    subprocess.run([sys.executable, "-m", "plimsoll", "lab"], check=True, stdout=subprocess.DEVNULL)
     assert carry_out_on("ray", "json:dumps", [{"a": 1}], device="cpu") == ['{"a": 1}']
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
-    for check in (core, report, serve, tensorboard, wandb, mlflow, lightning, transformers, sql, sweep)
+    for check in (core, report, serve, tensorboard, wandb, mlflow, lightning, transformers, sql, lab)
 }
 
 if __name__ == "__main__":

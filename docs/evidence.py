@@ -5,7 +5,7 @@ python docs/evidence.py       after `make lab`, which does it itself
 
 from pathlib import Path
 
-from plimsoll.lab import EXPERIMENTS, Experiment, Outcome, Standing, recorded, standings
+from plimsoll_lab import EXPERIMENTS, Experiment, Outcome, Standing, recorded, standings
 
 PAGE = Path(__file__).with_name("evidence.md")
 _HEAD = """# The evidence

@@ -14,6 +14,7 @@ import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "plimsoll"
+LAB = ROOT / "lab" / "src" / "plimsoll_lab"
 PAGE = {".js", ".css", ".html", ".jinja"}
 _PRAGMA = re.compile(r"#\s*(noqa|type:|pragma|pyright|fmt|ruff|!|--)")  # no reasons, and headings
 
@@ -39,6 +40,7 @@ def numbers() -> Mapping[str, str]:
     comments = sum(comment_lines(path.read_text("utf-8")) for path in files)
     return {
         "Lines of Python and of the page in src": f"{python + page:,} ({python:,} + {page:,})",
+        "Lines of Python in the laboratory": f"{sum(map(_lines, LAB.rglob('*.py'))):,}",
         "Modules": f"{sum(folders.values()):,}",
         "Modules in the largest folder": f"{entries} ({largest.relative_to(SOURCE)})",
         "Imports of another folder's underscored modules": f"{private:,}",

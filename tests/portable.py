@@ -39,7 +39,11 @@ def copy_tree(folder: Path) -> Path:
             shutil.copy2(ROOT / name, copy / name)
     venv.create(copy / ".venv", symlinks=True)
     packages = next((copy / ".venv").glob("lib/python*/site-packages"))
-    paths = [str(copy / "src"), *(path for path in sys.path if path.endswith("site-packages"))]
+    paths = [
+        str(copy / "src"),
+        str(copy / "lab" / "src"),
+        *(path for path in sys.path if path.endswith("site-packages")),
+    ]
     (packages / "here.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
     return copy
 

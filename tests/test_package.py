@@ -14,7 +14,7 @@ import pytest
 import plimsoll
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = {"report", "serve", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "sql", "sweep"}
+EXTRAS = {"report", "serve", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "sql"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,19 @@ def packaged(folder: Path) -> set[str]:
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == packaged(ROOT / "src" / "plimsoll")
-    assert {"plimsoll/py.typed", "plimsoll/lab/recorded.json"} <= held
+    assert "plimsoll/py.typed" in held
+
+
+def test_experiments_are_in_a_wheel_of_their_own(tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT / "lab", check=True)
+    (path,) = tmp_path.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(path).namelist() if ".dist-info/" not in name}
+    assert names == packaged(ROOT / "lab" / "src" / "plimsoll_lab")
+    assert {"plimsoll_lab/py.typed", "plimsoll_lab/recorded.json"} <= names
+    assert not [name for name in wheel.namelist() if "experiment" in name]
+    version = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert version == plimsoll.__version__
 
 
 def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:

@@ -2,14 +2,13 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 
-import plimsoll
 from plimsoll.text import number, percent, power, steps
+from tests import house
 
-SOURCE = Path(plimsoll.__file__).parent
+SOURCES = [house.SOURCE, house.LAB]
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 1e-4, 0.0099, 0.1, 0.58, 0.985, 0.9951, 0.99999, 1.0])
@@ -36,8 +35,8 @@ def test_no_other_module_spells_shares() -> None:
     own = re.compile(r":\.?\d*%\}|\bdef _?percent\b|[0-9}]%[\"' ,;.)]")
     hover = ("hovertemplate", "tickformat", "hover")  # Plotly's own language
     found = [
-        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        f"{path.relative_to(house.ROOT)}:{number}: {line.strip()}"
+        for path in sorted(path for source in SOURCES for path in source.rglob("*.py"))
         if path.name not in ("text.py", "intervals.py")  # an Interval takes a format of the caller's own
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         if own.search(line) and not any(word in line for word in hover)

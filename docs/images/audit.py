@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from plimsoll.lab.experiments.audit.experiment import Setup, Trained
-from plimsoll.lab.source_text import make_batch, standard_library
 from plimsoll.unit import audit, convert
+from plimsoll_lab.experiments.audit.experiment import Setup, Trained
+from plimsoll_lab.source_text import make_batch, standard_library
 
 WIDTH, COLOURS = 900, 64
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

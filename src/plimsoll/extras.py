@@ -14,7 +14,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "lightning": ("lightning>=2.3",),
     "transformers": ("transformers[torch]>=4.44",),
     "sql": ("duckdb>=1.0",),
-    "sweep": ("ray>=2.9",),
 }
 
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from plimsoll.cli import app
-from plimsoll.cli.screens import lab_progress, lab_result
 from plimsoll.diagnosis import Finding
-from plimsoll.lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, registry
 from plimsoll.runs import RunWriter, Scalars
+from plimsoll_lab import EXPERIMENTS, ROWS, Bench, Claim, Experiment, Measured, Training, registry
+from plimsoll_lab.screens import progress as lab_progress, result as lab_result
 
 FINDING = Finding(
     rule="scale-collapse", severity="alarm", since_step=1300, until_step=1310, meaning="It fell.", advice="Raise it.",
@@ -53,7 +53,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
     found = {"toy": experiment(10.0), "broken": experiment(9.0), "hostile": experiment(10.0, "[red]\x1b[2J</script>")}
     found = {name: dataclasses.replace(each, name=name) for name, each in found.items()}
     monkeypatch.setattr(registry, "EXPERIMENTS", found)
-    monkeypatch.setattr("plimsoll.lab.EXPERIMENTS", found)
+    monkeypatch.setattr("plimsoll_lab.EXPERIMENTS", found)
     monkeypatch.setenv("COLUMNS", "80")
     return found
 

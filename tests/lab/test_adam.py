@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab.claim import Claim
-from plimsoll.lab.experiment import Bench, Silent
-from plimsoll.lab.experiments.adam.analysis import BOUND, EXPLODES
-from plimsoll.lab.experiments.adam.experiment import ADAM, claims, measure_with
-from plimsoll.lab.experiments.adam.training import KINDS, Data, Net, Setup, setup_for, train
-from plimsoll.lab.result import Measured
 from plimsoll.runs import Run
+from plimsoll_lab.claim import Claim
+from plimsoll_lab.experiment import Bench, Silent
+from plimsoll_lab.experiments.adam.analysis import BOUND, EXPLODES
+from plimsoll_lab.experiments.adam.experiment import ADAM, claims, measure_with
+from plimsoll_lab.experiments.adam.training import KINDS, Data, Net, Setup, setup_for, train
+from plimsoll_lab.result import Measured
 
 SMALL = Setup(steps=66, spell=6, opening=48, inputs=8, width=8, batch=16)
 # What needs a longer training than this: an end to compare.
@@ -112,7 +112,7 @@ def test_an_end_that_is_no_better_is_told(measured: Measured) -> None:
 
 def test_with_state_in_fp32_nothing_explodes(measured: Measured, tmp_path: Path) -> None:
     """The small epsilon's claims fail where its training keeps FP32 state: it is the state that does it."""
-    from plimsoll.lab.experiments.adam.analysis import judged
+    from plimsoll_lab.experiments.adam.analysis import judged
 
     kind = dataclasses.replace(KINDS[2], precision="fp32")
     train(kind, SMALL, tmp_path / "run", seed=0, device="cpu", progress=Silent())

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, MissingExtraError
-from plimsoll.lab import Bench, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.amp import experiment
-from plimsoll.lab.experiments.amp.analysis import ends, fell_to, furthest, losses
-from plimsoll.lab.experiments.amp.claims import of_losses, of_memory, of_times
-from plimsoll.lab.experiments.amp.data import make_rows, make_scenes, make_spans
-from plimsoll.lab.experiments.amp.experiment import AMP, levels_of, measure_with
-from plimsoll.lab.experiments.amp.memory import Footprint, footprint
-from plimsoll.lab.experiments.amp.models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
-from plimsoll.lab.experiments.amp.networks import Network, feed_forward, published, spans, unet
-from plimsoll.lab.experiments.amp.timing import Timed, ratio, time_steps
-from plimsoll.lab.experiments.amp.training import FP8, Setup, rounds_of, setup_for, to_task
-from plimsoll.lab.statistics import Ratio
 from plimsoll.runs import Run
+from plimsoll_lab import Bench, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.amp import experiment
+from plimsoll_lab.experiments.amp.analysis import ends, fell_to, furthest, losses
+from plimsoll_lab.experiments.amp.claims import of_losses, of_memory, of_times
+from plimsoll_lab.experiments.amp.data import make_rows, make_scenes, make_spans
+from plimsoll_lab.experiments.amp.experiment import AMP, levels_of, measure_with
+from plimsoll_lab.experiments.amp.memory import Footprint, footprint
+from plimsoll_lab.experiments.amp.models import CATEGORIES, CLASSES, UNET_PARAMETERS, FeedForward, UNet, count, side_of
+from plimsoll_lab.experiments.amp.networks import Network, feed_forward, published, spans, unet
+from plimsoll_lab.experiments.amp.timing import Timed, ratio, time_steps
+from plimsoll_lab.experiments.amp.training import FP8, Setup, rounds_of, setup_for, to_task
+from plimsoll_lab.statistics import Ratio
 
 SMALL_BERT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 2000,
@@ -42,7 +42,7 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("experiment", "training"):
-            patch.setattr(f"plimsoll.lab.experiments.amp.{module}.trained_networks", lambda _: SMALL[:2])
+            patch.setattr(f"plimsoll_lab.experiments.amp.{module}.trained_networks", lambda _: SMALL[:2])
         patch.setattr(experiment, "LEVELS", ("fp32", "amp-fp16", FP8))
         return measure_with(bench(tmp_path_factory.mktemp("amp")), TINY, counted=SMALL, timed=SMALL, workers=1)
 
@@ -180,7 +180,7 @@ def test_timed_steps_leave_the_weights_and_are_of_one_loss(monkeypatch: pytest.M
     torch.manual_seed(0)
     before = [p.clone() for p in FeedForward((8, 4)).parameters()]
     ticks = iter(range(100))
-    monkeypatch.setattr("plimsoll.lab.experiments.amp.timing.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("plimsoll_lab.experiments.amp.timing.time.perf_counter", lambda: float(next(ticks)))
     found = time_steps(network, ("fp32", "amp-fp16"), rounds=2, seed=0, device="cpu", progress=Silent())
     assert all(p.equal(q) and p.dtype is q.dtype for p, q in zip(before, made[0].parameters(), strict=True))
     assert found["fp32"].seconds == found["amp-fp16"].seconds == [1.0, 1.0]  # the round that warms up is left out

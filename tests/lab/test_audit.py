@@ -9,14 +9,14 @@ import torch
 
 from plimsoll import unit
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import EXPERIMENTS, Bench, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.audit.analysis import claims
-from plimsoll.lab.experiments.audit.cost import _Arithmetic, added_share, operations
-from plimsoll.lab.experiments.audit.experiment import FIGURE, Setup, measure_with, setup_for
-from plimsoll.lab.experiments.unit.model import Plain, Unit
-from plimsoll.lab.source_text import SYMBOLS
+from plimsoll_lab import EXPERIMENTS, Bench, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.audit.analysis import claims
+from plimsoll_lab.experiments.audit.cost import _Arithmetic, added_share, operations
+from plimsoll_lab.experiments.audit.experiment import FIGURE, Setup, measure_with, setup_for
+from plimsoll_lab.experiments.unit.model import Plain, Unit
+from plimsoll_lab.source_text import SYMBOLS
 
 SMALL = Setup(steps=24, width=64, layers=2, heads=2, length=32, pieces=8, every=6)
 COSTED = {"width": 64, "layers": 2, "heads": 2, "length": 16}

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.bert.analysis import Score, behind, judged, nats_over, scored, scores
-from plimsoll.lab.experiments.bert.data import (
+from plimsoll.runs import Run
+from plimsoll_lab import Bench
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.bert.analysis import Score, behind, judged, nats_over, scored, scores
+from plimsoll_lab.experiments.bert.data import (
     LENGTH,
     LONGEST_ANSWER,
     PREDICTIONS,
@@ -26,10 +27,10 @@ from plimsoll.lab.experiments.bert.data import (
     source,
     source_of,
 )
-from plimsoll.lab.experiments.bert.experiment import claims, jobs_of
-from plimsoll.lab.experiments.bert.scores import best_spans, exact, f1
-from plimsoll.lab.experiments.bert.tokenizer import MASK, SPECIAL, corpus, vocabulary_of, words
-from plimsoll.lab.experiments.bert.training import (
+from plimsoll_lab.experiments.bert.experiment import claims, jobs_of
+from plimsoll_lab.experiments.bert.scores import best_spans, exact, f1
+from plimsoll_lab.experiments.bert.tokenizer import MASK, SPECIAL, corpus, vocabulary_of, words
+from plimsoll_lab.experiments.bert.training import (
     KINDS,
     PHASES,
     Job,
@@ -42,7 +43,6 @@ from plimsoll.lab.experiments.bert.training import (
     to_task,
     train,
 )
-from plimsoll.runs import Run
 
 SMALL = Setup(masked_steps=6, span_steps=4, masked_batch=4, span_batch=4, accumulate=2**16, width=16, layers=1, every=2)
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -58,7 +58,7 @@ def few_questions() -> "object":
     """Those of the held-out text for both trainings: the whole text takes seconds to look through."""
     with pytest.MonkeyPatch.context() as patch:
         asked = questions(held_out=True)
-        patch.setattr("plimsoll.lab.experiments.bert.data.questions", lambda *, held_out: asked)
+        patch.setattr("plimsoll_lab.experiments.bert.data.questions", lambda *, held_out: asked)
         yield
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plimsoll.errors import PlimsollError
-from plimsoll.lab import source_text
-from plimsoll.lab.source_text import (
+from plimsoll_lab import source_text
+from plimsoll_lab.source_text import (
     ALPHABET,
     HELD_OUT,
     OTHER,
@@ -59,7 +59,7 @@ def test_no_module_is_both_trained_on_and_held_out() -> None:
 
 def test_reading_imports_no_module_of_the_text() -> None:
     code = (
-        "import sys; from plimsoll.lab.source_text import *; before = set(sys.modules); standard_library(); "
+        "import sys; from plimsoll_lab.source_text import *; before = set(sys.modules); standard_library(); "
         "print(sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.clip import variants
-from plimsoll.lab.experiments.clip.analysis import judged
-from plimsoll.lab.experiments.clip.data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
-from plimsoll.lab.experiments.clip.demo import claims, measure_with
-from plimsoll.lab.experiments.clip.model import EPSILON, Clip, contrastive_loss
-from plimsoll.lab.experiments.clip.tasks import train_all
-from plimsoll.lab.experiments.clip.training import Setup, setup_for
-from plimsoll.lab.experiments.clip.variants import DEMO_KINDS, FP16
-from plimsoll.lab.running.workers import one_thread
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
+from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.clip import variants
+from plimsoll_lab.experiments.clip.analysis import judged
+from plimsoll_lab.experiments.clip.data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens
+from plimsoll_lab.experiments.clip.demo import claims, measure_with
+from plimsoll_lab.experiments.clip.model import EPSILON, Clip, contrastive_loss
+from plimsoll_lab.experiments.clip.tasks import train_all
+from plimsoll_lab.experiments.clip.training import Setup, setup_for
+from plimsoll_lab.experiments.clip.variants import DEMO_KINDS, FP16
+from plimsoll_lab.running.workers import one_thread
 
 SMALL = Setup(
     steps=120, hard_at=70, warmup=10, width=32, heads=2, layers=1, batch=16, black=4, every=5, learning_rate=2e-3

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.lab import Bench, Claim, Training
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.clip import experiment
-from plimsoll.lab.experiments.clip.claims import claims
-from plimsoll.lab.experiments.clip.conclusions import said
-from plimsoll.lab.experiments.clip.experiment import CLIP, measure_with
-from plimsoll.lab.experiments.clip.training import Setup, setup_for
-from plimsoll.lab.experiments.clip.variants import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
 from plimsoll.runs import Run
+from plimsoll_lab import Bench, Claim, Training
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.clip import experiment
+from plimsoll_lab.experiments.clip.claims import claims
+from plimsoll_lab.experiments.clip.conclusions import said
+from plimsoll_lab.experiments.clip.experiment import CLIP, measure_with
+from plimsoll_lab.experiments.clip.training import Setup, setup_for
+from plimsoll_lab.experiments.clip.variants import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
 
 TINY = Setup(
     steps=40, hard_at=24, hard_batches=6, warmup=5, width=16, heads=2, layers=1, batch=8, black=2, every=5,

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab.models.detector.anchors import PER_CELL, STRIDES, anchors, decoded, encoded, matched, overlaps
-from plimsoll.lab.models.detector.data import CLASSES, MOST, Scenes, held_out, scenes
-from plimsoll.lab.models.detector.model import Detector, Found, detection_loss
-from plimsoll.lab.models.detector.scores import mean_average_precision
+from plimsoll_lab.models.detector.anchors import PER_CELL, STRIDES, anchors, decoded, encoded, matched, overlaps
+from plimsoll_lab.models.detector.data import CLASSES, MOST, Scenes, held_out, scenes
+from plimsoll_lab.models.detector.model import Detector, Found, detection_loss
+from plimsoll_lab.models.detector.scores import mean_average_precision
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from plimsoll.formats import get
-from plimsoll.lab import Bench, perform
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.formats.experiment import FORMATS, claims
-from plimsoll.lab.experiments.formats.independent_check import by_witness, disagreements
-from plimsoll.lab.experiments.formats.measured_by_cast import by_cast
-from plimsoll.lab.experiments.formats.published_facts import FACTS, Fact
-from plimsoll.lab.result import Result
+from plimsoll_lab import Bench, perform
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.formats.experiment import FORMATS, claims
+from plimsoll_lab.experiments.formats.independent_check import by_witness, disagreements
+from plimsoll_lab.experiments.formats.measured_by_cast import by_cast
+from plimsoll_lab.experiments.formats.published_facts import FACTS, Fact
+from plimsoll_lab.result import Result
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_each_claim_can_fail() -> None:
 def test_a_value_that_is_rounded_otherwise_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = torch.tensor([1 + 3 * 2.0**-12, 1 + 3 * 2.0**-9, -0.0, math.inf, math.nan, 1e-45, 3.4e38])
     assert disagreements(halves, name) == 0
-    import plimsoll.lab.experiments.formats.independent_check as witness
+    import plimsoll_lab.experiments.formats.independent_check as witness
 
     cast = witness.cast
     monkeypatch.setattr(witness, "cast", lambda x, fmt: cast(x, fmt, rounding="toward_zero"))

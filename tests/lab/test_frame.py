@@ -11,7 +11,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.lab import (
+from plimsoll_lab import (
     EXPERIMENTS,
     Bench,
     Claim,
@@ -22,7 +22,7 @@ from plimsoll.lab import (
     perform,
     perform_all,
 )
-from plimsoll.lab.results_folder import MARK, clear
+from plimsoll_lab.results_folder import MARK, clear
 
 
 def tiny(bench: Bench) -> Measured:

@@ -11,10 +11,12 @@ import torch
 
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.gradients.experiment import (
+from plimsoll.runs import Run
+from plimsoll.spectrum import measure
+from plimsoll_lab import Bench, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.gradients.experiment import (
     FIGURE,
     GRADIENTS,
     KINDS,
@@ -24,13 +26,11 @@ from plimsoll.lab.experiments.gradients.experiment import (
     setup_for,
     small_updates,
 )
-from plimsoll.lab.experiments.gradients.histogram import below, between, histogram, scale_for, shares
-from plimsoll.lab.models.detector import training as trains
-from plimsoll.lab.models.detector.analysis import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
-from plimsoll.lab.models.detector.training import Job, Kind, Setup, rate_at, sized
-from plimsoll.lab.running.workers import one_thread
-from plimsoll.runs import Run
-from plimsoll.spectrum import measure
+from plimsoll_lab.experiments.gradients.histogram import below, between, histogram, scale_for, shares
+from plimsoll_lab.models.detector import training as trains
+from plimsoll_lab.models.detector.analysis import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
+from plimsoll_lab.models.detector.training import Job, Kind, Setup, rate_at, sized
+from plimsoll_lab.running.workers import one_thread
 
 TINY = Setup(steps=20, warmup=4, batch=2, width=4, seeds=2, every=10, held_out=4)
 # Nothing is learnt, updates are those of other sizes; and what does not hold at all.

@@ -10,9 +10,10 @@ import pytest
 
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Measured
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.layerwise.experiment import (
+from plimsoll.runs import Run
+from plimsoll_lab import Bench, Measured
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.layerwise.experiment import (
     KINDS,
     LAYERWISE,
     STATIC,
@@ -22,12 +23,11 @@ from plimsoll.lab.experiments.layerwise.experiment import (
     said,
     setup_for,
 )
-from plimsoll.lab.experiments.layerwise.gradient_spans import Spans, spans_of
-from plimsoll.lab.models.detector import training as trains
-from plimsoll.lab.models.detector.analysis import lost
-from plimsoll.lab.models.detector.training import Job, train
-from plimsoll.lab.running.workers import one_thread
-from plimsoll.runs import Run
+from plimsoll_lab.experiments.layerwise.gradient_spans import Spans, spans_of
+from plimsoll_lab.models.detector import training as trains
+from plimsoll_lab.models.detector.analysis import lost
+from plimsoll_lab.models.detector.training import Job, train
+from plimsoll_lab.running.workers import one_thread
 
 TINY = replace(setup_for(None, full=False), steps=6, warmup=1, batch=1, width=4, seeds=1, every=3, held_out=2)
 BY_NAME = {kind.name: kind for kind in KINDS}

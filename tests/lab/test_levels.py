@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.clip.data import SHAPES, VOCABULARY, make_batch
-from plimsoll.lab.experiments.levels.analysis import accuracies, behind
-from plimsoll.lab.experiments.levels.experiment import LEVELS, astray, claims, measure_with
-from plimsoll.lab.experiments.levels.model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
-from plimsoll.lab.experiments.levels.operations import operations_at
-from plimsoll.lab.experiments.levels.training import (
+from plimsoll.precision import Policy
+from plimsoll.runs import Run
+from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.clip.data import SHAPES, VOCABULARY, make_batch
+from plimsoll_lab.experiments.levels.analysis import accuracies, behind
+from plimsoll_lab.experiments.levels.experiment import LEVELS, astray, claims, measure_with
+from plimsoll_lab.experiments.levels.model import CLASSES, SmallNet, classes_of, loss_of, make_pictures
+from plimsoll_lab.experiments.levels.operations import operations_at
+from plimsoll_lab.experiments.levels.training import (
     CHANGED,
     KINDS,
     OF_LEVELS,
@@ -26,8 +28,6 @@ from plimsoll.lab.experiments.levels.training import (
     to_task,
     trained,
 )
-from plimsoll.precision import Policy
-from plimsoll.runs import Run
 
 TINY = Setup(steps=4, warmup=1, batch=8, width=4, seeds=2, held_out=16, every=2)
 # What so few steps cannot show: there is nothing learnt that could be lost.

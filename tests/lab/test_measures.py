@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import plimsoll as pl
-from plimsoll.lab.experiments.unit.drift import headroom
-from plimsoll.lab.statistics import columns, largest, median, ratio
 from plimsoll.runs import RunWriter, Scalars
+from plimsoll_lab.experiments.unit.drift import headroom
+from plimsoll_lab.statistics import columns, largest, median, ratio
 
 ONES = np.ones(3)
 

@@ -1,4 +1,4 @@
-"""The names of `plimsoll.lab`: those for type checkers and those that are found are the same; a worker loads few."""
+"""The names of `plimsoll_lab`: those for type checkers and those that are found are the same; a worker loads few."""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll import lab
+import plimsoll_lab as lab
 from tests.support.patience import HANG_SECONDS
 
 
@@ -15,19 +15,19 @@ def test_every_list_of_names_is_the_same() -> None:
     block = next(
         node for node in ast.parse(Path(lab.__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
     )
-    checked = {a.asname: node.module.removeprefix("plimsoll.lab.") for node in block.body for a in node.names}
+    checked = {a.asname: node.module.removeprefix("plimsoll_lab.") for node in block.body for a in node.names}
     assert checked == lab._HOMES
     for name in checked:
         assert name in dir(lab) and hasattr(lab, name)
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'plimsoll.lab' has no attribute 'cats'"):
+    with pytest.raises(AttributeError, match="module 'plimsoll_lab' has no attribute 'cats'"):
         _ = lab.cats
 
 
 def test_a_worker_loads_no_experiment() -> None:
-    script = "import sys, plimsoll.lab.running.workers; print('plimsoll.lab.registry' in sys.modules)"
+    script = "import sys, plimsoll_lab.running.workers; print('plimsoll_lab.registry' in sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     )

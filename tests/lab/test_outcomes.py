@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import RunError
-from plimsoll.lab import EXPERIMENTS, ROWS, Claim, Outcome, Standing, found_in, perform, recorded, standings
-from plimsoll.lab.claim import of_rows
-from plimsoll.lab.evidence.outcomes import rows_of, save
+from plimsoll_lab import EXPERIMENTS, ROWS, Claim, Outcome, Standing, found_in, perform, recorded, standings
+from plimsoll_lab.claim import of_rows
+from plimsoll_lab.evidence.outcomes import rows_of, save
 from tests.lab.test_frame import TINY
 
 TESTS = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def test_what_does_not_hold_counts_against_its_own_rows_alone(tmp_path: Path, mo
     outcome = Outcome.of(dataclasses.replace(result, measured=dataclasses.replace(result.measured, claims=claims)))
     assert outcome.rows == {"N1": (3, (str(bad),)), "N4": (2, ()), "X3": (1, ())}
     assert outcome.state == "1 of 3 claims do not hold"
-    monkeypatch.setattr("plimsoll.lab.registry.EXPERIMENTS", {"tiny": made})
+    monkeypatch.setattr("plimsoll_lab.registry.EXPERIMENTS", {"tiny": made})
     states = {row: standing(row, tiny=outcome) for row in ("N1", "N4", "X3")}
     assert [each.state for each in states.values()] == ["holds in part", "holds", "holds"]
     assert states["N1"].to_dict()["failed"] == [str(bad)] and states["N4"].to_dict()["failed"] == []
@@ -100,7 +100,7 @@ def test_a_damaged_result_is_named(text: str, tmp_path: Path) -> None:
 
 def test_a_row_stands_as_its_experiments_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: dataclasses.replace(TINY, name=name, source="T4, X6") for name in ("clip", "demo")}
-    monkeypatch.setattr("plimsoll.lab.registry.EXPERIMENTS", made)
+    monkeypatch.setattr("plimsoll_lab.registry.EXPERIMENTS", made)
     demo = dataclasses.replace(HELD, experiment="demo")
     assert standing("T4", clip=HELD).state == "not carried out"
     assert standing("T4", clip=HELD, demo=demo).state == "holds"
@@ -111,7 +111,7 @@ def test_a_row_stands_as_its_experiments_do(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_needs_a_gpu_is_told_until_it_was_measured_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.lab.registry.EXPERIMENTS", {"clip": dataclasses.replace(TINY, source="X6")})
+    monkeypatch.setattr("plimsoll_lab.registry.EXPERIMENTS", {"clip": dataclasses.replace(TINY, source="X6")})
     assert standing("X6", clip=HELD).unmeasured == ROWS["X6"].gpu != ""
     there = standing("X6", clip=dataclasses.replace(FAILED, device="cuda"))
     assert there.unmeasured == ""

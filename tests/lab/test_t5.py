@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError
-from plimsoll.lab.claim import Claim
-from plimsoll.lab.experiment import Bench, Silent
-from plimsoll.lab.experiments.t5.analysis import layers_of, overflowing
-from plimsoll.lab.experiments.t5.experiment import T5, claims, measure_with
-from plimsoll.lab.experiments.t5.model import LENGTH, VOCABULARY, Encoder, batch_of
-from plimsoll.lab.experiments.t5.training import KINDS, Setup, setup_for, task_of, trained
-from plimsoll.lab.result import Measured
 from plimsoll.runs import Run
+from plimsoll_lab.claim import Claim
+from plimsoll_lab.experiment import Bench, Silent
+from plimsoll_lab.experiments.t5.analysis import layers_of, overflowing
+from plimsoll_lab.experiments.t5.experiment import T5, claims, measure_with
+from plimsoll_lab.experiments.t5.model import LENGTH, VOCABULARY, Encoder, batch_of
+from plimsoll_lab.experiments.t5.training import KINDS, Setup, setup_for, task_of, trained
+from plimsoll_lab.result import Measured
 
 SMALL = Setup(steps=16, width=16, heads=2, layers=6, gain=5300.0, batch=8, held_out=64, settling=16, learning_rate=5e-3)
 PLACE = "layers.5.feed_forward:output"

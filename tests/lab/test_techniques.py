@@ -11,12 +11,13 @@ import torch
 
 from plimsoll import emulate, prepare
 from plimsoll.errors import ArgumentError
-from plimsoll.lab import Bench, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.techniques.experiment import TECHNIQUES, beside, claims, measure_with
-from plimsoll.lab.experiments.techniques.sum_errors import _operands, error_of_sums
-from plimsoll.lab.experiments.techniques.training import (
+from plimsoll.runs import Run
+from plimsoll_lab import Bench, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.techniques.experiment import TECHNIQUES, beside, claims, measure_with
+from plimsoll_lab.experiments.techniques.sum_errors import _operands, error_of_sums
+from plimsoll_lab.experiments.techniques.training import (
     KINDS,
     Language,
     Setup,
@@ -25,8 +26,7 @@ from plimsoll.lab.experiments.techniques.training import (
     setup_for,
     task_of,
 )
-from plimsoll.lab.source_text import make_batch, standard_library
-from plimsoll.runs import Run
+from plimsoll_lab.source_text import make_batch, standard_library
 
 SMALL = Setup(steps=24, pieces=4, length=4, accumulate=2**17, width=16, every=4, held_out=8)
 

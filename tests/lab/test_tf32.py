@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.lab.claim import Claim
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Bench, Silent
-from plimsoll.lab.experiments.tf32.experiment import TF32, claims, measure, trained
-from plimsoll.lab.experiments.tf32.loops import (
+from plimsoll_lab.claim import Claim
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Bench, Silent
+from plimsoll_lab.experiments.tf32.experiment import TF32, claims, measure, trained
+from plimsoll_lab.experiments.tf32.loops import (
     amp_loop,
     bf16_loop,
     changed_lines,
@@ -21,7 +21,7 @@ from plimsoll.lab.experiments.tf32.loops import (
     plimsoll_loop,
     tf32_loop,
 )
-from plimsoll.lab.experiments.tf32.products import Errors, errors
+from plimsoll_lab.experiments.tf32.products import Errors, errors
 
 OF_DEVICE = {"rate-half-of-fp16", "rate-above-fp32", "device-agrees"}
 RATE = {"fp32": 50.0, "tf32": 400.0, "fp16": 800.0, "bf16": 800.0}
@@ -127,7 +127,7 @@ def test_the_tf32_loops_settings_are_made_and_taken_back() -> None:
 def test_products_of_other_formats_are_found_out(
     monkeypatch: pytest.MonkeyPatch, losses: dict[str, list[float]]
 ) -> None:
-    from plimsoll.lab.experiments.tf32 import products
+    from plimsoll_lab.experiments.tf32 import products
 
     emulate = products.emulate
     monkeypatch.setattr(products, "emulate", lambda forward: emulate(forward="e8m9" if forward == "tf32" else forward))

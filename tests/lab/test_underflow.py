@@ -12,16 +12,16 @@ import torch
 from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
-from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.clip.data import make_batch
-from plimsoll.lab.experiments.underflow import training as trains
-from plimsoll.lab.experiments.underflow.analysis import Rate, came_true, early_verdict, rate
-from plimsoll.lab.experiments.underflow.experiment import UNDERFLOW, claims, jobs_of, measure_with
-from plimsoll.lab.experiments.underflow.training import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
-from plimsoll.lab.models.detector.model import detection_loss
 from plimsoll.runs import Batch, Run, RunWriter
+from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.clip.data import make_batch
+from plimsoll_lab.experiments.underflow import training as trains
+from plimsoll_lab.experiments.underflow.analysis import Rate, came_true, early_verdict, rate
+from plimsoll_lab.experiments.underflow.experiment import UNDERFLOW, claims, jobs_of, measure_with
+from plimsoll_lab.experiments.underflow.training import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
+from plimsoll_lab.models.detector.model import detection_loss
 
 SMALL = Setup(
     steps=27, seeds=1, warmup=3, clip_batch=8, clip_width=16, clip_layers=1, detector_batch=2, detector_width=4,

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.lab import Bench, Claim, Measured
-from plimsoll.lab.evidence.outcomes import rows_of
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.unit.analysis import Scores, scores
-from plimsoll.lab.experiments.unit.experiment import UNIT, claims, jobs_of, measure_with
-from plimsoll.lab.experiments.unit.model import Plain, Unit
-from plimsoll.lab.experiments.unit.tasks import from_task, to_task, train_all
-from plimsoll.lab.experiments.unit.training import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
-from plimsoll.lab.source_text import SYMBOLS, make_batch, standard_library
-from plimsoll.lab.statistics import Ratio, ratio
 from plimsoll.runs import Run
+from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.evidence.outcomes import rows_of
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.unit.analysis import Scores, scores
+from plimsoll_lab.experiments.unit.experiment import UNIT, claims, jobs_of, measure_with
+from plimsoll_lab.experiments.unit.model import Plain, Unit
+from plimsoll_lab.experiments.unit.tasks import from_task, to_task, train_all
+from plimsoll_lab.experiments.unit.training import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
+from plimsoll_lab.source_text import SYMBOLS, make_batch, standard_library
+from plimsoll_lab.statistics import Ratio, ratio
 
 SMALL = Setup(
     steps=40, warmup=4, pieces=8, length=32, accumulate=2048, width=32, heads=2, layers=1, plain_rates=(0.01,),

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.lab import Bench, Claim, Measured, perform
-from plimsoll.lab.experiment import Silent
-from plimsoll.lab.experiments.unit_sweep import experiment
-from plimsoll.lab.experiments.unit_sweep.analysis import Scores, chance, mean, share
-from plimsoll.lab.experiments.unit_sweep.claims import claims
-from plimsoll.lab.experiments.unit_sweep.figure import figure, table
-from plimsoll.lab.experiments.unit_sweep.grid import (
+from plimsoll_lab import Bench, Claim, Measured, perform
+from plimsoll_lab.experiment import Silent
+from plimsoll_lab.experiments.unit_sweep import experiment
+from plimsoll_lab.experiments.unit_sweep.analysis import Scores, chance, mean, share
+from plimsoll_lab.experiments.unit_sweep.claims import claims
+from plimsoll_lab.experiments.unit_sweep.figure import figure, table
+from plimsoll_lab.experiments.unit_sweep.grid import (
     FP16,
     FP32,
     STATIC,
@@ -33,9 +33,9 @@ from plimsoll.lab.experiments.unit_sweep.grid import (
     reference,
     whole_grid,
 )
-from plimsoll.lab.experiments.unit_sweep.model import PLAIN, UNIT, Characters
-from plimsoll.lab.experiments.unit_sweep.sgd import forward_factors, gradients, groups
-from plimsoll.lab.experiments.unit_sweep.training import (
+from plimsoll_lab.experiments.unit_sweep.model import PLAIN, UNIT, Characters
+from plimsoll_lab.experiments.unit_sweep.sgd import forward_factors, gradients, groups
+from plimsoll_lab.experiments.unit_sweep.training import (
     Setup,
     make_optimizer,
     rate_of,
@@ -44,7 +44,7 @@ from plimsoll.lab.experiments.unit_sweep.training import (
     train,
     trained,
 )
-from plimsoll.lab.source_text import SYMBOLS, make_batch, standard_library
+from plimsoll_lab.source_text import SYMBOLS, make_batch, standard_library
 
 # Half a million characters a step take FP16's gradients in a hundred steps; so many more of them do it in twenty-four.
 SMALL = Setup(steps=24, warmup=2, pieces=8, length=8, accumulate=2**17, width=16, held_out=16, every=4)
@@ -227,7 +227,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plimsoll.lab.running.engines.workers_for", lambda _: 1)
+        patch.setattr("plimsoll_lab.running.engines.workers_for", lambda _: 1)
         return experiment.measure_with(bench(folder), SMALL, in_all_ways(DESIGN))
 
 
@@ -256,7 +256,7 @@ def test_it_goes_on_where_it_was_ended(measured: Measured, folder: Path, monkeyp
     assert len(lines) == 1 + len(grid)
     ledger.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])  # killed while it wrote the last line but one
     asked: list[str] = []
-    monkeypatch.setattr("plimsoll.lab.running.engines.workers_for", lambda _: 1)
+    monkeypatch.setattr("plimsoll_lab.running.engines.workers_for", lambda _: 1)
     tell = experiment.to_task
     monkeypatch.setattr(experiment, "to_task", lambda each, *a, **k: (asked.append(each.name), tell(each, *a, **k))[1])
     again = experiment.swept(bench(folder), SMALL, grid)

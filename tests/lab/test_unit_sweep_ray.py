@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from plimsoll.errors import BackendError, MissingExtraError, PlimsollError
-from plimsoll.lab.experiments.unit_sweep.grid import FP16, UNIT_FP16, Configuration, Design
-from plimsoll.lab.experiments.unit_sweep.training import TRAINED, Setup, to_task
-from plimsoll.lab.running.engines import carry_out_on
-from plimsoll.lab.running.ray_engine import carry_out_on_ray, does
-from plimsoll.lab.running.workers import carry_out
+from plimsoll_lab.experiments.unit_sweep.grid import FP16, UNIT_FP16, Configuration, Design
+from plimsoll_lab.experiments.unit_sweep.training import TRAINED, Setup, to_task
+from plimsoll_lab.running.engines import carry_out_on
+from plimsoll_lab.running.ray_engine import carry_out_on_ray, does
+from plimsoll_lab.running.workers import carry_out
 
 SMALL = Setup(steps=4, warmup=1, pieces=2, length=8, width=8, held_out=2)
 
@@ -20,7 +20,7 @@ SMALL = Setup(steps=4, warmup=1, pieces=2, length=8, width=8, held_out=2)
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """One Ray for all tests here, as a user's own would be: what is tested must not end it."""
-    found = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[sweep]'")
+    found = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.9'")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -48,7 +48,7 @@ def test_a_cluster_gives_what_local_processes_give(ray: Any) -> None:
 
 
 def test_no_tasks_need_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.lab.running.ray_engine._cluster", pytest.fail)
+    monkeypatch.setattr("plimsoll_lab.running.ray_engine._cluster", pytest.fail)
     assert carry_out_on_ray("json:dumps", []) == []
 
 

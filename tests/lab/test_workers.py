@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from plimsoll.errors import PlimsollError
-from plimsoll.lab.running.workers import Task, carry_out, named, workers_for
+from plimsoll_lab.running.workers import Task, carry_out, named, workers_for
 
 # Workers are other interpreters: what they do is named, and is in the package or in the standard library.
 DIVIDED, INTERRUPTED, KILLED, PRINTED, THREADS = (

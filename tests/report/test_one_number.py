@@ -18,13 +18,13 @@ from plimsoll.diagnosis.remedies import is_of_scale, scale_remedy
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import layer_name
-from plimsoll.lab.result import Training
 from plimsoll.report import html, markdown, summary
 from plimsoll.report.live.server.answers import Answers
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary
 from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
+from plimsoll_lab.result import Training
 from tests.support.diagnosis.faults import FAULTS, Fault
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story

@@ -17,13 +17,13 @@ from plimsoll.cli.commands.check import check
 from plimsoll.cli.commands.diff import diff
 from plimsoll.cli.commands.doctor import doctor
 from plimsoll.cli.commands.formats import formats
-from plimsoll.cli.commands.lab import lab
 from plimsoll.cli.commands.plan import plan
 from plimsoll.cli.commands.report import report
 from plimsoll.cli.commands.run import run
 from plimsoll.cli.commands.serve import serve
 from plimsoll.cli.commands.whatif import whatif
 from plimsoll.cli.paths import begin_reading, say_what_is_missing
+from plimsoll.cli.plugins import add_commands
 from plimsoll.cli.script.runner import Handover
 from plimsoll.cli.terminal import complain
 from plimsoll.errors import PlimsollError
@@ -76,17 +76,12 @@ def _frame(
     """How low in precision a PyTorch training run may go."""
 
 
-app.command()(formats)
-app.command()(doctor)
-app.command()(check)
-app.command()(whatif)
-app.command()(plan)
-app.command()(diff)
-app.command()(report)
-app.command()(serve)
-app.command()(lab)
+_COMMANDS = (formats, doctor, check, whatif, plan, diff, report, serve, run)
+for _command in _COMMANDS[:-1]:
+    app.command()(_command)
 # What follows SCRIPT is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+add_commands(app, own=[command.__name__ for command in _COMMANDS])
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import signal
 
 import torch
 
-from plimsoll.lab.running.workers import Task
+from plimsoll_lab.running.workers import Task
 
 
 def divided(task: Task) -> float:

@@ -1,0 +1,56 @@
+"""The experiments that Plimsoll's claims rest on: `plimsoll lab` lists them, `plimsoll lab NAME` carries one out.
+
+An experiment trains, watches its trainings into run folders, and measures its claims from these runs alone. What comes
+of it is a `Result`: each claim with its number, its threshold and whether it holds, as JSON beside runs and reports.
+`perform_all` carries out all of them; `standings` says where each row of the evidence base stands after that.
+
+Names are loaded when they are first used: a worker of one experiment needs none of the others.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plimsoll_lab.claim import Claim as Claim
+    from plimsoll_lab.evidence.outcomes import Outcome as Outcome, found_in as found_in, recorded as recorded
+    from plimsoll_lab.evidence.rows import ROWS as ROWS, Row as Row
+    from plimsoll_lab.evidence.status import Standing as Standing, standings as standings
+    from plimsoll_lab.experiment import Bench as Bench, Experiment as Experiment, Progress as Progress
+    from plimsoll_lab.registry import EXPERIMENTS as EXPERIMENTS, experiment_named as experiment_named
+    from plimsoll_lab.result import Measured as Measured, Result as Result, Training as Training
+    from plimsoll_lab.running.run_all import perform_all as perform_all
+    from plimsoll_lab.running.run_experiment import perform as perform
+
+# Where each name lives: the same as the block for type checkers above (a test compares them).
+_HOMES = {
+    "perform_all": "running.run_all",
+    "Claim": "claim",
+    "Bench": "experiment",
+    "Experiment": "experiment",
+    "Progress": "experiment",
+    "Outcome": "evidence.outcomes",
+    "found_in": "evidence.outcomes",
+    "recorded": "evidence.outcomes",
+    "perform": "running.run_experiment",
+    "EXPERIMENTS": "registry",
+    "experiment_named": "registry",
+    "Measured": "result",
+    "Result": "result",
+    "Training": "result",
+    "ROWS": "evidence.rows",
+    "Row": "evidence.rows",
+    "Standing": "evidence.status",
+    "standings": "evidence.status",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"plimsoll_lab.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'plimsoll_lab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

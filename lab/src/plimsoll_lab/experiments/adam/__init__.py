@@ -1,0 +1,3 @@
+"""Experiment `adam`: Adam in FP16."""
+
+from plimsoll_lab.experiments.adam.experiment import ADAM as ADAM

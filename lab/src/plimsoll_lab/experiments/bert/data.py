@@ -1,0 +1,186 @@
+"""What the small BERT is taught: to fill in masked tokens, and then to find in a piece of source what is asked for.
+
+A question is one word, and the answer what that word stands in front of: the name behind ``def``, ``class`` or
+``raise``, what ``return`` gives, what is imported, what ``for`` counts with, what ``if`` asks; or, where the question
+is a quotation mark or a digit, the string or the number. A piece is asked for what it holds once, and holds two such
+things or more, so that the question has to be read. A batch follows from seed and step.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from plimsoll_lab.experiments.bert.tokenizer import CLASS, MASK, SEPARATOR, SPECIAL, Vocabulary, corpus
+
+LENGTH = 32  # tokens of an input
+PREDICTIONS = 5  # of an input: 15 % of its tokens, as in BERT
+LONGEST_ANSWER = 12  # tokens
+_BEFORE = 3  # tokens in front of the context: the class's, the question, the separator
+# What ends the answer to each question; an answer to the others is one word.
+_ENDS = {"return": {"\n"}, "import": {"\n", "as"}, "for": {"in"}, "if": {":", "\n"}}
+_NAMED = frozenset({"def", "class", "raise"})
+_QUOTES = frozenset("'\"")
+_NUMBER = "0"  # the question for a number
+_MASKED, _KEPT = 0.8, 0.9  # of the tokens to be predicted 80 % are masked, 10 % others, 10 % as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masked:
+    """Inputs (batch, length) with masks, the places to predict (counted through the batch), and what was there."""
+
+    tokens: Tensor
+    places: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """An input, and the answer's first and last token in it."""
+
+    tokens: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Questions as a batch: tokens (batch, length), and of the answers the first and the last token (batch, 2).
+
+    `segments`: of each token whether it is the question's (0) or the context's (1).
+    """
+
+    tokens: Tensor
+    segments: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A text as numbers, and where its words begin: `starts` has one more, the end. `lines`: words that begin one."""
+
+    numbers: tuple[int, ...]
+    words: tuple[str, ...]
+    starts: tuple[int, ...]
+    lines: tuple[int, ...]
+
+
+@cache
+def source(*, held_out: bool) -> Source:
+    """The text that is trained on, or the one that is held out."""
+    found = corpus()
+    return source_of(found.held_out if held_out else found.trained, found.vocabulary)
+
+
+def source_of(words: Sequence[str], vocabulary: Vocabulary) -> Source:
+    """These words as numbers."""
+    cut = {word: vocabulary.cut(word) for word in set(words)}
+    starts = [0]
+    for word in words:
+        starts.append(starts[-1] + len(cut[word]))
+    numbers = tuple(number for word in words for number in cut[word])
+    lines = [0, *(place + 1 for place, word in enumerate(words[:-1]) if word == "\n" and words[place + 1] != "\n")]
+    return Source(numbers=numbers, words=tuple(words), starts=tuple(starts), lines=tuple(lines))
+
+
+def masked_batch(seed: int, step: int, size: int) -> Masked:
+    """The batch of that step: pieces from anywhere in the text, 15 % of whose tokens are to be predicted."""
+    text = _tensor(held_out=False)
+    generator = torch.Generator().manual_seed(100_003 * seed + step)
+    starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
+    tokens = text[starts + torch.arange(LENGTH)]
+    places = torch.rand(size, LENGTH, generator=generator).argsort(dim=1)[:, :PREDICTIONS]
+    targets = tokens.gather(1, places)
+    chance = torch.rand(targets.shape, generator=generator)
+    others = torch.randint(len(SPECIAL), len(corpus().vocabulary), targets.shape, generator=generator)
+    shown = torch.where(chance < _MASKED, MASK, torch.where(chance < _KEPT, others, targets))
+    counted_on = places + LENGTH * torch.arange(size)[:, None]
+    return Masked(tokens=tokens.scatter(1, places, shown), places=counted_on.flatten(), targets=targets.flatten())
+
+
+def asked_batch(seed: int, step: int, size: int) -> Asked:
+    """The batch of that step: questions from anywhere in the text that is trained on."""
+    asked = questions(held_out=False)
+    generator = torch.Generator().manual_seed(100_019 * seed + step)
+    chosen = torch.randint(len(asked), (size,), generator=generator)
+    return batch_of([asked[int(number)] for number in chosen])
+
+
+def batch_of(asked: Sequence[Question]) -> Asked:
+    """These questions as tensors."""
+    return Asked(
+        tokens=torch.tensor([question.tokens for question in asked]),
+        segments=(torch.arange(LENGTH) >= _BEFORE).long().repeat(len(asked), 1),
+        ends=torch.tensor([[question.first, question.last] for question in asked]),
+    )
+
+
+@cache
+def questions(*, held_out: bool) -> tuple[Question, ...]:
+    """Every question that the text holds."""
+    return tuple(questions_of(source(held_out=held_out)))
+
+
+def questions_of(text: Source) -> Iterator[Question]:
+    """For each line that begins a piece, a question for each thing that the piece holds once."""
+    found = {place: kind for place, kind in enumerate(map(_asked_by, text.words)) if kind}
+    for line in text.lines:
+        yield from _asked_at(line, text, found)
+
+
+def _asked_by(word: str) -> str:
+    """The question that a word is the sign of; empty where there is none."""
+    if word in _ENDS or word in _NAMED or word in _QUOTES:
+        return word
+    return _NUMBER if word.isdecimal() else ""
+
+
+def _asked_at(line: int, text: Source, found: dict[int, str]) -> Iterator[Question]:
+    begin = text.starts[line]
+    if begin + LENGTH > text.starts[-1]:
+        return
+    signs: dict[str, list[int]] = {}
+    for place in range(line, bisect_left(text.starts, begin + LENGTH - _BEFORE)):
+        if place in found:
+            signs.setdefault(found[place], []).append(place)
+    answers = {kind: _answer(kind, places, text) for kind, places in signs.items()}
+    asked = [_question(kind, begin, answer, text) for kind, answer in answers.items() if answer is not None]
+    fitting = [question for question in asked if question.last < min(LENGTH, question.first + LONGEST_ANSWER)]
+    if len(fitting) > 1:
+        yield from fitting
+
+
+def _question(kind: str, begin: int, answer: tuple[int, int], text: Source) -> Question:
+    shown = text.numbers[begin : begin + LENGTH - _BEFORE]
+    first, last = (text.starts[word] - begin + _BEFORE for word in answer)
+    number = corpus().vocabulary.numbers[kind]
+    return Question(tokens=(CLASS, number, SEPARATOR, *shown), first=first, last=last - 1)
+
+
+def _answer(kind: str, places: list[int], text: Source) -> tuple[int, int] | None:
+    """The words of the answer: the first, and the one after the last; None where there is not one, and no other."""
+    place = places[0]
+    if kind in _QUOTES:
+        return (place + 1, places[1]) if len(places) == 2 and places[1] - place > 1 else None
+    if len(places) > 1:
+        return None
+    if kind == _NUMBER:
+        return place, place + 1
+    if kind in _NAMED:
+        return place + 1, place + 2
+    return _until(place + 1, _ENDS[kind], text.words)
+
+
+def _until(begin: int, ends: set[str], words: Sequence[str]) -> tuple[int, int] | None:
+    for place in range(begin, min(begin + LONGEST_ANSWER + 1, len(words))):
+        if words[place] in ends:
+            return (begin, place) if place > begin else None
+    return None
+
+
+@cache
+def _tensor(*, held_out: bool) -> Tensor:
+    return torch.tensor(source(held_out=held_out).numbers)

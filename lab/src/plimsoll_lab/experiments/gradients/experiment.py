@@ -1,0 +1,206 @@
+"""Experiment `gradients` (N3, X3, A3): an SSD-like detector's activation gradients, and what a scale of 8 does.
+
+The detector is trained in FP32 and its activation gradients are recorded: how many are zero, where the others lie, and
+what FP16 would lose of them at the loss scales 1, 8 and 32K; of its weights' gradients, how many are updates that FP16
+does not hold. Then it is trained in FP16 at these scales, from the same weights on the same scenes. Zeros that FP16 has
+made are told from those of FP32 by shadow steps.
+
+Where the gradients lie is stated, not hidden. Activations are 2^10 times those of a normalised network, as a VGG under
+SSD takes pixels of 0 to 255 and amplifies them; and the loss is the share that 8 pictures have of a batch of 2,048.
+Together they bring the gradients 2^18 lower, to FP16's lower end. Neither changes what is learnt in FP32.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from plimsoll.diagnosis import View
+from plimsoll.formats import FP16
+from plimsoll.runs import Run
+from plimsoll.spectrum import Spectrum
+from plimsoll.text import percent
+from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.experiments.gradients.histogram import SHIFTS, below, histogram, scale_for, shares
+from plimsoll_lab.models.detector.analysis import judged, lost, over_seeds, whole_spectrum
+from plimsoll_lab.models.detector.training import Job, Kind, Setup, described, jobs_of, rate_at, sized, train_all
+from plimsoll_lab.result import Measured
+
+FIGURE = "report-histogram.html"
+_TRAILS = 1.05  # of FP32's held-out loss: from here on FP16 trails, and below it trains as FP32 does
+_ZERO, _NEAR = (0.668, 0.68), 0.1  # published of two networks; and within ten points of it
+_WIDE = 0.04  # published of one
+_SMALL = 0.05  # likewise
+
+KINDS = (
+    Kind(name="fp32", title="FP32", precision="fp32"),
+    Kind(name="fp16", title="FP16, no loss scale", scaler="static"),
+    Kind(name="fp16-8", title="FP16, loss scale 8", scaler="static", scale=2.0 ** SHIFTS[1]),
+    Kind(name="fp16-32k", title="FP16, loss scale 32K", scaler="static", scale=2.0 ** SHIFTS[2]),
+)
+Numbers = Mapping[str, Mapping[str, float]]
+
+
+def setup_for(steps: int | None, *, full: bool) -> Setup:
+    """The sizes for that many steps."""
+    return sized(Setup(), "gradients", steps, full=full)
+
+
+def measure(bench: Bench) -> Measured:
+    """All trainings, and what they show."""
+    return measure_with(bench, setup_for(bench.steps, full=bench.full))
+
+
+def measure_with(bench: Bench, setup: Setup) -> Measured:
+    """Likewise, with sizes of one's own."""
+    jobs = jobs_of(bench, KINDS, setup.seeds)
+    train_all(jobs, setup, bench)
+    by_kind = {kind.name: [job for job in jobs if job.kind == kind] for kind in KINDS}
+    numbers = {name: over_seeds(these, by_kind["fp32"]) for name, these in by_kind.items()}
+    spectrum = sum((whole_spectrum(Run(job.run)) for job in by_kind["fp32"]), Spectrum.empty())
+    numbers["fp32"] |= shares(spectrum).to_dict()
+    numbers["fp32"]["updates_small"] = small_updates(by_kind["fp32"], setup)
+    numbers["fp16-8"] |= foretold(by_kind["fp32"][0], by_kind["fp16-8"][0])
+    histogram(spectrum, "Activation gradients of the detector in FP32").write_html(bench.runs.parent / FIGURE)
+    trains = {name: numbers[name]["of_fp32"] < _TRAILS for name in numbers}
+    trainings = tuple(
+        judged(by_kind[name][0], numbers[name], "trains" if trains[name] else "trails FP32", good=trains[name])
+        for name in numbers
+    )
+    return Measured(trainings=trainings, claims=claims(numbers), said=said(numbers, scale_for(spectrum, _WIDE)))
+
+
+def foretold(wide: Job, narrow: Job) -> dict[str, float]:
+    """What the first step's FP32 record says that FP16 at scale 8 loses, and what it lost: the weights are the same."""
+    record = whole_spectrum(Run(wide.run), slice(0, 1))
+    said = record.fit("fp16", shift=SHIFTS[1]).lost.estimate
+    return {"foretold": said, "foretold_off": abs(lost(View(Run(narrow.run), 0))["lost"] - said)}
+
+
+def small_updates(jobs: Sequence[Job], setup: Setup) -> float:
+    """Of all nonzero gradients of weights, the part below 2^-24 when multiplied by the learning rate."""
+    small, all_of_them = 0.0, 0
+    for job in jobs:
+        for step, _, _, spectrum in Run(job.run).spectra("gradients"):
+            small += below(spectrum, 2.0**FP16.quantum_exponent / rate_at(step, setup))
+            all_of_them += spectrum.nonzero
+    return small / max(all_of_them, 1)
+
+
+def claims(numbers: Numbers) -> tuple[Claim, ...]:
+    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    return (
+        *of_rows(_of_zeros(numbers), "N3", "X3"),
+        *of_rows(_of_values(numbers), "N3"),
+        *of_rows(_of_updates(numbers), "A3"),
+        *of_rows(_of_band(numbers), "X3"),
+        *of_rows(_of_trainings(numbers), "N3"),
+    )
+
+
+def _of_zeros(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
+    return (
+        Claim(
+            id="zeros", says="two thirds of the activation gradients are zero, in FP32 too (published: 66.8 %, 68 %)",
+            measured=fp32["zero"], at_least=_ZERO[0] - _NEAR, at_most=_ZERO[1] + _NEAR, unit="of gradients",
+        ),
+    )  # fmt: skip
+
+
+def _of_values(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32, none, eight = numbers["fp32"], numbers["fp16"], numbers["fp16-8"]
+    return (
+        Claim(
+            id="fp16-turns-most-to-zero", says="FP16 with no loss scale turns most of the others to zero",
+            measured=none["lost"], at_least=0.5, unit="of the nonzero ones",
+        ),
+        Claim(
+            id="band-tells", says="values in [2^-27, 2^-24), which a scale of 8 brings back, are not few",
+            measured=fp32["band"], at_least=0.05, unit="of the nonzero ones",
+        ),
+        Claim(
+            id="32k-nothing-lost", says="FP16 at 32K: nearly no gradient is lost",
+            measured=numbers["fp16-32k"]["lost"], at_most=0.01, unit="of the nonzero ones",
+        ),
+        Claim(
+            id="foretold", says="the FP32 record says beforehand what FP16 at 8 loses",
+            measured=eight["foretold_off"], at_most=0.05, unit="of the nonzero ones, off",
+        ),
+    )  # fmt: skip
+
+
+def _of_updates(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
+    return (
+        Claim(
+            id="small-updates", says="5 % of weights' gradients, times the learning rate, lie below 2^-24 (published)",
+            measured=fp32["updates_small"], at_least=_SMALL / 2, at_most=_SMALL * 2, unit="of the nonzero ones",
+        ),
+    )  # fmt: skip
+
+
+def _of_band(numbers: Numbers) -> tuple[Claim, ...]:
+    fp32 = numbers["fp32"]
+    return (
+        Claim(
+            id="published-band", says="4 % of all lie in 2^-32 to 2^-20, as in one published network",
+            measured=fp32["wide"], at_least=_WIDE / 2, at_most=_WIDE * 2, unit="of gradients",
+        ),
+    )  # fmt: skip
+
+
+def _of_trainings(numbers: Numbers) -> tuple[Claim, ...]:
+    none, eight, more = numbers["fp16"], numbers["fp16-8"], numbers["fp16-32k"]
+    return (
+        Claim(
+            id="none-trails", says="FP16 with no loss scale ends behind FP32",
+            measured=none["of_fp32_low"], at_least=_TRAILS, unit="of FP32's loss, at least",
+        ),
+        Claim(
+            id="8-trains", says="FP16 at 8 trains as FP32 does",
+            measured=eight["of_fp32_high"], at_most=_TRAILS, unit="of FP32's loss, at most",
+        ),
+        Claim(
+            id="below-does-not-matter", says="FP16 at 8 does so though it loses many: those below 2^-27 do not matter",
+            measured=eight["lost"], at_least=0.1, unit="of the nonzero ones",
+        ),
+        Claim(
+            id="32k-trains", says="FP16 at 32K trains as FP32 does",
+            measured=more["of_fp32_high"], at_most=_TRAILS, unit="of FP32's loss, at most",
+        ),
+    )  # fmt: skip
+
+
+def said(numbers: Numbers, larger: int | None) -> tuple[str, ...]:
+    """What was found; `larger`: by how many powers of two gradients would have to be larger for the published band."""
+    fp32, eight = numbers["fp32"], numbers["fp16-8"]
+    held = (
+        f"In FP32 {percent(fp32['zero'], 1)} of the activation gradients are zero. Of the others FP16 would lose "
+        f"{percent(fp32['lost_at_1'], 1)} with no loss scale, {percent(fp32['lost_at_8'], 1)} at 8 and "
+        f"{percent(fp32['lost_at_32768'], 2)} at "
+        f"32K; {percent(fp32['band'], 1)} lie in [2^-27, 2^-24). {FIGURE} shows it."
+    )
+    words = {"fp16": "with no loss scale", "fp16-8": "at 8", "fp16-32k": "at 32K"}
+    told = ", ".join(f"{scale} {_ended(numbers[name])}" for name, scale in words.items())
+    trained = f"Held-out loss in FP16, in units of FP32's (mAP {fp32['held_out_map']:.3f}): {told}."
+    made = percent(eight["zeros_by_fp16"], 0)
+    zeros = f"Of the zeros in FP16 at 8, {made} were made by FP16; the others are zero in FP32 too."
+    wide = f"{percent(fp32['wide'], 1)} of all lie in 2^-32 to 2^-20"
+    wide += "." if larger is None else f"; it would be 4 % if all gradients were 2^{larger} times as large."
+    return held, trained, zeros, wide
+
+
+def _ended(numbers: Mapping[str, float]) -> str:
+    return f"{numbers['of_fp32']:.3f} (mAP {numbers['held_out_map']:.3f}, {percent(numbers['lost'], 1)} lost)"
+
+
+def _settings(bench: Bench) -> Mapping[str, object]:
+    return described(setup_for(bench.steps, full=bench.full), bench.device)
+
+
+GRADIENTS = Experiment(
+    name="gradients",
+    claim="Most activation gradients of a detector are zero, FP16 flushes most others; a loss scale of 8 is enough.",
+    source="N3, X3, A3",
+    settings=_settings,
+    measure=measure,
+)

@@ -1,0 +1,3 @@
+"""Experiment `layerwise`: a scale per layer against one scale."""
+
+from plimsoll_lab.experiments.layerwise.experiment import LAYERWISE as LAYERWISE

@@ -1,0 +1,204 @@
+"""Experiment `layerwise` (T7): a scale per layer against one scale, constant or adaptive, on the small detector.
+
+The detector of `gradients`, whose loss is brought 2^7 lower still: divided by all default boxes, as where nobody
+divides by those that match, of which there are some 2^7 times fewer. Static scales then have to be tried; the others
+are given none. From the same weights and scenes, seed by seed: FP32; FP16 with four static scales; torch's GradScaler,
+`DynamicScaler` and `SpectralScaler`, one scale each; and `LayerScaler`, by its own rule and by the published one.
+
+Whether one scale could serve all layers is read from the spectra of the FP32 training.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from plimsoll.runs import Run
+from plimsoll.text import percent
+from plimsoll_lab.claim import Claim
+from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.experiments.layerwise.gradient_spans import spans_of
+from plimsoll_lab.models.detector.analysis import judged, over_seeds, ratio_of, smoothed, steps_to
+from plimsoll_lab.models.detector.training import Job, Kind, Setup, described, jobs_of, sized, train_all
+from plimsoll_lab.result import Measured, Training
+
+_SETUP = Setup(steps=150, share=2.0**-15)
+_AS_GOOD = 1.02  # of a held-out loss: "at least as good", within what three seeds can tell
+_TRAILS = 1.05
+_NEAR = 1.1  # of the loss that FP32 ends at, for how soon others come near it
+
+STATIC = tuple(
+    Kind(name=f"static-{shift}", title=f"FP16, static 2^{shift}", scaler="static", scale=2.0**shift)
+    for shift in (0, 7, 10, 15)
+)
+KINDS = (
+    Kind(name="fp32", title="FP32", precision="fp32"),
+    Kind(name="layer-spectra", title="FP16, LayerScaler", scaler="layer-spectra"),
+    Kind(name="layer-zhao", title="FP16, LayerScaler, published rule", scaler="layer-zhao"),
+    Kind(name="stock", title="FP16, GradScaler", scaler="stock"),
+    Kind(name="dynamic", title="FP16, DynamicScaler", scaler="dynamic"),
+    Kind(name="spectral", title="FP16, SpectralScaler", scaler="spectral"),
+    *STATIC,
+)
+_ADAPTIVE = ("layer-spectra", "layer-zhao", "stock", "dynamic", "spectral")
+Jobs = Mapping[str, Sequence[Job]]
+Numbers = Mapping[str, Mapping[str, float]]
+
+
+def setup_for(steps: int | None, *, full: bool) -> Setup:
+    """The sizes for that many steps."""
+    return sized(_SETUP, "layerwise", steps, full=full)
+
+
+def measure(bench: Bench) -> Measured:
+    """All trainings, and what they show."""
+    return measure_with(bench, setup_for(bench.steps, full=bench.full))
+
+
+def measure_with(bench: Bench, setup: Setup) -> Measured:
+    """Likewise, with sizes of one's own."""
+    jobs = jobs_of(bench, KINDS, setup.seeds)
+    train_all(jobs, setup, bench)
+    by_kind = {kind.name: [job for job in jobs if job.kind == kind] for kind in KINDS}
+    numbers = numbers_of_all(by_kind)
+    trainings = tuple(_training(these[0], numbers[name]) for name, these in by_kind.items())
+    return Measured(trainings=trainings, claims=claims(numbers), said=said(numbers))
+
+
+def numbers_of_all(by_kind: Jobs) -> dict[str, dict[str, float]]:
+    """Of each kind, over its seeds: also beside the best static scale, and how soon it is near FP32's last loss."""
+    numbers = {name: over_seeds(these, by_kind["fp32"]) for name, these in by_kind.items()}
+    best = best_static(numbers)
+    ends = [_NEAR * float(smoothed(Run(job.run))[1][-1]) for job in by_kind["fp32"]]
+    for name, these in by_kind.items():
+        against = ratio_of(these, by_kind[best])
+        numbers[name] |= {"of_best": against.mean, "of_best_low": against.low, "of_best_high": against.high}
+        soon = [steps_to(Run(job.run), end) for job, end in zip(these, ends, strict=True)]
+        numbers[name]["steps_to_near"] = float(np.mean(soon))
+    numbers["fp32"] |= spans_of(Run(by_kind["fp32"][0].run)).to_dict()
+    return numbers
+
+
+def best_static(numbers: Numbers) -> str:
+    """The static scale with the lowest held-out loss in the mean over seeds."""
+    return min((kind.name for kind in STATIC), key=lambda name: numbers[name]["of_fp32"])
+
+
+def _worst_static(numbers: Numbers) -> str:
+    return max((kind.name for kind in STATIC), key=lambda name: numbers[name]["of_fp32"])
+
+
+def _training(job: Job, numbers: Mapping[str, float]) -> Training:
+    good = numbers["of_fp32"] < _TRAILS
+    return judged(job, numbers, "trains" if good else "trails FP32", good=good)
+
+
+def claims(numbers: Numbers) -> tuple[Claim, ...]:
+    """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
+    best, worst = best_static(numbers), _worst_static(numbers)
+    return (
+        Claim(
+            id="static-has-to-be-tried", says="the worst static scale of the four ends behind the best",
+            measured=numbers[worst]["of_best_low"], at_least=_TRAILS, unit="of its loss, at least",
+        ),
+        Claim(
+            id="static-as-fp32", says="the best static scale ends where FP32 does",
+            measured=numbers[best]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most",
+        ),
+        *(_as_good(numbers, name) for name in _ADAPTIVE),
+        *(_as_fp32(numbers, name) for name in _ADAPTIVE),
+        *(_no_batch_lost(numbers, name) for name in ("layer-spectra", "layer-zhao", "spectral")),
+        Claim(
+            id="layer-loses-least", says="LayerScaler loses no more gradients than the best static scale",
+            measured=numbers["layer-spectra"]["lost"] - numbers[best]["lost"], at_most=0.0,
+            unit="of the nonzero ones, more",
+        ),
+        Claim(
+            id="one-scale-could-serve", says="some single scale would serve all layers",
+            measured=_width(numbers["fp32"]), at_least=0.0, unit="binades wide",
+        ),
+    )  # fmt: skip
+
+
+def _as_good(numbers: Numbers, name: str) -> Claim:
+    return Claim(
+        id=f"{name}-as-best", says=f"{_title(name)}, nothing tried: at least as good as the best static scale",
+        measured=numbers[name]["of_best_high"], at_most=_AS_GOOD, unit="of its loss, at most",
+    )  # fmt: skip
+
+
+def _as_fp32(numbers: Numbers, name: str) -> Claim:
+    """FP32 is what all aim at, and is not the best of several."""
+    return Claim(
+        id=f"{name}-as-fp32", says=f"{_title(name)}, nothing tried: ends where FP32 does",
+        measured=numbers[name]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most",
+    )  # fmt: skip
+
+
+def _no_batch_lost(numbers: Numbers, name: str) -> Claim:
+    return Claim(
+        id=f"{name}-no-batch-lost", says=f"{_title(name)}: no batch is lost",
+        measured=numbers[name]["batches_lost"], at_most=0.0, unit="batches",
+    )  # fmt: skip
+
+
+def _title(name: str) -> str:
+    return next(kind.title for kind in KINDS if kind.name == name).removeprefix("FP16, ")
+
+
+def _width(numbers: Mapping[str, float]) -> float:
+    """How far the highest scale that serves all layers lies above the lowest; NaN where none does."""
+    return numbers.get("window_high", float("nan")) - numbers.get("window_low", float("nan"))
+
+
+def said(numbers: Numbers) -> tuple[str, ...]:
+    """A table of all kinds, and what it comes to."""
+    head = f"{'':<33}{'loss':>6}{'of best':>9}{'mAP':>7}{'lost':>9}{'batches':>8}{'steps':>7}"
+    rows = [_row(kind.title, numbers[kind.name]) for kind in KINDS]
+    return (head, *rows, _serves(numbers), _windows(numbers["fp32"]))
+
+
+def _row(title: str, numbers: Mapping[str, float]) -> str:
+    lost = f"{percent(numbers['lost'], 2)}" if "lost" in numbers else "-"
+    return (
+        f"{title:<33}{numbers['held_out_loss']:>6.3f}{numbers['of_best']:>9.3f}{numbers['held_out_map']:>7.3f}{lost:>9}"
+        f"{numbers['batches_lost']:>8.0f}{numbers['steps_to_near']:>7.0f}"
+    )
+
+
+def _serves(numbers: Numbers) -> str:
+    """Which kinds are as good as the best static scale, and which are not."""
+    good = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] <= _AS_GOOD]
+    bad = [_title(name) for name in _ADAPTIVE if numbers[name]["of_best_high"] > _AS_GOOD]
+    best, worst = best_static(numbers), _worst_static(numbers)
+    told = f"As good as the best static scale ({_title(best).removeprefix('static ')}): {', '.join(good) or 'none'}."
+    told += f" Not shown to be: {', '.join(bad)}." if bad else ""
+    told += f" Of FP32 itself it is shown to within {percent(numbers['fp32']['of_best_high'] - 1, 1)}."
+    behind = numbers[worst]["of_best"] - 1
+    return f"{told} The worst static scale ({_title(worst).removeprefix('static ')}) ends {percent(behind, 0)} behind."
+
+
+def _windows(fp32: Mapping[str, float]) -> str:
+    """What the spectra say of one scale for all layers."""
+    if "window_low" not in fp32:
+        return (
+            f"No single scale serves all {fp32['tensors']:.0f} tensors: {fp32['no_scale_serves']:.0f} have none at all."
+        )
+    return (
+        f"The tensors' largest gradients lie {fp32['tops_apart']:.0f} binades apart. Scales of "
+        f"2^{fp32['window_low']:.0f} to 2^{fp32['window_high']:.0f} hold all {fp32['tensors']:.0f} with less than 1 % "
+        "lost: a scale per layer is not needed here, a single one that finds its place is enough."
+    )
+
+
+def _settings(bench: Bench) -> Mapping[str, object]:
+    setup = setup_for(bench.steps, full=bench.full)
+    return {**described(setup, bench.device), "kinds": [kind.name for kind in KINDS]}
+
+
+LAYERWISE = Experiment(
+    name="layerwise",
+    claim="On a detector, a scale per layer is at least as good as the best static one, with nothing to try.",
+    source="T7",
+    settings=_settings,
+    measure=measure,
+)

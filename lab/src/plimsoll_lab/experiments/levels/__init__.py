@@ -1,0 +1,3 @@
+"""Experiment `levels`: O0 to O3."""
+
+from plimsoll_lab.experiments.levels.experiment import LEVELS as LEVELS

@@ -1,0 +1,212 @@
+"""Experiment `techniques` (N1, N4): an LSTM language model in FP16, with each of the three techniques left out in turn.
+
+The level is `fp16-master`: FP16 weights and tensors, products summed in FP32, a dynamic loss scale, FP32 masters. Left
+out are, one at a time, the loss scale (it stays at 1), the masters (each step's weights are rounded to FP16, and the
+next begins there), and the wide sums (every product of the forward and the backward is summed in FP16, four at a time,
+as the first tensor cores can). All see the same batches as FP32, from the same weights.
+
+What a small model needs for this is stated, not hidden. Without a loss scale FP16 fails if a step is large: a micro-
+batch's loss is its share of a mean over 2^19 characters (`training`). Without masters it is the small updates
+that fail: so the last third is at a learning rate as at the end of a schedule, and what it gains is what is compared.
+The error of narrow sums grows with their length, and this model's are short: the error is measured for longer ones too.
+"""
+
+import contextlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.diagnosis import View, diagnose
+from plimsoll.runs import Run
+from plimsoll.text import percent
+from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.experiments.techniques.sum_errors import error_of_sums
+from plimsoll_lab.experiments.techniques.training import KINDS, Kind, Setup, described, setup_for, task_of
+from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.statistics import columns, largest, lost
+
+_TRAINED = "plimsoll_lab.experiments.techniques.training:trained"
+_ON_THE_CURVE = 1.01  # of FP32's bits
+_LEAVES = 1.05
+_STALLS = 0.5  # of FP32's gain at the low rate
+_SOUND = "on FP32's curve"
+_SHORT, _LONG = 128, 8192  # products in a sum: a step's here, and a large model's
+Numbers = Mapping[str, Mapping[str, float]]
+Floats = NDArray[np.float64]
+
+
+def measure(bench: Bench) -> Measured:
+    """All trainings, and what they show."""
+    return measure_with(bench, setup_for(bench.steps, full=bench.full), workers=workers_for(bench.device))
+
+
+def measure_with(bench: Bench, setup: Setup, workers: int) -> Measured:
+    """Likewise, with sizes of one's own."""
+    # The slowest comes first, so that no worker is left alone with it at the end.
+    ordered = sorted(KINDS, key=lambda kind: kind.wide_sums)
+    tasks = [task_of(kind, setup, bench.runs / kind.name, seed=bench.seed, device=bench.device) for kind in ordered]
+    with contextlib.nullcontext() if bench.full else one_thread():
+        carry_out(_TRAINED, tasks, workers=workers, progress=bench.progress)
+        sums = {length: error_of_sums(length, bench.seed) for length in (_SHORT, _LONG)}
+    reference = Run(bench.runs / "fp32")
+    trainings = tuple(judged(kind, setup, Run(bench.runs / kind.name), reference) for kind in KINDS)
+    numbers = {training.name: training.numbers for training in trainings}
+    return Measured(trainings=trainings, claims=claims(setup, numbers, sums), said=_said(numbers, sums))
+
+
+def judged(kind: Kind, setup: Setup, run: Run, reference: Run) -> Training:
+    """The training's numbers beside FP32's, its findings, and what became of it."""
+    view = View(run)
+    findings = tuple(diagnose(view))
+    steps, curve = run.scalars("train_bits")
+    numbers = beside(curve, reference.scalars("train_bits")[1])
+    numbers["before_low"], numbers["end"] = (float(bits) for bits in run.scalars("bits")[1])
+    numbers["gained"] = numbers["before_low"] - numbers["end"]
+    numbers["of_fp32"] = numbers["end"] / float(reference.scalars("bits")[1][-1])
+    numbers["unmoved"] = unmoved(run, setup.low_at)
+    alarms = [finding for finding in findings if finding.severity == "alarm" and finding.rule == "updates-swallowed"]
+    numbers["swallowed_since"] = float(min((finding.since_step for finding in alarms), default=math.nan))
+    numbers |= {name: value for name, value in lost(view).items() if name == "lost_after"}
+    verdict = _verdict(numbers, reference)
+    return Training(
+        name=kind.name, title=kind.title, run=run.path, numbers=numbers, outcome=verdict, good=verdict == _SOUND,
+        findings=findings, series=columns(steps, curve), series_of="bits per character",
+    )  # fmt: skip
+
+
+def _verdict(numbers: Mapping[str, float], reference: Run) -> str:
+    if not numbers["of_fp32"] < _ON_THE_CURVE:
+        return "leaves FP32's curve"
+    before, end = (float(bits) for bits in reference.scalars("bits")[1])
+    return _SOUND if numbers["gained"] >= _STALLS * (before - end) else "stalls at the low rate"
+
+
+def beside(curve: Floats, reference: Floats) -> dict[str, float]:
+    """How a curve lies beside FP32's, batch by batch: in its first and its last eighth, and where it is furthest."""
+    eighths = np.array_split(curve / reference, min(8, len(curve)))
+    ratios = [float(part.mean()) for part in eighths]
+    return {"ratio_first": ratios[0], "ratio_last": ratios[-1], "furthest": largest(abs(each - 1) for each in ratios)}
+
+
+def unmoved(run: Run, since: int) -> float:
+    """Of the weights that were to move, the part that was the same after the step, at the low rate."""
+    shares: list[float] = []
+    weights: list[float] = []
+    for name in run.tensors["updates"]:
+        steps, part = run.series("updates", name, "unmoved")
+        _, pushed = run.series("updates", name, "pushed")
+        late = (steps >= since) & (pushed > 0)
+        shares.extend(part[late])
+        weights.extend(pushed[late])
+    return float(np.average(shares, weights=weights)) if shares else math.nan
+
+
+def claims(setup: Setup, numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
+    """What the experiment says, with the numbers of the five trainings and the error of sums by their length."""
+    return (
+        *of_rows(_of_curves(numbers), "N1", "N4"),
+        *of_rows((*_of_updates(setup, numbers), *_of_sums(numbers, sums)), "N1"),
+    )
+
+
+def _of_curves(numbers: Numbers) -> tuple[Claim, ...]:
+    everything, unscaled = numbers["all"], numbers["unscaled"]
+    gap_first, gap_last = abs(unscaled["ratio_first"] - 1.0), unscaled["ratio_last"] - 1.0
+    return (
+        Claim(
+            id="all-on-the-curve", says="FP16 with all three techniques: ends on FP32's curve",
+            measured=everything["of_fp32"], at_least=2 - _ON_THE_CURVE, at_most=_ON_THE_CURVE, unit="of FP32's bits",
+        ),
+        Claim(
+            id="all-along-the-curve", says="FP16 with all three techniques: and lies along it, in each eighth",
+            measured=everything["furthest"], at_most=_ON_THE_CURVE - 1, unit="of FP32's bits apart, at most",
+        ),
+        Claim(
+            id="unscaled-leaves", says="without loss scaling: leaves FP32's curve",
+            measured=unscaled["of_fp32"], at_least=_LEAVES, unit="of FP32's bits",
+        ),
+        Claim(
+            id="unscaled-further", says="without loss scaling: gets further from it as training goes on",
+            measured=gap_last / gap_first if gap_first else math.inf * gap_last, at_least=1.5,
+            unit="times the gap in the first eighth",
+        ),
+        Claim(
+            id="unscaled-lost", says="without loss scaling: most gradients of activations are zero in FP16",
+            measured=unscaled["lost_after"], at_least=0.5, unit="of gradients",
+        ),
+    )  # fmt: skip
+
+
+def _of_updates(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
+    wide, everything, without = numbers["fp32"], numbers["all"], numbers["no-masters"]
+    return (
+        Claim(
+            id="masters-gain", says="at a low rate, with master weights: gains what FP32 gains",
+            measured=everything["gained"] / wide["gained"], at_least=0.8, at_most=1.2, unit="of FP32's gain",
+        ),
+        Claim(
+            id="no-masters-stalls", says="at a low rate, without master weights: gains less than half of it",
+            measured=without["gained"] / wide["gained"], at_most=_STALLS, unit="of FP32's gain",
+        ),
+        Claim(
+            id="no-masters-swallowed", says="without master weights: most updates are swallowed",
+            measured=without["unmoved"], at_least=0.5, unit="of weights with a gradient",
+        ),
+        Claim(
+            id="no-masters-told", says="without master weights: an alarm tells of it as soon as the rate is low",
+            measured=without["swallowed_since"] - setup.low_at, at_least=0, at_most=4 * setup.every, unit="steps after",
+        ),
+    )  # fmt: skip
+
+
+def _of_sums(numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
+    return (
+        Claim(
+            id="narrow-sums-err", says=f"sums of {_LONG:,} products in FP16: off by many roundings of one",
+            measured=sums[_LONG] / 2.0**-12, at_least=16.0, unit="roundings to FP16",
+        ),
+        Claim(
+            id="narrow-sums-grow", says="without FP32 accumulation: the error grows with the length of the sums",
+            measured=sums[_LONG] / sums[_SHORT], at_least=4.0, unit=f"times that of {_SHORT} products",
+        ),
+        Claim(
+            id="narrow-sums-leave", says="without FP32 accumulation: leaves FP32's curve",
+            measured=numbers["narrow-sums"]["of_fp32"], at_least=_LEAVES, unit="of FP32's bits",
+        ),
+    )  # fmt: skip
+
+
+def _said(numbers: Numbers, sums: Mapping[int, float]) -> tuple[str, ...]:
+    bits = {name: row["end"] for name, row in numbers.items()}
+    gain = {name: row["gained"] for name, row in numbers.items()}
+    curves = (
+        f"Bits per character of held-out text: FP32 {bits['fp32']:.3f}; FP16 with all three {bits['all']:.3f}, without "
+        f"loss scaling {bits['unscaled']:.3f}, without masters {bits['no-masters']:.3f}, without FP32 accumulation "
+        f"{bits['narrow-sums']:.3f}."
+    )
+    updates = (
+        f"At the low rate FP32 gains {gain['fp32']:.4f} bits, FP16 with masters {gain['all']:.4f}, without "
+        f"{gain['no-masters']:.4f}: {percent(numbers['no-masters']['unmoved'], 0)} of its updates are swallowed."
+    )
+    summed = (
+        f"Summed in FP16, {_SHORT} products of a weight's gradient are off by {percent(sums[_SHORT], 2)}, {_LONG:,} by "
+        f"{percent(sums[_LONG], 2)}; rounding the sum once is off by at most 0.05 %."
+    )
+    return curves, updates, summed
+
+
+def _settings(bench: Bench) -> Mapping[str, object]:
+    return described(setup_for(bench.steps, full=bench.full), bench.device)
+
+
+TECHNIQUES = Experiment(
+    name="techniques",
+    claim="An LSTM lies on FP32's curve in FP16 with all three techniques, and falls short of it without one of them.",
+    source="N1, N4",
+    settings=_settings,
+    measure=measure,
+)

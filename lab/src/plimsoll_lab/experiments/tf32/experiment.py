@@ -1,0 +1,241 @@
+"""Experiment `tf32` (T10, T2, A1): what TF32 is, what it takes to train in it, and on a GPU how fast it is.
+
+A TF32 product rounds its inputs to FP32's exponent and FP16's mantissa, multiplies exactly and adds up in FP32. That is
+measured on any machine: errors of emulated products against FP64, FP16 and BF16, within FP16's range and beyond it. The
+loops that are said to differ by one argument or by two lines are compared as text and run (`loops`).
+
+Rates need a GPU. With ``--device cuda`` three claims come to the others: two of the rates, and that the device's own
+products err as the emulated ones do. Without, nothing is claimed of them, and the result says that they were not
+measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from plimsoll_lab.claim import Claim, of_rows
+from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.experiments.tf32.loops import (
+    Batches,
+    LoopOf,
+    amp_loop,
+    bf16_loop,
+    changed_lines,
+    changed_tokens,
+    fp16_loop,
+    fp32_loop,
+    plimsoll_loop,
+    settings_restored,
+    tf32_loop,
+)
+from plimsoll_lab.experiments.tf32.products import FORMATS, SCALES, Errors, errors
+from plimsoll_lab.experiments.tf32.rates import rates
+from plimsoll_lab.result import Measured
+from plimsoll_lab.running.workers import one_thread
+from plimsoll_lab.statistics import largest
+
+PRODUCTS, FULL_PRODUCTS = 4, 16
+SIZE, FULL_SIZE = 256, 2048
+RATE_SIZE = 8192
+_BATCHES = 20  # of a loop
+_LOOPS: Mapping[str, LoopOf] = {
+    "fp32": fp32_loop, "tf32": tf32_loop, "fp16": fp16_loop, "bf16": bf16_loop, "amp": amp_loop,
+    "plimsoll": plimsoll_loop,
+}  # fmt: skip
+
+
+def measure(bench: Bench) -> Measured:
+    """The products, the loops, and on a GPU the rates."""
+    bench.progress.begin("products, loops, rates", 3)
+    with one_thread():
+        found = errors(_products(bench), FULL_SIZE if bench.full else SIZE, bench.seed, bench.device)
+        bench.progress.advance()
+        losses, settings = trained(bench.seed, bench.device)
+    bench.progress.advance()
+    rate = rates(RATE_SIZE) if bench.device == "cuda" else None
+    bench.progress.advance()
+    told = claims(found, losses, settings, rate)
+    return Measured(trainings=(), claims=told, said=_said(found, losses, rate))
+
+
+def trained(seed: int, device: str) -> tuple[Mapping[str, list[float]], int]:
+    """The losses of each loop, from the same weights on the same batches; how many settings the TF32 loop has made."""
+    batches = _batches(seed, device)
+    losses: dict[str, list[float]] = {}
+    settings = 0
+    for name, loop in _LOOPS.items():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
+        with settings_restored() as places:
+            losses[name] = loop(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+            if name == "tf32":
+                settings = sum(place.fp32_precision == "tf32" for place in places)
+    return losses, settings
+
+
+def _batches(seed: int, device: str) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(32, 1, generator=generator) / math.sqrt(32)
+    inputs = [torch.randn(64, 32, generator=generator) for _ in range(_BATCHES)]
+    return [(x.to(device), (x @ weight).tanh().to(device)) for x in inputs]
+
+
+def claims(
+    found: Errors, losses: Mapping[str, Sequence[float]], settings: int, rate: Mapping[str, float] | None
+) -> tuple[Claim, ...]:
+    """What the experiment says; of the device's rates and errors only where there are any."""
+    of_device = () if rate is None or found.device is None else (*_of_rates(rate), _of_device(found, found.device))
+    return (
+        *of_rows((*_of_digits(found), *_of_range(found)), "T2"),
+        *of_rows((*_of_text(), *_of_loops(losses, settings), *of_device), "T10"),
+        *of_rows(_of_amp(), "A1"),
+    )
+
+
+def _of_digits(found: Errors) -> tuple[Claim, ...]:
+    error = {name: found.error[name, 0] for name in FORMATS}
+    return (
+        Claim(
+            id="inputs-rounded", says="a TF32 product is FP32's of inputs rounded to 19 bits, to the last bit",
+            measured=found.differing, at_most=0, unit="values differ",
+        ),
+        Claim(
+            id="only-inputs", says="its error is that of the rounded inputs",
+            measured=error["tf32"] / found.inputs["tf32"], at_least=0.95, at_most=1.05, unit="of their error",
+        ),
+        Claim(
+            id="digits-of-fp16", says="TF32 has FP16's digits: products of inputs within FP16's range err alike",
+            measured=error["tf32"] / error["fp16"], at_least=0.95, at_most=1.05, unit="of FP16's error",
+        ),
+        Claim(
+            id="digits-over-bf16", says="BF16 has three bits fewer: its products err eight times as much",
+            measured=error["bf16"] / error["tf32"], at_least=7.6, at_most=8.4, unit="of TF32's error",
+        ),
+        Claim(
+            id="digits-under-fp32", says="FP32 has thirteen bits more: TF32's error is far above its",
+            measured=error["tf32"] / error["fp32"], at_least=2.0**8, unit="of FP32's error",
+        ),
+    )  # fmt: skip
+
+
+def _of_range(found: Errors) -> tuple[Claim, ...]:
+    """At 2^100 and 2^-50, to which FP16 does not reach; powers of two change nothing else."""
+    high, low = SCALES[1:]
+    kept = {
+        name: largest(abs(found.error[name, scale] / found.error[name, 0] - 1) for scale in (high, low))
+        for name in ("tf32", "bf16")
+    }
+    return (
+        Claim(
+            id="range-of-bf16", says="TF32 has FP32's range: inputs times 2^100 or 2^-50 err as they do without",
+            measured=kept["tf32"], at_most=1e-3, unit="of the error",
+        ),
+        Claim(
+            id="bf16-range", says="so has BF16",
+            measured=kept["bf16"], at_most=1e-3, unit="of the error",
+        ),
+        Claim(
+            id="fp16-overflows", says="FP16 has not: times 2^100 the product is no longer finite",
+            measured=float(found.error["fp16", high] == math.inf), at_least=1, unit="products",
+        ),
+        Claim(
+            id="fp16-underflows", says="FP16: times 2^-50 nothing is left",
+            measured=found.error["fp16", low], at_least=1.0, unit="of the product",
+        ),
+    )  # fmt: skip
+
+
+def _of_text() -> tuple[Claim, ...]:
+    added, removed = changed_lines(fp32_loop, tf32_loop)
+    return (
+        Claim(
+            id="bf16-one-argument", says="from FP16 to BF16 one argument of the loop changes",
+            measured=changed_tokens(fp16_loop, bf16_loop), at_least=1, at_most=1, unit="tokens",
+        ),
+        Claim(
+            id="tf32-two-lines", says="from FP32 to TF32 two lines are added", measured=added, at_least=2, at_most=2,
+            unit="lines",
+        ),
+        Claim(id="tf32-nothing-else", says="and none is changed", measured=removed, at_most=0, unit="lines"),
+    )  # fmt: skip
+
+
+def _of_amp() -> tuple[Claim, ...]:
+    return (
+        Claim(
+            id="amp-five-lines", says="from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
+            measured=changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines",
+        ),
+    )  # fmt: skip
+
+
+def _of_loops(losses: Mapping[str, Sequence[float]], settings: int) -> tuple[Claim, ...]:
+    last = {name: each[-1] / losses["fp32"][-1] for name, each in losses.items()}
+    worst = largest(abs(each - 1) for each in last.values())
+    differing = sum(a != b for a, b in zip(losses["plimsoll"], losses["fp32"], strict=True))
+    return (
+        Claim(
+            id="settings-made", says="the two lines, run, set torch's products and convolutions to TF32",
+            measured=settings, at_least=2, at_most=2, unit="settings",
+        ),
+        Claim(
+            id="loops-train", says="all loops, run, end where FP32 does",
+            measured=worst, at_most=0.05, unit="of FP32's loss",
+        ),
+        Claim(
+            id="level-computes", says="level tf32 of plimsoll.prepare computes in TF32 here: losses are not FP32's",
+            measured=differing, at_least=1, unit="losses",
+        ),
+    )  # fmt: skip
+
+
+def _of_rates(rate: Mapping[str, float]) -> tuple[Claim, ...]:
+    return (
+        Claim(
+            id="rate-half-of-fp16", says="TF32's rate is half of FP16's",
+            measured=rate["tf32"] / rate["fp16"], at_least=0.4, at_most=0.6, unit="of FP16's rate",
+        ),
+        Claim(
+            id="rate-above-fp32", says="TF32's rate is well above FP32's",
+            measured=rate["tf32"] / rate["fp32"], at_least=2.0, unit="of FP32's rate",
+        ),
+    )  # fmt: skip
+
+
+def _of_device(found: Errors, own: float) -> Claim:
+    """Tensor cores that cut the bits instead of rounding them err up to twice as much: both are TF32."""
+    return Claim(
+        id="device-agrees", says="the device's own TF32 products err as the emulated ones, or as cut bits do",
+        measured=own / found.error["tf32", 0], at_least=0.9, at_most=2.2, unit="of the emulated error",
+    )  # fmt: skip
+
+
+def _said(found: Errors, losses: Mapping[str, Sequence[float]], rate: Mapping[str, float] | None) -> tuple[str, ...]:
+    error = ", ".join(f"{name.upper()} {found.error[name, 0]:.2e}" for name in FORMATS)
+    loss = ", ".join(f"{name} {each[-1]:.5f}" for name, each in losses.items())
+    rated = "not measured: rates need a GPU (--device cuda), and nothing is claimed of them here"
+    if rate is not None:
+        rated = ", ".join(f"{name.upper()} {value:.0f}" for name, value in rate.items()) + " Tflop/s"
+    return (f"Error of products: {error}.", f"Last loss of each loop: {loss}.", f"Rates: {rated}.")
+
+
+def _products(bench: Bench) -> int:
+    return bench.steps or (FULL_PRODUCTS if bench.full else PRODUCTS)
+
+
+def _settings(bench: Bench) -> Mapping[str, object]:
+    return {
+        "products": _products(bench), "size": FULL_SIZE if bench.full else SIZE, "batches": _BATCHES,
+        "device": bench.device, "rates": "measured" if bench.device == "cuda" else "not measured: no GPU",
+    }  # fmt: skip
+
+
+TF32 = Experiment(
+    name="tf32",
+    claim="TF32 has BF16's range and FP16's digits; BF16 is one changed argument, TF32 two lines.",
+    source="T10, T2, A1",
+    settings=_settings,
+    measure=measure,
+)

@@ -1,0 +1,107 @@
+"""`perform`: an experiment from its beginning to its result on disk."""
+
+import datetime as dt
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plimsoll.errors import ArgumentError
+from plimsoll.report import html
+from plimsoll.runs.storage.atomic_files import replacing
+from plimsoll.version import __version__
+from plimsoll_lab.experiment import Bench, Engine, Experiment, Progress, Silent
+from plimsoll_lab.registry import experiment_named
+from plimsoll_lab.result import Measured, Result
+from plimsoll_lab.results_folder import RESULT, RUNS, clear
+
+
+def perform(
+    experiment: str | Experiment,
+    folder: "str | os.PathLike[str]",
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    steps: int | None = None,
+    full: bool = False,
+    progress: Progress | None = None,
+    engine: Engine = "local",
+) -> Result:
+    """Carries out an experiment: its runs, a report of each, and ``result.json`` go to the folder.
+
+    - `folder`: new, empty, or one that the same experiment has made before; its former results there are replaced.
+    - `seed`: of everything that is random. `device`: "cpu", where FP16 is emulated, or "cuda".
+    - `steps`: how long each training is; None for as long as the experiment needs. `full`: larger models, for longer.
+    - `progress`: is told of parts and steps.
+    - `engine`: what the trainings run on: "local" processes, or a "ray" cluster where the experiment can.
+
+    torch's random generator, and all of its settings, are afterwards what they were.
+
+    Raises `ArgumentError` for a name, folder or argument that does not fit, before anything is changed.
+    """
+    chosen = experiment_named(experiment) if isinstance(experiment, str) else experiment
+    check(seed, device, steps)
+    _check_engine(chosen, engine)
+    target = Path(folder)
+    bench = Bench(
+        runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent(),
+        engine=engine,
+    )  # fmt: skip
+    settings = chosen.settings(bench)
+    clear(target, chosen.name)
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device == "cuda" else []):
+        torch.manual_seed(seed)
+        measured = chosen.measure(bench)
+    reports = _reports(measured, target, bench.progress)
+    result = Result(
+        experiment=chosen.name, claim=chosen.claim, source=chosen.source, seed=seed, settings=settings,
+        measured=measured, folder=target, reports=reports, seconds=time.perf_counter() - began,
+        date=dt.datetime.now(dt.UTC).date().isoformat(), device=device, versions=_versions(device),
+    )  # fmt: skip
+    with replacing(target / RESULT) as file:
+        file.write(json.dumps(result.to_dict(), indent=2, allow_nan=False).encode())
+    return result
+
+
+def _reports(measured: Measured, folder: Path, progress: Progress) -> dict[str, Path]:
+    """A page of each training; the first one's is the report.html."""
+    progress.begin("reports", len(measured.trainings))
+    found: dict[str, Path] = {}
+    for number, training in enumerate(measured.trainings):
+        name = "report.html" if number == 0 else f"report-{training.name}.html"
+        found[training.name] = html(training.run, folder / name, title=training.title, findings=training.findings)
+        progress.advance()
+    return found
+
+
+def _versions(device: str) -> dict[str, str]:
+    found = {"plimsoll": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    found |= {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def check(seed: int, device: str, steps: int | None) -> None:
+    """Raises `ArgumentError` for what no experiment can have."""
+    if not 0 <= seed < 2**31:
+        raise ArgumentError(f"lab: expected a seed of 0 to 2^31 - 1; got {seed}. Use 0.")
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"lab: expected device to be cpu or cuda; got {device!r}. Use cpu, which emulates FP16.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("lab: expected a GPU for device=cuda; got none that torch finds. Use cpu.")
+    if steps is not None and steps < 1:
+        raise ArgumentError(f"lab: expected 1 step or more; got steps={steps}. Leave it out.")
+
+
+def _check_engine(experiment: Experiment, engine: str) -> None:
+    if engine not in experiment.engines:
+        raise ArgumentError(
+            f"lab {experiment.name}: expected engine to be {' or '.join(experiment.engines)}, where its trainings can "
+            f"run; got {engine!r}. Use local."
+        )

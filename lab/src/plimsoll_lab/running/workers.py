@@ -1,0 +1,171 @@
+"""Many trainings at once: each worker is a process of one thread, which is given one task after the other.
+
+A task is JSON-able data, and what does it a function by its name ("module:function"), whose answer is JSON-able too. A
+worker is an interpreter that runs this module, and reads tasks as lines of JSON. So it imports nothing of the program
+that carries the experiment out, which may be a notebook or an unguarded script.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import IO, Any, cast
+
+import torch
+
+from plimsoll.errors import PlimsollError
+from plimsoll_lab.experiment import Progress, Silent
+
+Task = Mapping[str, Any]
+# Ctrl-C on a terminal reaches all processes of it: a worker leaves it to the program, which ends its workers then.
+_BEGIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from plimsoll_lab.running.workers import work; work()"
+)
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """A process, and what it reads from and answers to."""
+
+    process: "subprocess.Popen[str]"
+    tasks: IO[str]
+    answers: IO[str]
+
+
+def workers_for(device: str) -> int:
+    """As many as there are cores for this process; a GPU is one training's at a time."""
+    if device == "cuda":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_WORKERS)
+
+
+def carry_out(
+    function: str,
+    tasks: Sequence[Task],
+    *,
+    workers: int,
+    progress: Progress | None = None,
+    title: str = "trainings",
+    done: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """The answer to each task, in the tasks' order; so many are done at a time, with one worker in this process.
+
+    - `function`: "module:function", which is called with one task.
+    - `done`: is told of each answer as it comes, with the task's number, in this thread.
+
+    Raises `PlimsollError` with what a worker said where a task failed, and then ends the others.
+    """
+    told = progress or Silent()
+    told.begin(title, len(tasks))
+    answers: list[Any] = [None] * len(tasks)
+    pairs = _here(function, tasks) if workers == 1 else _elsewhere(function, tasks, workers)
+    with contextlib.closing(pairs):
+        for number, answer in pairs:
+            answers[number] = answer
+            if done is not None:
+                done(number, answer)
+            told.advance()
+    return answers
+
+
+@contextlib.contextmanager
+def one_thread() -> Generator[None]:
+    """Computes with one of torch's threads inside, and with as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def named(function: str) -> Callable[[Task], Any]:
+    """The function of that name, "module:function"."""
+    module, _, name = function.partition(":")
+    return cast("Callable[[Task], Any]", getattr(importlib.import_module(module), name))
+
+
+def work() -> None:
+    """A worker's own program: does what each line says, and answers with one line."""
+    torch.set_num_threads(1)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        told = json.loads(line)
+        try:
+            said = {"answer": named(told["function"])(told["task"])}
+        except Exception:  # noqa: BLE001  (whatever it is, the process that waits has to know)
+            said = {"failed": traceback.format_exc()}
+        print(json.dumps(said), file=answers, flush=True)
+
+
+def _here(function: str, tasks: Sequence[Task]) -> Generator[tuple[int, Any]]:
+    does = named(function)
+    for number, task in enumerate(tasks):
+        yield number, does(task)
+
+
+def _elsewhere(function: str, tasks: Sequence[Task], workers: int) -> Generator[tuple[int, Any]]:
+    """Each task's number and answer, as they come."""
+    lines = [json.dumps({"function": function, "task": task}) for task in tasks]
+    if not lines:
+        return
+    with _hired(min(workers, len(lines))) as free, ThreadPoolExecutor(workers) as threads:
+        waiting = {threads.submit(_handed, free, line): number for number, line in enumerate(lines)}
+        try:
+            for answer in as_completed(waiting):
+                yield waiting[answer], _answered(tasks[waiting[answer]], answer.result())
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _hired(count: int) -> "Generator[SimpleQueue[_Worker]]":
+    """Workers that wait for tasks; afterwards they are gone, whatever they are at."""
+    free: SimpleQueue[_Worker] = SimpleQueue()
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(count):
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BEGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            processes.append(process)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            free.put(_Worker(process=process, tasks=process.stdin, answers=process.stdout))
+        yield free
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _handed(free: "SimpleQueue[_Worker]", line: str) -> str:
+    """What the next worker that is free answers; an empty line where it has died."""
+    worker = free.get()
+    try:
+        worker.tasks.write(line + "\n")
+        worker.tasks.flush()
+        return worker.answers.readline()
+    except (BrokenPipeError, ValueError):  # it has died, or all of them have been ended
+        return ""
+    finally:
+        free.put(worker)
+
+
+def _answered(task: Task, line: str) -> Any:
+    said = json.loads(line) if line else {"failed": "the process has ended"}
+    if "failed" not in said:
+        return said["answer"]
+    raise PlimsollError(
+        f"lab: expected the training {task.get('name', dict(task))} to end; got this from its process:\n"
+        f"{said['failed']}\nGive it more memory if it was killed; otherwise please report it."
+    )

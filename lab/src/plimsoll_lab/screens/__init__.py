@@ -1,0 +1,1 @@
+"""Tables and progress bars of `plimsoll lab` in the terminal."""

@@ -1,3 +1,0 @@
-"""Experiment `bert`: masked tokens, then answers, in seven precisions."""
-
-from plimsoll.lab.experiments.bert.experiment import BERT as BERT

@@ -1,3 +1,0 @@
-"""Experiment `formats`: what formats hold."""
-
-from plimsoll.lab.experiments.formats.experiment import FORMATS as FORMATS

@@ -1,3 +1,0 @@
-"""Experiment `unit-sweep`: many character models, five ways each."""
-
-from plimsoll.lab.experiments.unit_sweep.experiment import UNIT_SWEEP as UNIT_SWEEP
