@@ -70,7 +70,7 @@ def test_a_growing_run_is_as_if_read_at_once(tmp_path: Path, compact_above: int)
     assert view.last_step == 9
     for first in range(10, 40, 5):
         write_steps(writer, LOW, first, first + 4)
-        if (compacting := writer._worker._keeper._compacting) is not None:
+        if (compacting := writer._worker._flusher._compacting) is not None:
             compacting.join()
         view.follow()
         assert view.last_step == first + 4
@@ -101,7 +101,7 @@ def test_compacting_alone_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     view, read = opened(tmp_path), []
     writer.close()
     with RunWriter(tmp_path, flush_seconds=600, compact_above=4) as again:
-        again._worker._keeper._log.compact()
+        again._worker._flusher._folder.compact()
     monkeypatch.setattr(row_selection, "_load", lambda path, part, *a: read.append(part))
     view.follow()
     assert [part for part in read if part.kind == "spectra"] == []

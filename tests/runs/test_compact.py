@@ -49,8 +49,8 @@ def content(path: Path) -> dict[str, object]:
     }
 
 
-def log(path: Path, above: int = 64, thin: thinning.Rules = ()) -> rank_folder.Log:
-    return rank_folder.Log(
+def log(path: Path, above: int = 64, thin: thinning.Rules = ()) -> rank_folder.RankFolder:
+    return rank_folder.RankFolder(
         path, rank=0, world_size=1, settings={}, resume_from=None, compact_above=above, thin=thin
     )  # fmt: skip
 
@@ -87,8 +87,8 @@ def test_background_compaction_keeps_the_number_of_parts_down(tmp_path: Path) ->
         for step in range(60):
             making.write_steps(writer, [step])
             assert writer.flush()
-            if writer._worker._keeper._compacting is not None:
-                writer._worker._keeper._compacting.join()
+            if writer._worker._flusher._compacting is not None:
+                writer._worker._flusher._compacting.join()
             assert len(parts(tmp_path)) <= 12
         assert Run(tmp_path).steps == list(range(60))
 
@@ -238,7 +238,7 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
     opened.close()
 
 
-def append(opened: rank_folder.Log, step: int) -> None:
+def append(opened: rank_folder.RankFolder, step: int) -> None:
     from plimsoll.runs import Batch
     from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
     from plimsoll.runs.columns.step_rows import from_batch

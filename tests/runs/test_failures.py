@@ -336,7 +336,7 @@ def test_a_large_buffer_is_written_before_its_time(tmp_path: Path) -> None:
 
 def _held_by(writer: RunWriter) -> int:
     """Bytes that Plimsoll's own code holds, without what a compaction or the garbage collector is about to free."""
-    if (compacting := writer._worker._keeper._compacting) is not None:
+    if (compacting := writer._worker._flusher._compacting) is not None:
         compacting.join(HANG_SECONDS)
     gc.collect()
     own = tracemalloc.Filter(inclusive=True, filename_pattern=str(Path(plimsoll.__file__).parent / "*"))

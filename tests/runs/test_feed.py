@@ -133,7 +133,7 @@ def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, m
         go_on.set()
 
     said: list[str] = []
-    monkeypatch.setattr(sink_feed, "say", closing)
+    monkeypatch.setattr(sink_feed, "warn_user", closing)
     writer.close(HANG_SECONDS)
     (message,) = said
     assert "waiting for tracker, tracker to close" in message

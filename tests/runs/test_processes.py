@@ -117,7 +117,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_fork_while_locks_are_held_leaves_the_child_free(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
-    with writer._worker._guard, writer._losses._guard, writer._registry._guard:
+    with writer._worker._guard, writer._dropped._guard, writer._registry._guard:
         child = os.fork()
         if not child:
             try:
@@ -126,7 +126,7 @@ def test_a_fork_while_locks_are_held_leaves_the_child_free(tmp_path: Path) -> No
                 done = threading.Event()
 
                 def use() -> None:
-                    writer._losses.count("closed", 0, "")
+                    writer._dropped.count("closed", 0, "")
                     writer.submit(list, 1)
                     writer.series("weights", "w", format="fp32")
                     done.set()
@@ -165,7 +165,7 @@ def test_writing_from_many_threads_and_registering_there(tmp_path: Path) -> None
 
 def test_a_signal_handler_may_write(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
-        with writer._worker._guard, writer._losses._guard:
+        with writer._worker._guard, writer._dropped._guard:
             writer.write(Scalars(step=1, values={"loss": 1.0}))  # as a handler would, in the middle of a write
         assert writer.flush()
     assert Run(tmp_path).scalars("loss")[0].tolist() == [1]

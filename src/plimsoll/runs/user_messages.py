@@ -1,4 +1,4 @@
-"""Telling the user from any thread, without ever raising."""
+"""Warnings to the user from any thread, which never raise."""
 
 import logging
 import warnings
@@ -8,8 +8,8 @@ from plimsoll.text import printable
 _LOG = logging.getLogger("plimsoll")
 
 
-def say(message: str) -> None:
-    """Warns; where warnings are errors (``-W error``) or cannot be shown, logs instead."""
+def warn_user(message: str) -> None:
+    """Warn. Where warnings are errors (``-W error``) or cannot be shown, log instead."""
     message = printable(message, lines=False)
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -19,7 +19,7 @@ from plimsoll import kernels
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs import Event, RunWriter, Scalars
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 from plimsoll.spectrum.plain_tensors import plain
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.hooks import torch_hooks
@@ -206,7 +206,7 @@ class Core:
             self._said.add(once)
         self.writer.write(Event(step=self.step, kind=kind, message=message, details=details))
         if warn:
-            say(f"plimsoll: {message}")
+            warn_user(f"plimsoll: {message}")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records numbers of a step."""

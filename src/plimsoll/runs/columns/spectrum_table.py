@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from plimsoll.kernels import row_layout
 from plimsoll.runs.columns import block_columns, trimmed_lists
 from plimsoll.runs.columns.arrow import Array, Schema, Table, array, pa, strings
-from plimsoll.runs.columns.step_rows import Entries
+from plimsoll.runs.columns.step_rows import StepRows
 from plimsoll.runs.records import EXTRAS
 
 SCHEMA = 1  # the version that readers check
@@ -87,12 +87,12 @@ class Chunk:
 _ARRAYS = tuple(f.name for f in fields(Chunk) if f.name != "blocks")
 
 
-def chunk(step: int, entries: Entries) -> Chunk:
+def chunk(step: int, entries: StepRows) -> Chunk:
     """The chunk of one step's merged entries."""
     return chunk_of(np.full(len(entries), step, dtype=np.int64), entries)
 
 
-def chunk_of(steps: NDArray[np.int64], entries: Entries) -> Chunk:
+def chunk_of(steps: NDArray[np.int64], entries: StepRows) -> Chunk:
     """The chunk of merged entries of several steps."""
     rows, blocks = entries.rows, entries.blocks
     first, lengths, binades = trimmed_lists.trimmed(

@@ -21,7 +21,7 @@ _NORM = EXTRAS.index("weight_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entries:
+class StepRows:
     """Rows with what belongs to each: the series, the scale, and the extras (a column for each of `EXTRAS`).
 
     `blocks`: of wide rows, the block length of each record, 0 for none; None for narrow rows.
@@ -37,7 +37,7 @@ class Entries:
         return len(self.series)
 
 
-def from_batch(batch: Batch, registered: int) -> Entries:
+def from_batch(batch: Batch, registered: int) -> StepRows:
     """The entries of a batch, merged; `ArgumentError` where its arrays contradict each other."""
     entries = len(batch.index)
     scales = np.ones(entries) if batch.scales is None else np.asarray(batch.scales, dtype=np.float64)
@@ -55,10 +55,10 @@ def from_batch(batch: Batch, registered: int) -> Entries:
     return _grouped(series[order], scales[order], rows, blocks, extras[order], starts)
 
 
-def concatenated(parts: Sequence[Entries]) -> Entries:
+def concatenated(parts: Sequence[StepRows]) -> StepRows:
     """All entries, one after the other."""
     wide = any(p.blocks is not None for p in parts)
-    return Entries(
+    return StepRows(
         series=np.concatenate([p.series for p in parts]),
         scales=np.concatenate([p.scales for p in parts]),
         rows=np.concatenate([_widened(p.rows) if wide else p.rows for p in parts]),
@@ -71,11 +71,11 @@ def _widened(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.pad(rows, ((0, 0), (0, row_layout.WIDE - rows.shape[1])))
 
 
-def _blocks(part: Entries) -> NDArray[np.int64]:
+def _blocks(part: StepRows) -> NDArray[np.int64]:
     return np.zeros(len(part), dtype=np.int64) if part.blocks is None else part.blocks
 
 
-def merged(entries: Entries) -> Entries:
+def merged(entries: StepRows) -> StepRows:
     """The same with entries of one series and scale merged, in the order of series and scale."""
     order, starts = _groups(entries.series, entries.scales)
     series, scales, rows = entries.series[order], entries.scales[order], entries.rows[order]
@@ -99,11 +99,11 @@ def _grouped(
     blocks: NDArray[np.int64] | None,
     extras: NDArray[np.float64],
     starts: NDArray[np.intp],
-) -> Entries:
+) -> StepRows:
     """Entries in order, those of one group merged."""
     if len(starts) < len(rows):
         (rows, blocks), extras = merged_rows(rows, blocks, starts), merged_extras(extras, starts)
-    return Entries(series=series[starts], scales=scales[starts], rows=rows, extras=extras, blocks=blocks)
+    return StepRows(series=series[starts], scales=scales[starts], rows=rows, extras=extras, blocks=blocks)
 
 
 def merged_rows(

@@ -5,16 +5,16 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.spectrum_table import KINDS, Kind
-from plimsoll.runs.reading.rank_coverage import Short, short_ranks
+from plimsoll.runs.reading.ending import gone_writers, is_here
 from plimsoll.runs.storage import manifest, parts as _parts, script
 from plimsoll.runs.storage.limits import DamageError
-from plimsoll.runs.storage.location import Folder, Place
+from plimsoll.runs.storage.location import Folder, StorageLocation
 from plimsoll.runs.storage.manifest import Session
 from plimsoll.runs.storage.parts import Part
 from plimsoll.text import printable
@@ -28,7 +28,7 @@ _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away be
 class NoRunError(RunError):
     """A folder that is not there, or holds no run; `below`: the runs in the folders below it, by their paths in it."""
 
-    def __init__(self, place: Place, why: str, below: Sequence[str]) -> None:
+    def __init__(self, place: StorageLocation, why: str, below: Sequence[str]) -> None:
         self.place, self.why, self.below, self.here = str(place), why, list(below), isinstance(place, Folder)
         super().__init__(f"Run: expected the folder of a run; got {place}, which {why}. {self.advice}")
 
@@ -50,14 +50,32 @@ class _DamagedError(Exception):
     """A part that cannot be read, noted by now."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteRank:
+    """A rank whose records end before those of others."""
+
+    rank: int
+    last_step: int  # -1 for none
+    of: int
+    lost: bool  # it was killed, rather than having ended
+
+    def __str__(self) -> str:
+        ended = "was lost" if self.lost else "ended"
+        after = "before its first record" if self.last_step < 0 else f"after step {self.last_step}"
+        return (
+            f"rank {self.rank}: {ended} {after}, and other ranks went on to step {self.of}; "
+            "from there on sums are of the others alone"
+        )
+
+
 class Catalog:
     """The manifests by rank, the parts that count, and the problems met.
 
     Raises `RunError` for a folder that holds no run, or one of a newer schema.
     """
 
-    def __init__(self, place: Path | Place, *, warn: bool = True) -> None:
-        self.place = place if isinstance(place, Place) else Folder(place)
+    def __init__(self, place: Path | StorageLocation, *, warn: bool = True) -> None:
+        self.place = place if isinstance(place, StorageLocation) else Folder(place)
         self.path = self.place.path
         self.manifests: dict[int, dict[str, Any]] = {}
         self.parts: list[Part] = []
@@ -66,7 +84,7 @@ class Catalog:
         self._foreign: list[str] = []
         self._missing: list[str] = []
         self._left_out: dict[str, str] = {}
-        self.short: list[Short] = []
+        self.short: list[IncompleteRank] = []
         self._warned: set[str] | None = set() if warn else None
         self.refresh()
 
@@ -222,7 +240,9 @@ class Catalog:
         later = [s for s in self._sessions.get(min(self.manifests, default=0), []) if s.started > left]
         return [s.from_step - 1 for s in later if s.from_step is not None]
 
-    def read(self, parts: Callable[[], list[Part]], load: Callable[[Place, Part], Any]) -> list[tuple[Part, Any]]:
+    def read(
+        self, parts: Callable[[], list[Part]], load: Callable[[StorageLocation, Part], Any]
+    ) -> list[tuple[Part, Any]]:
         """What `load` makes of each part. Where one is damaged or has gone, all begins anew with another listing."""
         attempts = _ATTEMPTS
         while attempts > 0:
@@ -239,7 +259,7 @@ class Catalog:
             "parts had gone. Copy the run to a faster file system, or read it when its writer is done."
         )
 
-    def _loaded(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
+    def _loaded(self, part: Part, load: Callable[[StorageLocation, Part], Any]) -> Any:
         try:
             return self._tried(part, load)
         except RunError:  # which is an OSError too, and says that the storage does not answer
@@ -250,7 +270,7 @@ class Catalog:
             self._damaged[part] = f"{error}".splitlines()[0][:_LONGEST] if f"{error}" else type(error).__name__
             raise _DamagedError from error
 
-    def _tried(self, part: Part, load: Callable[[Place, Part], Any]) -> Any:
+    def _tried(self, part: Part, load: Callable[[StorageLocation, Part], Any]) -> Any:
         """What `load` makes of a part: tried again where a failure may have been the storage's and not the part's."""
         try:
             return load(self.place, part)
@@ -265,7 +285,7 @@ def _has_gone(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
 
 
-def _no_run(place: Place) -> NoRunError:
+def _no_run(place: StorageLocation) -> NoRunError:
     of_script = script.names_in(place)
     if of_script:
         below, which = list(of_script), "the runs of one script"
@@ -286,3 +306,41 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
             found.append(Path(place))
             below[:] = [name for name in below if name not in KINDS]  # a script's other models may lie in there
     return sorted(found)
+
+
+def short_ranks(catalog: Catalog) -> list[IncompleteRank]:
+    """Return the ranks that others have outrun, but for those that may be writing still."""
+    if catalog.world_size == 1:
+        return []
+    spectra, scalars = ({rank: _end(catalog, kind, rank) for rank in catalog.ranks} for kind in ("spectra", "scalars"))
+    last = max(spectra.values(), default=-1)
+    found: list[IncompleteRank] = []
+    for rank, content in sorted(catalog.manifests.items()):
+        if rank >= catalog.world_size:  # a restart with fewer ranks left it behind
+            continue
+        # Rank 0 writes spectra at each sampled step. Other ranks may have scalars only.
+        end = spectra[rank] if rank == 0 else max(spectra[rank], scalars[rank])
+        lost: int | None = content.get("lost_after")  # noted by rank 0
+        if lost is not None:
+            end = min(end, lost)
+        settings: dict[str, Any] = content.get("settings") or {}
+        numbers = settings.get("recorder", ("loss",))
+        if end >= last or (end < 0 and rank and not numbers):
+            continue
+        is_lost = lost is not None or not content.get("closed")
+        if content.get("closed") or (is_lost and _has_ended(catalog, rank)):
+            found.append(IncompleteRank(rank=rank, last_step=end, of=last, lost=is_lost))
+    return found
+
+
+def _end(catalog: Catalog, kind: Any, rank: int) -> int:
+    return max((catalog.visible_end(part) for part in catalog.of(kind) if part.rank == rank), default=-1)
+
+
+def _has_ended(catalog: Catalog, rank: int) -> bool:
+    """Whether a rank that has not closed writes no more: its process is gone, or cannot be asked and others closed."""
+    content = catalog.manifests[rank]
+    if gone_writers([content]):
+        return True
+    others = (other.get("closed") for number, other in catalog.manifests.items() if number != rank)
+    return not is_here(content) and any(others)

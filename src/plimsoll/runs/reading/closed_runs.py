@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plimsoll.runs.reading import spectra
 from plimsoll.runs.reading.catalog import Catalog
-from plimsoll.runs.reading.contents import Content
+from plimsoll.runs.reading.contents import RunContents
 from plimsoll.runs.storage import manifest as _manifest
 
 _SECONDS = 10.0  # a training that has ended is not kept waiting longer: readers decide for themselves anyway
@@ -16,7 +16,7 @@ Choices = dict[str, dict[str, list[str]]]
 def decided(path: Path) -> Choices | None:
     """The plain series by how their ranks merge; None where ranks are missing or behind, or it takes too long."""
     catalog = Catalog(path, warn=False)
-    content = Content(catalog)
+    content = RunContents(catalog)
     if not _all_there(catalog):
         return None
     plain: dict[str, list[str]] = {}

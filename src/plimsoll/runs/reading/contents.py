@@ -10,14 +10,14 @@ from plimsoll.runs.columns.spectrum_table import Kind
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import manifest as _manifest, parquet
 from plimsoll.runs.storage.limits import MOST_NAMES
-from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
 
 Names = frozenset[tuple[str, ...]]
 _OWN = ("loss", "nonfinite", "scale")  # scalars that a watch records: they come first
 
 
-class Content:
+class RunContents:
     """The contents of a catalog's parts."""
 
     def __init__(self, catalog: Catalog) -> None:
@@ -44,7 +44,7 @@ class Content:
         visible = [steps[steps <= self._catalog.visible_end(part)] for part, steps in found]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
 
-    def _steps_in(self, place: Place, part: Part) -> NDArray[np.int64]:
+    def _steps_in(self, place: StorageLocation, part: Part) -> NDArray[np.int64]:
         if part not in self._steps:
             column = parquet.read(parquet.opened(place, part), part, ["step"])["step"]
             self._steps[part] = values_of(pc.unique(column))
@@ -89,7 +89,7 @@ class Content:
         found = self._catalog.read(lambda: self._catalog.of("spectra"), self._lengths_in)
         return tuple(sorted({length for _, lengths in found for length in lengths}))
 
-    def _lengths_in(self, place: Place, part: Part) -> frozenset[int]:
+    def _lengths_in(self, place: StorageLocation, part: Part) -> frozenset[int]:
         if part not in self._lengths:
             file, found = parquet.opened(place, part), list[int | None]()
             if "block" in file.schema_arrow.names:
@@ -97,7 +97,7 @@ class Content:
             self._lengths[part] = frozenset(length for length in found if length is not None)
         return self._lengths[part]
 
-    def _words_in(self, place: Place, part: Part) -> Names:
+    def _words_in(self, place: StorageLocation, part: Part) -> Names:
         if part not in self._words:
             columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
             file = parquet.opened(place, part, parquet.WORDS[part.kind])

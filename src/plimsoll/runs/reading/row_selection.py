@@ -13,7 +13,7 @@ from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
 from plimsoll.runs.columns.spectrum_table import SCHEMAS, Kind
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import parquet
-from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
 
 _GROUPS = 16  # row groups that are read at a time where only some of their rows are wanted: some 30 MB
@@ -66,7 +66,7 @@ def select(
     names = list(columns or SCHEMAS[kind].names)
     more = block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
 
-    def load(place: Place, part: Part) -> Table:
+    def load(place: StorageLocation, part: Part) -> Table:
         return _load(place, part, (names, more), equal or {}, wanted, catalog.visible_end(part))
 
     found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
@@ -83,7 +83,7 @@ def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
 
 
 def _load(
-    place: Place,
+    place: StorageLocation,
     part: Part,
     columns: tuple[list[str], Sequence[str]],
     equal: Mapping[str, Collection[str]],

@@ -20,7 +20,7 @@ from plimsoll.runs.columns import row_order, statistics
 from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.reading import module_casts, name_matching, rank_merge, spectra as _spectra
 from plimsoll.runs.reading.catalog import Catalog, runs_below
-from plimsoll.runs.reading.contents import Content
+from plimsoll.runs.reading.contents import RunContents
 from plimsoll.runs.reading.ending import gone_writers
 from plimsoll.runs.reading.row_selection import Steps, select
 from plimsoll.runs.records import Event
@@ -60,7 +60,7 @@ class Run:
         if isinstance(place, Folder):
             write_for_reader(place.path)
         self._catalog = Catalog(place, warn=warn)
-        self._content = Content(self._catalog)
+        self._content = RunContents(self._catalog)
 
     @staticmethod
     def find(folder: str | os.PathLike[str]) -> list[Path]:

@@ -11,7 +11,7 @@ from plimsoll.runs.columns.bank_rows import blocks_of, numbers, rows_of
 from plimsoll.runs.columns.spectrum_table import SCHEMAS, WIDE, Series, chunk_of, spectra_table
 from plimsoll.runs.reading import rank_merge, unscaling
 from plimsoll.runs.reading.catalog import Catalog
-from plimsoll.runs.reading.contents import Content
+from plimsoll.runs.reading.contents import RunContents
 from plimsoll.runs.reading.row_selection import Steps, select
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import Spectrum
@@ -21,7 +21,7 @@ _READ = 1 << 16  # rows that are read at a time: some 30 MB as columns; each rea
 
 
 def read(
-    catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps, *, raw: bool
+    catalog: Catalog, content: RunContents, collection: str, names: Sequence[str], steps: Steps, *, raw: bool
 ) -> Iterator[tuple[int, str, str, Spectrum]]:
     """Step, collection, name and spectrum, name after name, steps ascending."""
     for table in _pieces(catalog, content, collection, names, steps):
@@ -29,7 +29,7 @@ def read(
             yield from _decoded(_whole_steps(table, start), raw=raw)
 
 
-def rows(catalog: Catalog, content: Content, collection: str, name: str, columns: Sequence[str]) -> Table:
+def rows(catalog: Catalog, content: RunContents, collection: str, name: str, columns: Sequence[str]) -> Table:
     """Some columns of one series at all steps, replicas counted once."""
     if len(catalog.ranks) == 1:
         wanted = [c for c in SCHEMAS["spectra"].names if c in {"step", "collection", "name", "format", *columns}]
@@ -38,7 +38,7 @@ def rows(catalog: Catalog, content: Content, collection: str, name: str, columns
 
 
 def table(
-    catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
+    catalog: Catalog, content: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
 ) -> Table:
     """The rows of some series as one table with the columns of a part, one row for each series, step and scale.
 
@@ -67,7 +67,7 @@ def _summed(piece: Table) -> Iterator[Table]:
         first = table.take(array(starts))
         series = [Series(**row) for row in first.select(["collection", "name", "format", "shared"]).to_pylist()]
         merged, blocks = step_rows.merged_rows(rows_of(table), blocks_of(table), starts)
-        entries = step_rows.Entries(
+        entries = step_rows.StepRows(
             series=np.arange(len(starts)),
             scales=numbers(first, "scale"),
             rows=merged,
@@ -79,7 +79,7 @@ def _summed(piece: Table) -> Iterator[Table]:
 
 
 def _pieces(
-    catalog: Catalog, content: Content, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
+    catalog: Catalog, content: RunContents, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
 ) -> Iterator[Table]:
     """Rows of whole series, sorted by name and step, replicas counted once; as many series at a time as are small."""
     for some in _stretches(catalog, content, names, steps):
@@ -90,7 +90,7 @@ def _pieces(
         yield found
 
 
-def _stretches(catalog: Catalog, content: Content, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
+def _stretches(catalog: Catalog, content: RunContents, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
     """The names, as many at a time as have about `_READ` rows at these steps."""
     many = len(names) > 1
     per_series = max(1, int(steps.mask(content.steps()).sum()) * len(catalog.ranks)) if many else 1
@@ -99,7 +99,7 @@ def _stretches(catalog: Catalog, content: Content, names: Sequence[str], steps: 
         yield names[start : start + at_once]
 
 
-def _without_replicas(catalog: Catalog, content: Content, collection: str, found: Table, steps: Steps) -> Table:
+def _without_replicas(catalog: Catalog, content: RunContents, collection: str, found: Table, steps: Steps) -> Table:
     found = row_order.by(found, ("name", "step", "format", "scale", "rank"))
     pieces = _by_series(found)
     plain = {name: series for name, series in pieces if rank_merge.is_plain(series)}
@@ -118,7 +118,7 @@ def _by_series(table: Table) -> list[tuple[str, Table]]:
     ]
 
 
-def _decide(catalog: Catalog, content: Content, collection: str, plain: dict[str, Table], steps: Steps) -> None:
+def _decide(catalog: Catalog, content: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
     """Whether ranks hold replicas of these series: decided over all steps, whichever are asked for, and remembered."""
     parts = rank_merge.parts_of_batch(catalog.manifests, collection)
     open_ones = [name for name in plain if (collection, name) not in content.replicas]
@@ -173,8 +173,8 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
         yield held
 
 
-def choices(catalog: Catalog, content: Content, chosen: Sequence[tuple[str, Sequence[str]]]) -> Iterator[None]:
-    """Decides which of these plain series are replicas (`Content.replicas`), a piece at each step."""
+def choices(catalog: Catalog, content: RunContents, chosen: Sequence[tuple[str, Sequence[str]]]) -> Iterator[None]:
+    """Decides which of these plain series are replicas (`RunContents.replicas`), a piece at each step."""
     for collection, names in chosen:
         for _ in _pieces(catalog, content, collection, names, Steps(), blocks=False):
             yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.records import Sink, StepRecord
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 
 # So many failures one after the other, and the sink is left alone.
 MAX_FAILURES = 10
@@ -206,4 +206,4 @@ class SinkRunner:
             return
         self._said.add(kind)
         if kind != "open":
-            say(f"{message}. Training goes on.")
+            warn_user(f"{message}. Training goes on.")

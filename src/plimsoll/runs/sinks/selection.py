@@ -10,7 +10,7 @@ from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.row_layout import LOWEST_BINADE
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 from plimsoll.spectrum import Spectrum
 
 # All properties and fields of a spectrum that are numbers.
@@ -85,7 +85,7 @@ class Selection:
         found = {"/".join(key): histogram(spectrum) for key, spectrum in spectra.items() if spectrum.nonzero}
         if len(found) > self._max_histograms and not self._warned:
             self._warned = True
-            say(
+            warn_user(
                 f"{self._sink}: a step has {len(found):,} histograms; the first {self._max_histograms:,} are written. "
                 "Give a larger max_histograms for the others, or collect fewer tensors."
             )

@@ -13,7 +13,7 @@ from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection
 from plimsoll.runs.sinks.tracker import Tracker, load
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 
 _STEP = "plimsoll/step"
 
@@ -131,7 +131,7 @@ class WandB(Tracker):
         current = self._run.step
         if current == self._last_row and not self._warned:
             self._warned = True
-            say(
+            warn_user(
                 "WandB: several steps met in one row of your W&B run, and only the last is kept. Log more often than "
                 "plimsoll does, give commit=True, or leave out run= for a run of its own."
             )

@@ -18,7 +18,7 @@ from plimsoll.runs.storage.listing import Entry, entries
 from plimsoll.runs.storage.uri import filesystem_of, is_uri, sentence, without_secrets
 
 
-class Place(ABC):
+class StorageLocation(ABC):
     """A run's folder; names within it are those of files, or ``kind/file``."""
 
     path: Path  # in its own filesystem
@@ -48,7 +48,7 @@ class Place(ABC):
         """Whether reading a file that failed may go better again; raises `RunError` where its bytes do not arrive."""
 
 
-class Folder(Place):
+class Folder(StorageLocation):
     """A folder of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Folder(Place):
         return False
 
 
-class Stored(Place):
+class Stored(StorageLocation):
     """A folder of another filesystem. Columns are fetched in few, large requests."""
 
     def __init__(self, path: str, filesystem: Any, shown: str) -> None:
@@ -157,7 +157,7 @@ class Stored(Place):
         )
 
 
-def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> Place:
+def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> StorageLocation:
     """The place that a path means: in `filesystem` where one is given, by its scheme where it is a URI."""
     uri = path if isinstance(path, str) and is_uri(path) else None
     if filesystem is not None and uri is not None:
@@ -200,7 +200,7 @@ def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _of_uri(uri: str) -> Place:
+def _of_uri(uri: str) -> StorageLocation:
     made, inside = filesystem_of(uri)
     return Folder(Path(inside)) if isinstance(made, fs.LocalFileSystem) else Stored(inside, made, without_secrets(uri))
 

@@ -16,7 +16,7 @@ from plimsoll.runs.columns.spectrum_table import SCHEMA, Kind
 from plimsoll.runs.reading.column_checks import checked
 from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.storage.limits import DamageError
-from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
 
 # Few enough rows that one series is read without much else, enough that columns compress and footers stay short.
@@ -82,7 +82,7 @@ def _options(kind: Kind) -> dict[str, Any]:
 # -- reading
 
 
-def opened(place: Place, part: Part, words: Sequence[str] = ()) -> ParquetFile:
+def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> ParquetFile:
     """A part whose footer is sound; the columns `words` come as dictionaries.
 
     Raises `DamageError` and pyarrow's errors for a damaged part, `RunError` for one of a newer schema.
@@ -124,7 +124,7 @@ def _checksum(footer: bytes) -> bytes:
     return b"%08x" % zlib.crc32(blank)
 
 
-def _check_schema(place: Place, part: Part, metadata: Any) -> None:
+def _check_schema(place: StorageLocation, part: Part, metadata: Any) -> None:
     entries: dict[bytes, bytes] = metadata.metadata or {}
     told = entries.get(SCHEMA_KEY, b"1")
     if not told.isdigit() or len(told) > 9:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.spectrum_table import KINDS, Kind
 from plimsoll.runs.storage.limits import RANGES
-from plimsoll.runs.storage.location import Place
+from plimsoll.runs.storage.location import StorageLocation
 
 _NAME = re.compile(r"r(\d+)-(\d+)-(\d+)-g(\d+)-s(-?\d+)_(-?\d+)\.parquet")
 FAN_IN = 16  # parts that one compaction takes, and the factor between tiers
@@ -72,7 +72,7 @@ def of_name(name: str) -> Part | None:
     return next((parse(known, file) for known in KINDS if known == kind), None)
 
 
-def listed(place: Place, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
+def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
     """The parts of a run (of one rank), covered ones too, and the names of files beside them that are none.
 
     Last, the folders of parts that are there and cannot be listed, with the reason.

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from plimsoll.errors import RunError
 from plimsoll.runs.storage import atomic_files
-from plimsoll.runs.storage.location import Folder, Place
+from plimsoll.runs.storage.location import Folder, StorageLocation
 
 NAME = "script.json"
 SCHEMA = 1
 ITSELF = "."  # the run that the folder itself is
 
 
-def names_in(place: Place) -> tuple[str, ...]:
+def names_in(place: StorageLocation) -> tuple[str, ...]:
     """The runs that the folder's ``script.json`` lists, by their folder's name; none where there is no such file."""
     if NAME not in place.names():
         return ()

@@ -17,7 +17,7 @@ from plimsoll.runs.columns.arrow import Table
 from plimsoll.runs.columns.spectrum_table import Chunk, Kind, Series, rows_table, spectra_table
 from plimsoll.runs.records import Event, Scalars, size_bytes
 from plimsoll.runs.storage import manifest
-from plimsoll.runs.writing.dropped_records import Losses
+from plimsoll.runs.writing.dropped_records import DroppedRecords
 
 # So much is written without waiting for the next flush, or half the bound where that is less.
 _FULL_BYTES = 16 << 20
@@ -26,8 +26,8 @@ _FULL_BYTES = 16 << 20
 class Buffer:
     """Spectra, scalars and events in the order in which they came. Those of one record are given up together."""
 
-    def __init__(self, bound_bytes: int, losses: Losses) -> None:
-        self._bound, self._losses = bound_bytes, losses
+    def __init__(self, bound_bytes: int, dropped: DroppedRecords) -> None:
+        self._bound, self._dropped = bound_bytes, dropped
         self._spectra: deque[Chunk] = deque()
         self._rows: dict[Kind, deque[list[dict[str, Any]]]] = {"scalars": deque(), "events": deque()}
         self._sizes: dict[Kind, deque[int]] = {"spectra": deque(), "scalars": deque(), "events": deque()}
@@ -79,7 +79,9 @@ class Buffer:
             size = self._sizes[kind].popleft()
             self._bytes -= size
             self._tried_bytes = max(0, self._tried_bytes - size)
-            self._losses.count("not written", 1, "plimsoll: records that cannot be written exceed the memory for them.")
+            self._dropped.count(
+                "not written", 1, "plimsoll: records that cannot be written exceed the memory for them."
+            )
 
     def span(self) -> tuple[int, int] | None:
         """The lowest and the highest step of the spectra and scalars."""
@@ -111,7 +113,7 @@ class Buffer:
         """Counts what remains as lost."""
         if len(self):
             message = f"plimsoll: {len(self)} records of {path} could not be written before it was closed."
-            self._losses.count("not written", len(self), message)
+            self._dropped.count("not written", len(self), message)
 
     def _waiting(self, kind: Kind) -> deque[Any]:
         return self._spectra if kind == "spectra" else self._rows[kind]

@@ -25,7 +25,7 @@ from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _par
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.lock import Lock
 from plimsoll.runs.storage.parts import Part
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import compaction, thinning
 
 # What is merged into one part when the run is closed, some 3 seconds' work: a training that has ended is not kept long.
@@ -37,7 +37,7 @@ _LISTING_SHARE = 0.05
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-class Log:
+class RankFolder:
     """The parts and the manifest of one rank, open to be written; `resume_from` replaces what lay from that step on.
 
     `found` says what was there before: kind, message and details of the events to record first.
@@ -288,7 +288,7 @@ class Log:
             target = path.with_name(f"{path.name}.damaged-{number}")
         atomic_files.rename(path, target)
         message = f"{path.name}: {why}; set aside as {target.name}"
-        say(f"plimsoll: {self.path} is damaged. {message}. This session goes on without it.")
+        warn_user(f"plimsoll: {self.path} is damaged. {message}. This session goes on without it.")
         self.found.append(("damaged", message, {"file": str(path.relative_to(self.path))}))
 
     def finish(self, dropped: Mapping[str, int]) -> None:

@@ -7,7 +7,7 @@ from plimsoll.runs.columns.spectrum_table import Series
 from plimsoll.spectrum import Source
 
 
-class Registry:
+class SeriesRegistry:
     """Series in the order of their numbers, those of earlier sessions first."""
 
     def __init__(self, former: Sequence[Series]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 
 SECONDS = 5.0  # that a run has to be written, once a signal has come
 _PARTING_SECONDS = 1.0  # and at the process's end, once somebody did not want to wait
@@ -47,7 +47,9 @@ class _Deferral:
         """Says, once and where it takes long, why the process has not ended."""
         if not self._told and self.until - time.monotonic() < SECONDS - _TELL_SECONDS:
             self._told = True
-            say(f"plimsoll: the signal waits until the run is written, {SECONDS:g} s at most; a second one does not.")
+            warn_user(
+                f"plimsoll: the signal waits until the run is written, {SECONDS:g} s at most; a second one does not."
+            )
 
     def defer(self, number: int) -> None:
         """Begins to note a signal."""

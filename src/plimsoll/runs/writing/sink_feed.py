@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.runs.columns.spectrum_table import Series
-from plimsoll.runs.columns.step_rows import Entries
+from plimsoll.runs.columns.step_rows import StepRows
 from plimsoll.runs.reading.unscaling import true_spectrum
 from plimsoll.runs.records import Event, Scalars, Sink, StepRecord
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.spectrum import Spectrum
 
@@ -25,7 +25,7 @@ _DEFERRING_SECONDS = 2.0  # and where a signal waits
 Spectra = Mapping[tuple[str, str], Spectrum]
 
 
-class Feed:
+class SinkFeed:
     """Hands records to sinks. A sink that raises or hangs is its runner's affair."""
 
     def __init__(self, sinks: Sequence[Sink], path: Path, settings: Mapping[str, object]) -> None:
@@ -49,7 +49,7 @@ class Feed:
         if self._runners:
             self._of(record.step)[1].append(record)
 
-    def batch(self, step: int, entries: Entries, series: Sequence[Series]) -> None:
+    def batch(self, step: int, entries: StepRows, series: Sequence[Series]) -> None:
         """Hands on a complete step, and before it what has waited for earlier ones."""
         if not self._runners:
             return
@@ -87,7 +87,9 @@ class Feed:
         if signal_deferral.wait(have_ended, _SAY_SECONDS, deferring=_DEFERRING_SECONDS):
             return
         rest = _CLOSE_SECONDS - _SAY_SECONDS
-        say(f"plimsoll: waiting for {', '.join(runner.name for runner in late)} to close, {rest:g} s more at most.")
+        warn_user(
+            f"plimsoll: waiting for {', '.join(runner.name for runner in late)} to close, {rest:g} s more at most."
+        )
         if not signal_deferral.wait(have_ended, rest, deferring=_DEFERRING_SECONDS):
             for runner in late:
                 runner.give_up("close", _CLOSE_SECONDS)
@@ -112,7 +114,7 @@ class Feed:
             runner.put(record)
 
 
-def _lazily(entries: Entries, series: Sequence[Series]) -> Callable[[], Spectra]:
+def _lazily(entries: StepRows, series: Sequence[Series]) -> Callable[[], Spectra]:
     """Decodes a step's spectra when they are first asked for."""
     named: list[Series] = [series[int(i)] for i in entries.series]
     decoded: dict[tuple[str, str], Spectrum] = {}

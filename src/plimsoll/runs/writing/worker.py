@@ -1,7 +1,7 @@
-"""The background thread of a writer: it takes records from a bounded queue, merges them, and writes them in time.
+"""Background thread of a writer: takes records from a bounded queue, merges them, and writes them in time.
 
-Training only ever puts things into the queue; whatever fails here is counted, said once and recorded (`_losses`), and
-what could not be written waits in memory, within a bound, until writing works again.
+Training only puts records into the queue. Failures are counted, warned of once and recorded (`dropped_records`).
+Records that could not be written wait in memory, within a bound, until writing works again.
 """
 
 import queue
@@ -14,14 +14,14 @@ from typing import Any
 from plimsoll.errors import PlimsollError
 from plimsoll.runs.columns import step_rows
 from plimsoll.runs.columns.spectrum_table import chunk
-from plimsoll.runs.columns.step_rows import Entries
+from plimsoll.runs.columns.step_rows import StepRows
 from plimsoll.runs.records import Batch, Event, Record, Scalars, size_bytes
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.runs.writing.buffer import Buffer
-from plimsoll.runs.writing.dropped_records import Losses
-from plimsoll.runs.writing.part_flusher import Keeper
-from plimsoll.runs.writing.series_registry import Registry
-from plimsoll.runs.writing.sink_feed import Feed
+from plimsoll.runs.writing.dropped_records import DroppedRecords
+from plimsoll.runs.writing.part_flusher import PartFlusher
+from plimsoll.runs.writing.series_registry import SeriesRegistry
+from plimsoll.runs.writing.sink_feed import SinkFeed
 
 _OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest is taken as it is
 _NUMBERS_BYTES = 64 << 20  # of numbers and events that wait: room of their own, so that no spectra push them out
@@ -66,21 +66,21 @@ class Worker:
 
     def __init__(
         self,
-        keeper: Keeper,
-        feed: Feed,
-        losses: Losses,
-        registry: Registry,
+        flusher: PartFlusher,
+        feed: SinkFeed,
+        dropped: DroppedRecords,
+        registry: SeriesRegistry,
         *,
         flush_seconds: float,
         queue_bytes: int,
     ) -> None:
-        self._keeper, self._feed, self._losses, self._registry = keeper, feed, losses, registry
-        self._buffer = Buffer(queue_bytes, losses)
+        self._flusher, self._feed, self._dropped, self._registry = flusher, feed, dropped, registry
+        self._buffer = Buffer(queue_bytes, dropped)
         self._flush_seconds = flush_seconds
         self._queue: queue.SimpleQueue[tuple[_Item, int, _Room]] = queue.SimpleQueue()
         self._guard = threading.RLock()
         self._spectra, self._numbers = _Room(queue_bytes), _Room(_NUMBERS_BYTES)
-        self._steps: dict[int, Entries] = {}
+        self._steps: dict[int, StepRows] = {}
         self._deadline: float | None = None
         self._running = True
         self._closed = False
@@ -111,10 +111,12 @@ class Worker:
         if accepted:
             return True
         if self._closed:
-            self._losses.count("closed", 1, f"plimsoll: the writer of {self._keeper.path} is closed; records are lost.")
+            self._dropped.count(
+                "closed", 1, f"plimsoll: the writer of {self._flusher.path} is closed; records are lost."
+            )
         else:
-            message = f"plimsoll: records for {self._keeper.path} come faster than they are written; some are dropped."
-            self._losses.count("queue full", 1, f"{message} Sample less often, or give more queue_bytes.")
+            message = f"plimsoll: records for {self._flusher.path} come faster than they are written; some are dropped."
+            self._dropped.count("queue full", 1, f"{message} Sample less often, or give more queue_bytes.")
         return False
 
     def flush(self, timeout: float | None) -> bool:
@@ -137,23 +139,23 @@ class Worker:
                 return
             within = f"{signal_deferral.SECONDS:g} s of a signal" if signal_deferral.is_hurried() else f"{timeout} s"
             message = (
-                f"plimsoll: {self._keeper.path} could not be closed within {within}; its last records may be lost."
+                f"plimsoll: {self._flusher.path} could not be closed within {within}; its last records may be lost."
             )
-            self._losses.say("close", message)
+            self._dropped.warn_once("close", message)
 
     def after_fork(self) -> None:
         """Makes the child's copy inert: it has no thread, and the run is its parent's."""
         self._closed = True
         self._last.done.set()  # there is nothing to close
         self._guard = threading.RLock()
-        self._losses.after_fork()
+        self._dropped.after_fork()
         self._registry.after_fork()
-        self._keeper.abandon()
+        self._flusher.abandon()
 
     # -- the thread
 
     def _run(self) -> None:
-        self._remember(self._keeper.events())
+        self._remember(self._flusher.events())
         while self._running:
             try:
                 item, size, room = self._queue.get(timeout=self._patience())
@@ -176,7 +178,9 @@ class Worker:
             self._handle(item)
         except Exception as error:  # noqa: BLE001  (P2: nothing in here may stop training, or this thread)
             reason = "produce failed" if isinstance(item, _Produce) else "invalid record"
-            self._losses.count(reason, 1, f"plimsoll: a record for {self._keeper.path} is lost ({reason}: {error!r}).")
+            self._dropped.count(
+                reason, 1, f"plimsoll: a record for {self._flusher.path} is lost ({reason}: {error!r})."
+            )
             if isinstance(item, _Mark):
                 item.done.set()
                 self._running = self._running and not item.closing
@@ -186,7 +190,7 @@ class Worker:
             for record in item.produce():
                 self._take(record)
         elif isinstance(item, _Change):
-            self._keeper.change(item.entries)
+            self._flusher.change(item.entries)
             self._expect_write()
         elif isinstance(item, _Mark):
             self._end(item) if item.closing else self._answer(item)
@@ -241,17 +245,17 @@ class Worker:
         self._deadline = None
         self._feed.release()
         for failure in self._feed.failures():
-            self._remember([self._keeper.event("sink failed", f"a sink failed: {failure}")])
-        written = self._keeper.store(self._buffer, self._registry.series)
+            self._remember([self._flusher.event("sink failed", f"a sink failed: {failure}")])
+        written = self._flusher.store(self._buffer, self._registry.series)
         self._buffer.trim()
-        self._remember(self._keeper.events())
+        self._remember(self._flusher.events())
         if len(self._buffer):
             self._expect_write()
         return written
 
     def _write_rest(self) -> bool:
         """Writes the events that writing itself gave rise to."""
-        self._remember(self._keeper.events())
+        self._remember(self._flusher.events())
         return not len(self._buffer) or self._write()
 
     def _end(self, mark: _Mark) -> None:
@@ -263,12 +267,12 @@ class Worker:
             _ = self._write() and self._write_rest()  # before all that may take long
             self._feed.end()
             if not signal_deferral.is_hurried():
-                self._keeper.compact_all()
+                self._flusher.compact_all()
             self._feed.close()
             _ = self._write() and self._write_rest()
-            self._buffer.give_up(self._keeper.path)
-            self._keeper.close(self._registry.series)
+            self._buffer.give_up(self._flusher.path)
+            self._flusher.close(self._registry.series)
         except (OSError, PlimsollError) as error:
-            self._losses.say("close", f"plimsoll: {self._keeper.path} could not be closed in order: {error}")
+            self._dropped.warn_once("close", f"plimsoll: {self._flusher.path} could not be closed in order: {error}")
         finally:
             mark.done.set()

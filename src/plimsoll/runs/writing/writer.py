@@ -11,13 +11,13 @@ from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs.records import Record, Sink
 from plimsoll.runs.storage import manifest, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
-from plimsoll.runs.user_messages import say
+from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import argument_checks, thinning
-from plimsoll.runs.writing.dropped_records import Losses
-from plimsoll.runs.writing.part_flusher import Keeper
-from plimsoll.runs.writing.rank_folder import Log
-from plimsoll.runs.writing.series_registry import Registry
-from plimsoll.runs.writing.sink_feed import Feed
+from plimsoll.runs.writing.dropped_records import DroppedRecords
+from plimsoll.runs.writing.part_flusher import PartFlusher
+from plimsoll.runs.writing.rank_folder import RankFolder
+from plimsoll.runs.writing.series_registry import SeriesRegistry
+from plimsoll.runs.writing.sink_feed import SinkFeed
 from plimsoll.runs.writing.worker import Worker
 
 _AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
@@ -80,13 +80,13 @@ class RunWriter:
             compact_above=compact_above,
             thin=thinning.rules(thin),
         )
-        self._path, self._losses = log.path, Losses()
+        self._path, self._dropped = log.path, DroppedRecords()
         self._next_step = _next_step(log, world_size)
-        self._registry = Registry(log.series)
+        self._registry = SeriesRegistry(log.series)
         self._worker = Worker(
-            Keeper(log, self._losses),
-            Feed(sinks, log.path, settings),
-            self._losses,
+            PartFlusher(log, self._dropped),
+            SinkFeed(sinks, log.path, settings),
+            self._dropped,
             self._registry,
             flush_seconds=flush_seconds,
             queue_bytes=queue_bytes,
@@ -110,7 +110,7 @@ class RunWriter:
     @property
     def dropped(self) -> Mapping[str, int]:
         """How many records were lost, by reason."""
-        return self._losses.counts
+        return self._dropped.counts
 
     def series(self, collection: str, name: str, *, format: str, shared: bool = True) -> int:  # noqa: A002
         """The number of a series, which is registered if it is new.
@@ -183,18 +183,18 @@ def write_for_reader(folder: Path) -> None:
             writer.flush(_READ_SECONDS)
 
 
-def _log_of(path: Path, **options: Any) -> Log:
+def _log_of(path: Path, **options: Any) -> RankFolder:
     """The folder of this rank, or one next to it if damage prevents a session from going on there."""
     try:
-        return Log(path, **options)
+        return RankFolder(path, **options)
     except RunError:
         raise
     except OSError as error:
         beside = path.with_name(f"{path.name}-beside")  # the same for all ranks
         message = f"{path} is damaged and cannot be continued ({error}); this session is recorded in {beside}"
-        say(f"plimsoll: {message}.")
+        warn_user(f"plimsoll: {message}.")
         try:
-            log = Log(beside, **options)
+            log = RankFolder(beside, **options)
         except PlimsollError:
             raise
         except OSError as further:
@@ -206,7 +206,7 @@ def _log_of(path: Path, **options: Any) -> Log:
     return log
 
 
-def _next_step(log: Log, world_size: int) -> int:
+def _next_step(log: RankFolder, world_size: int) -> int:
     last = -1 if log.last_step is None else log.last_step
     if world_size > 1:  # ranks that were killed have not all got equally far, and must go on alike
         last = max([last, *(part.max_step for part in parts.listed(Folder(log.path))[0])])

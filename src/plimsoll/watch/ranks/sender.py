@@ -18,11 +18,11 @@ from plimsoll.runs import RunWriter
 from plimsoll.runs.columns.arrow import Table, pa, strings
 from plimsoll.runs.columns.spectrum_table import Kind, Series
 from plimsoll.runs.writing import writer
-from plimsoll.runs.writing.dropped_records import Losses
-from plimsoll.runs.writing.part_flusher import Keeper
-from plimsoll.runs.writing.rank_folder import Log
-from plimsoll.runs.writing.series_registry import Registry
-from plimsoll.runs.writing.sink_feed import Feed
+from plimsoll.runs.writing.dropped_records import DroppedRecords
+from plimsoll.runs.writing.part_flusher import PartFlusher
+from plimsoll.runs.writing.rank_folder import RankFolder
+from plimsoll.runs.writing.series_registry import SeriesRegistry
+from plimsoll.runs.writing.sink_feed import SinkFeed
 from plimsoll.runs.writing.worker import Worker
 from plimsoll.watch.ranks.store_channel import Link, encoded
 
@@ -47,19 +47,19 @@ class Sender(RunWriter):
         sinks: Sequence[Any] = (),
         queue_bytes: int = 64 << 20,
     ) -> None:
-        self._path, self._losses, self._registry = Path(path).absolute(), Losses(), Registry([])
+        self._path, self._losses, self._registry = Path(path).absolute(), DroppedRecords(), SeriesRegistry([])
         self._next_step = int(link.told("opened") or 0)
         self.before_read = None
 
-        def own_log() -> Log:
-            return Log(
+        def own_log() -> RankFolder:
+            return RankFolder(
                 self._path, rank=link.rank, world_size=world_size, settings=dict(settings), resume_from=None,
                 compact_above=64, thin=(),
             )  # fmt: skip
 
         log: Any = Outbox(self._path, link, own_log)
-        feed = Feed(sinks, self._path, settings)
-        keeper = Keeper(log, self._losses)
+        feed = SinkFeed(sinks, self._path, settings)
+        keeper = PartFlusher(log, self._losses)
         bounds: dict[str, Any] = {"flush_seconds": _FLUSH_SECONDS, "queue_bytes": queue_bytes}
         self._worker = Worker(keeper, feed, self._losses, self._registry, **bounds)
         cast("Any", writer)._workers.add(self._worker)  # noqa: SLF001  (a fork makes all of them inert)
@@ -67,11 +67,11 @@ class Sender(RunWriter):
 
 
 class Outbox:
-    """What a `Keeper` takes for its log: sends tables, until rank 0 is gone and a log of this rank's own takes over."""
+    """Folder of a `PartFlusher` that sends tables, until rank 0 is gone and a folder of this rank takes over."""
 
-    def __init__(self, path: Path, link: Link, own_log: Callable[[], Log]) -> None:
+    def __init__(self, path: Path, link: Link, own_log: Callable[[], RankFolder]) -> None:
         self.path, self._link, self._own_log = path, link, own_log
-        self._own: Log | None = None
+        self._own: RankFolder | None = None
         self.found: list[tuple[str, str, dict[str, object]]] = []
         self.manifest: dict[str, Any] = {"dropped": {}}
         self.series: list[Series] = []
