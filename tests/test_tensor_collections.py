@@ -13,8 +13,6 @@ from plimsoll.watch.session import Due
 SOURCE = Path(tensor_collections.__file__).parent
 # Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them.
 _ROLES = ("formats", "fp8", "emulate", "watch/hooks/cast_counts.py")
-# Experiments choose what they record, as users do.
-_USERS = ("lab",)
 
 
 def test_no_list_of_collections_is_written_elsewhere() -> None:
@@ -22,8 +20,7 @@ def test_no_list_of_collections_is_written_elsewhere() -> None:
     found = {
         name: lines
         for name, path in modules.items()
-        if not name.startswith(("tensor_collections.py", *_ROLES, *_USERS))
-        and (lines := list(_lists(path.read_text("utf-8"))))
+        if not name.startswith(("tensor_collections.py", *_ROLES)) and (lines := list(_lists(path.read_text("utf-8"))))
     }
     assert not found, "derive them from plimsoll.tensor_collections"
 

@@ -1,22 +1,20 @@
-"""Who shows a run in a notebook: the room of reports lies above this one, and registers its function here."""
+"""Registry of the function that shows a run in a notebook. The package of reports registers it."""
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from plimsoll.runs.reading.run import Run
-
-_shower: list[Callable[["Run"], dict[str, Any]]] = []
+# The argument is a `Run`. Its module imports this one, so the type is left open.
+_functions: list[Callable[[Any], dict[str, Any]]] = []
 
 
-def register(shower: Callable[["Run"], dict[str, Any]]) -> None:
-    """Lets runs be shown by this function, which gives data by media type."""
-    _shower[:] = [shower]
+def register(function: Callable[[Any], dict[str, Any]]) -> None:
+    """Show runs by this function, which returns data by media type."""
+    _functions[:] = [function]
 
 
-def shown(run: "Run") -> dict[str, Any]:
-    """The run by media type, by who has registered: the report's room, which does so when it is loaded."""
-    if not _shower:
+def shown(run: object) -> dict[str, Any]:
+    """Return a run's data by media type. Loads the report package if nothing is registered."""
+    if not _functions:
         importlib.import_module("plimsoll.report.single_file.notebook")
-    return _shower[0](run)
+    return _functions[0](run)
