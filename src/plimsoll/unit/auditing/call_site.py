@@ -20,7 +20,6 @@ from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
-_LAB = _OURS + "lab" + os.sep  # experiments have models of their own: their lines are the user's
 _FUNCTIONAL = str(Path(__file__).parents[1] / "functional") + os.sep
 _LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
@@ -97,4 +96,4 @@ def _kind(file: str) -> str:
     library = file.startswith(_LIBRARIES) and not file.startswith(_INSTALLED)
     if library or file.startswith(("<frozen", "<eval_with_key")):
         return _OTHER
-    return _OTHER if file.startswith(_OURS) and not file.startswith(_LAB) else _USER
+    return _OTHER if file.startswith(_OURS) else _USER
