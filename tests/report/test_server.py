@@ -17,9 +17,9 @@ import plimsoll as pl
 from plimsoll import report
 from plimsoll.diagnosis import View
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
+from plimsoll.report.figure_registry import FIGURES, figures_of
 from plimsoll.report.live.server.answers import OFFERED
 from plimsoll.report.live.server.app import App, app
-from plimsoll.report.live.server.figures import OF_ONE
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.diagnosis.stories import LAYERS, constant, told
@@ -89,7 +89,7 @@ def _no_number(constant: str) -> None:
 def test_every_format_is_answered_or_refused(served: App, name: str) -> None:
     asked = TestClient(served, base_url="http://localhost:8642")
     queries = [f"whatif?format={name}", f"whatif?format={name}&shift=2200", f"whatif?format={name}&collection=weights"]
-    queries += [f"figure/{figure}?{word}={name}" for figure in OF_ONE for word in ("format", "formats")]
+    queries += [f"figure/{figure}?{word}={name}" for figure in figures_of(1) for word in ("format", "formats")]
     statuses = {query: asked.get(f"/api/runs/formats/{query}").status_code for query in queries}
     assert set(statuses.values()) <= {200, 404, 422}, statuses
 
@@ -159,11 +159,11 @@ def test_the_served_folder_can_be_a_run_itself(folder: Path) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("figure", OF_ONE)
+@pytest.mark.parametrize("figure", figures_of(1))
 def test_figures_are_the_ones_that_the_room_makes(get: Any, figure: str, folder: Path) -> None:
     query = {"collection": "gradients", "name": f"{LAYERS[0]}.weight"} if figure == "spectrogram" else {}
     drawn = get(f"/api/runs/sound/figure/{figure}", **query)["figure"]
-    made = getattr(report, figure)(View(Run(folder / "sound")), *query.values())
+    made = FIGURES[figure](View(Run(folder / "sound")), *query.values())
     assert drawn["layout"]["title"] == json.loads(made.to_json())["layout"]["title"]
     assert [t["type"] for t in drawn["data"]] == [t["type"] for t in json.loads(made.to_json())["data"]]
 

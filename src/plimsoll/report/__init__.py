@@ -5,6 +5,7 @@ used, and Plotly only when a figure is made.
 """
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,29 +52,18 @@ __all__ = [
     "zero_heatmap",
 ]
 
-# Where each name lives: the same as the block for type checkers above (a test compares them).
+# Home of each name. A figure's module has the figure's name.
 _HOME_OF = {
     "FIGURES": "figure_registry",
     "TEMPLATES": "drawing.theme",
     "Summary": "verdicts.run_summary",
-    "audit": "figures.audit",
-    "before_after": "figures.before_after",
-    "code_usage": "figures.code_usage",
     "figure_for": "figure_registry",
-    "heatmap": "figures.heatmap",
     "html": "single_file.html_report",
-    "loss_and_scale": "figures.loss_and_scale",
     "markdown": "single_file.markdown_report",
-    "record": "figures.record",
-    "scale_curve": "figures.scale_curve",
-    "scale_window": "figures.scale_window",
     "serve": "live.server.launch",
-    "spectrogram": "figures.spectrogram",
     "summary": "verdicts.run_summary",
     "themed": "drawing.theme",
-    "underflow_over_time": "figures.underflow_over_time",
-    "updates": "figures.updates",
-    "zero_heatmap": "figures.zero_heatmap",
+    **{module.name: f"figures.{module.name}" for module in pkgutil.iter_modules([f"{__path__[0]}/figures"])},
 }
 
 

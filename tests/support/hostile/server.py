@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plimsoll.formats import BLOCKS, ELEMENTS
-from plimsoll.report.live.server.figures import OF_ONE, OF_TWO
+from plimsoll.report.figure_registry import figures_of
 from plimsoll.runs import Batch, Event, RunWriter, Scalars
 from tests.support.report.hostile_run import NAMES
 from tests.support.runs import making
@@ -155,14 +155,14 @@ def questions(run_id: str, other: str) -> list[str]:
     """Everything that the page asks about a run, and a few things more."""
     run = f"/api/runs/{quote(run_id, safe='')}"
     pair = f"a={quote(run_id, safe='')}&b={quote(other, safe='')}"
-    figures = [f"{run}/figure/{name}" for name in OF_ONE]
+    figures = [f"{run}/figure/{name}" for name in figures_of(1)]
     named = "collection=gradients&name=a.weight"
     return [
         "/api/runs", run, *figures, f"{run}/whatif?format=fp16", f"{run}/whatif?format=e11m52&collection=weights",
         f"{run}/whatif?format=mxfp8_e4m3", f"{run}/figure/spectrogram?{named}&formats=e4m3,fp64",
         f"{run}/figure/heatmap?statistic=lost&format=e5m2", f"{run}/figure/code_usage?{named}&format=e4m3",
         f"{run}/figure/loss_and_scale?finding=0", f"{run}/figure/underflow_over_time?finding=0", f"/api/compare?{pair}",
-        *(f"/api/compare/figure/{name}?{pair}" for name in OF_TWO),
+        *(f"/api/compare/figure/{name}?{pair}" for name in figures_of(2)),
     ]  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _target(draw: random.Random, runs: list[str]) -> str:
     text: Callable[[], str] = lambda: quote(draw.choice(TEXTS)[:3000].encode("utf-8", "replace"), safe="")  # noqa: E731
     run = quote(draw.choice(runs), safe="")
     known = questions(draw.choice(runs), draw.choice(runs))
-    figure = draw.choice([*OF_ONE, *OF_TWO, text()])
+    figure = draw.choice([*figures_of(1), *figures_of(2), text()])
     formats = [fmt.name for fmt in (*ELEMENTS, *BLOCKS)]
     words = (
         "collection",

@@ -12,6 +12,7 @@ from plimsoll.formats import ROLES, Plan
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Statistic
 from plimsoll.report.drawing.plotly_parts import Layout, Source, Trace, made, nothing, series_checked, view_of
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import capital, joined, labels, of, powers, safe
 from plimsoll.text import counted, percent
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MOST_LAYERS = 40
 
 
+@figure(runs=(2,))
 def before_after(
     before: Source,
     after: "Source | Plan",

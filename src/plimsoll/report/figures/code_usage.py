@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis import View
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.cast_cells import CastCells, cast_cells
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.formats import E4M3, Format, get_element
@@ -24,6 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.scale_curve import element
 from plimsoll.report.labels import capital, joined, of, power, safe
 from plimsoll.text import counted, percent
@@ -35,6 +36,12 @@ _LEVELS = ((0.25, ORANGE), (0.5, RED))  # of saturated-fp8: a warning, an alarm
 _MOST_BARS = 64  # binades of the format
 
 
+def _of_finding(view: View, finding: Finding) -> "Figure":
+    collection = finding.collection or "activations"
+    return code_usage(view, collection, finding.where[0] if finding.where else None, since_step=finding.since_step)
+
+
+@figure(of_finding=_of_finding)
 def code_usage(
     run: Source,
     collection: str = "activations",

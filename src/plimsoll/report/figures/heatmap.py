@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Floats
+from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing.aggregation import Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
@@ -21,7 +23,9 @@ from plimsoll.report.drawing.plotly_parts import (
     since_mark,
     view_of,
 )
+from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.report.labels import capital, joined, labels, of, power, powers
+from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 from plimsoll.text import percent
 
 if TYPE_CHECKING:
@@ -33,6 +37,23 @@ _SHARE_TICKS = (0.0, 0.01, 0.05, 0.25, 0.5, 1.0)
 _COUNT_TICKS = (0, 1, 10, 100, 1000, 10_000, 1_000_000)
 
 
+_LABELS = {"underflow": "Underflow", "zero": "Zeros", "norm": "Norm", "std": "Standard deviation"}
+
+
+def _cases(view: View) -> list[Case]:
+    """Each statistic of each collection that was recorded."""
+    return [
+        Case(
+            label=f"{label} of {collection_words(collection.name)}",
+            arguments={"statistic": statistic, "collection": collection.name},
+        )
+        for statistic, label in _LABELS.items()
+        for collection in IN_DISPLAY_ORDER
+        if statistic in collection.heatmaps and collection.name in view.run.tensors
+    ]
+
+
+@figure(offered="layers", cases=_cases)
 def heatmap(
     run: Source,
     statistic: str = "underflow",
@@ -73,6 +94,18 @@ def heatmap(
         return nothing("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
     note = _says_nothing_is_lost(view_formats(view, collection), statistic)
     return painted("heatmap", title, note, kind, matrix, meta, focus=focus, since_step=since_step)
+
+
+def _underflow_of_finding(view: View, finding: Finding) -> "Figure":
+    return underflow_heatmap(
+        view, finding.collection or "gradients", focus=finding.where, since_step=finding.since_step
+    )
+
+
+@figure(name="underflow_heatmap", of_finding=_underflow_of_finding)
+def underflow_heatmap(run: Source, collection: str = "gradients", **more: Any) -> "Figure":
+    """Heat map of underflow: `heatmap` with this statistic."""
+    return heatmap(run, "underflow", collection, **more)
 
 
 def view_formats(view: Any, collection: str) -> list[str]:

@@ -23,6 +23,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED, SEVERITY
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import joined, powers, safe
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ _PANELS = {"loss": 210, "scale": 150}  # pixels
 _LANE, _GAP, _AROUND = 22, 26, 140  # pixels: a lane; between panels; title and step axis
 
 
+def _of_finding(view: View, finding: Finding) -> "Figure":
+    return loss_and_scale(view, [finding])
+
+
+@figure(runs=(1, 2), offered="scale", of_finding=_of_finding)
 def loss_and_scale(
     run: Source,
     findings: Sequence[Finding] | None = None,

@@ -10,6 +10,7 @@ from plimsoll.report.drawing.aggregation import Columns
 from plimsoll.report.drawing.lanes import Lane, lanes
 from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Layout, Source, made, nothing, view_of
 from plimsoll.report.drawing.theme import GREEN, GREY, ORANGE, RED
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import joined, safe, wrapped
 from plimsoll.runs import Event
 from plimsoll.text import counted
@@ -22,6 +23,7 @@ _LOST = ("failure", "not measured", "capped", "rank lost", "folder lost", "dropp
 _MOST_LANES, _MOST_MARKS, _MOST_LINES = 12, 300, 8
 
 
+@figure()
 def record(run: Source, *, until: int | None = None) -> "Figure":
     """The record itself: the steps at which samples were taken, each kind of event in a lane, and what is missing."""
     view = view_of(run, until, "record")

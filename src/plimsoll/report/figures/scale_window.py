@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plimsoll.diagnosis import View
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.usable_scales import Scales
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import layer_name
@@ -24,6 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.scale_curve import element
 from plimsoll.report.labels import joined, power, powers, safe, scale_range
 from plimsoll.text import counted
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 
+def _of_finding(view: View, finding: Finding) -> "Figure":
+    return scale_window(view, since_step=finding.since_step)
+
+
+@figure(of_finding=_of_finding)
 def scale_window(
     run: Source,
     fmt: object = None,

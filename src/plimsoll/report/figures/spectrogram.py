@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plimsoll.diagnosis import View
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP16, Format, get_element
@@ -24,6 +24,8 @@ from plimsoll.report.drawing.plotly_parts import (
     since_mark,
     view_of,
 )
+from plimsoll.report.figure_declaration import figure
+from plimsoll.report.figures.loss_and_scale import loss_and_scale
 from plimsoll.report.figures.scale_curve import element
 from plimsoll.report.labels import capital, joined, of, power, powers, safe
 
@@ -36,6 +38,23 @@ _HEIGHT = 460
 _Specials = tuple[tuple[str, Floats], ...]
 
 
+def _of_finding(view: "View", finding: Finding) -> "Figure":
+    """Draw the first layer, with the format or the epsilon that the rule is about."""
+    if not finding.where or finding.collection is None:
+        return loss_and_scale(view, [finding])
+    formats = ["fp16"] if finding.rule == "activation-growth" else None
+    if finding.rule == "unit-drift" and finding.evidence.get("scale") == 1.0:  # the format's lines are of cast values
+        formats = [finding.evidence.get("format")]
+    epsilon = finding.evidence.get("epsilon")
+    if finding.rule != "epsilon-dominates" or not isinstance(epsilon, int | float) or not epsilon > 0:
+        epsilon = None
+    mark = None if epsilon is None else (float(epsilon) ** 2, "roots below epsilon")
+    return spectrogram(
+        view, finding.collection, finding.where[0], formats=formats, since_step=finding.since_step, mark=mark
+    )
+
+
+@figure(of_finding=_of_finding)
 def spectrogram(
     run: Source,
     collection: str,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plimsoll.diagnosis import View
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import get_element
 from plimsoll.report.drawing.aggregation import Columns, How
@@ -24,6 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED
+from plimsoll.report.figure_declaration import Case, figure
 from plimsoll.report.labels import joined, power, powers, safe
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ _MEMORY = 0.999  # beta2, Adam's default
 _NOTHING = "No updates were recorded in this run. Watch with collect= naming 'updates'."
 
 
+def _cases(view: View) -> list[Case]:
+    return [Case(label="Updates against weights", arguments={})] if "updates" in view.run.tensors else []
+
+
+def _of_finding(view: View, finding: Finding) -> "Figure":
+    if finding.collection == "gradients":
+        return lag(view, focus=finding.where, since_step=finding.since_step)
+    return updates(view, focus=finding.where, since_step=finding.since_step)
+
+
+@figure(offered="layers", cases=_cases, of_finding=_of_finding)
 def updates(
     run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
 ) -> "Figure":

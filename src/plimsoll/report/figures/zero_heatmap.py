@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.format_losses import Narrow
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.report.drawing.aggregation import MOST_CELLS, few
@@ -20,6 +21,7 @@ from plimsoll.report.drawing.plotly_parts import (
     since_mark,
     view_of,
 )
+from plimsoll.report.figure_declaration import figure
 from plimsoll.report.figures.heatmap import coloured, focused, row_labels, series_of
 from plimsoll.report.labels import capital, joined, of
 from plimsoll.text import counted
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 
+def _of_finding(view: View, finding: Finding) -> "Figure":
+    collection = finding.collection or "gradients"
+    return zero_heatmap(view, collection, focus=finding.where, since_step=finding.since_step)
+
+
+@figure(of_finding=_of_finding)
 def zero_heatmap(
     run: Source,
     collection: str = "activations",

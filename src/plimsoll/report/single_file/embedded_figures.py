@@ -15,8 +15,8 @@ from plimsoll.diagnosis import Finding, View, shown
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.report.drawing.theme import TEMPLATES
+from plimsoll.report.figure_declaration import Case
 from plimsoll.report.verdicts.summary_text import cut
-from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
@@ -27,8 +27,6 @@ _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
 _HEIGHT = 420
 _TOP, _TOP_WITHOUT_TITLE = TEMPLATES["light"]["layout"]["margin"]["t"], 52  # pixels of margin, for a legend and marks
-_WORDS = {"underflow": "Underflow", "zero": "Zeros", "norm": "Norm", "std": "Standard deviation"}
-_HEATMAPS = [(statistic, c.name) for statistic in _WORDS for c in IN_DISPLAY_ORDER if statistic in c.heatmaps]
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -105,30 +103,35 @@ def of_findings(plots: Plots, view: View, findings: Sequence[Finding]) -> list[s
 
 
 def of_scale(plots: Plots, view: View, findings: Sequence[Finding]) -> list[str]:
-    """Loss and scale over time, the windows of the scale, and underflow over time."""
-    from plimsoll.report import loss_and_scale, scale_curve, underflow_over_time
-
-    makers = [lambda: loss_and_scale(view, findings)]
-    narrow = view.narrow("gradients")
-    if narrow is not None and (narrow.censors.any() or view.scaled):
-        makers += [lambda: scale_curve(view), lambda: underflow_over_time(view)]
-    return [key for make in makers if (key := plots.add(make)) is not None]
+    """Add the figures that are offered with the loss scale. Return their ids."""
+    return [key for key, _ in _offered(plots, view, "scale", findings)]
 
 
 def of_layers(plots: Plots, view: View, findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Heat maps of layers over steps: id, and what it is called in a list; last those that findings show."""
-    from plimsoll.report import heatmap, updates
+    """Add the figures of layers over steps. Return ids and labels, those that findings show already last."""
+    return _offered(plots, view, "layers", findings)
 
-    found: list[tuple[str, str]] = []
+
+def _offered(plots: Plots, view: View, section: str, findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    from plimsoll.report.figure_registry import figures_of
+
     above = {(f.figure.removesuffix("_heatmap"), f.collection) for f in findings}
-    for statistic, collection in sorted(_HEATMAPS, key=above.__contains__):
-        if collection not in view.run.tensors:
+
+    def is_above(case: Case) -> bool:
+        return (case.arguments.get("statistic"), case.arguments.get("collection")) in above
+
+    added: list[tuple[str, str]] = []
+    for declared in figures_of(1).values():
+        if declared.offered != section:
             continue
-        key = plots.add(lambda s=statistic, c=collection: heatmap(view, s, c))
-        if key is not None:
-            found.append((key, f"{_WORDS[statistic]} of {collection_words(collection)}"))
-    key = plots.add(lambda: updates(view)) if "updates" in view.run.tensors else None
-    return found if key is None else [*found, (key, "Updates against weights")]
+        cases = [Case(label=declared.name, arguments={})] if declared.cases is None else declared.cases(view)
+        shared = {"findings": findings} if declared.takes_findings else {}
+        # The budget of bytes may end first: what findings already show is added last.
+        for case in sorted(cases, key=is_above):
+            key = plots.add(lambda c=case, d=declared, s=shared: d.function(view, **c.arguments, **s))
+            if key is not None:
+                added.append((key, case.label))
+    return added
 
 
 def of_tensors(

@@ -248,5 +248,5 @@ function inTag(tag, text) {
 
 function nothing(summary) {
   if (summary.state === "empty") return "Nothing was recorded yet. New samples appear by themselves.";
-  return "None: no rule has anything to say about this run.";
+  return "No findings.";
 }

@@ -16,7 +16,7 @@ from plimsoll.report.live.background_verdicts import Verdict, Verdicts
 from plimsoll.report.live.growing_view import LiveView
 from plimsoll.report.live.live_runs import Live
 from plimsoll.report.live.run_index.run_list import Listed, within
-from plimsoll.report.live.server.figures import drawn, drawn_of_two, needs_findings, whole
+from plimsoll.report.live.server.figures import drawn, drawn_of_two, listed, needs_findings, whole
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, first_step, jsonable, median_loss, seconds_of, summary
 from plimsoll.runs import Event
@@ -48,6 +48,10 @@ class Answers:
         found, now = self.live.list.runs(_LIST_SECONDS), self._clock()
         rows = [self._row(run, now) for run in found]
         return encoded({"folder": self.root.name or str(self.root), "version": self.version, "runs": rows})
+
+    def figures(self) -> bytes:
+        """All figures and their arguments."""
+        return encoded({"figures": listed()})
 
     @property
     def version(self) -> int:

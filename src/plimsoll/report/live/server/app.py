@@ -119,6 +119,7 @@ def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
         inner.api_route(path, methods=["GET", "HEAD"], response_model=None)(endpoint)
 
     get("/api/runs", lambda _: answers.runs())
+    get("/api/figures", lambda _: answers.figures())
     get("/api/runs/{id}", lambda request: answers.run(_part(request, "id")))
     get(
         "/api/runs/{id}/figure/{figure}",
@@ -193,7 +194,7 @@ def _add_errors(inner: FastAPI, answers: Answers) -> None:
         return told(request, 404, "plimsoll: there is nothing at this address. The page begins at /.")
 
     async def defect(request: Request, _: Exception) -> Response:  # uvicorn prints the traceback
-        return told(request, 500, "plimsoll: this could not be answered; the terminal of plimsoll serve says why.")
+        return told(request, 500, "plimsoll: internal error. See the terminal that runs plimsoll serve.")
 
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         PlimsollError: refused, 404: unknown, 405: unknown, Exception: defect

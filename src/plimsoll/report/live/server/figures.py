@@ -1,25 +1,18 @@
-"""The figures that the live page may ask for, and how the words of its address become their arguments."""
+"""Figures of the live page, and the arguments in their addresses."""
 
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plimsoll import report
 from plimsoll.diagnosis import Finding, View
 from plimsoll.errors import ArgumentError, NotRecordedError
-
-# Figures of one run and of two; those that findings name are beside these in `report.FIGURES`.
-OF_ONE = ("spectrogram", "heatmap", "scale_curve", "loss_and_scale", "underflow_over_time", "updates", "code_usage",
-          "record")  # fmt: skip
-OF_TWO = ("before_after", "loss_and_scale")
-_WORDS = ("collection", "name", "statistic", "format", "formats", "shift")
-_ARGUMENT_OF = {"format": "fmt"}
+from plimsoll.report.figure_declaration import DECLARED, PARAMETER_OF, Declared
+from plimsoll.report.figure_registry import FIGURES, figure_for, figures_of
 
 
 def needs_findings(name: str, query: Mapping[str, str]) -> bool:
     """Whether a figure is made of the findings."""
-    return "finding" in query or "findings" in inspect.signature(_known(name)).parameters
+    return "finding" in query or _known(name).takes_findings
 
 
 def drawn(view: View, name: str, query: Mapping[str, str], findings: Sequence[Finding]) -> str:
@@ -29,24 +22,36 @@ def drawn(view: View, name: str, query: Mapping[str, str], findings: Sequence[Fi
     to the figure.
     """
     if "finding" in query:
-        return json_of(report.figure_for(view, _finding(name, query, findings)))
-    function = _known(name)
-    parameters = inspect.signature(function).parameters
-    arguments = _arguments(name, query, parameters)
-    if "findings" in parameters:
+        return json_of(figure_for(view, _finding(name, query, findings)))
+    known = _known(name)
+    arguments = _arguments(known, query)
+    if known.takes_findings:
         arguments["findings"] = tuple(findings)
-    return json_of(function(view, **arguments))
+    return json_of(known.function(view, **arguments))
 
 
 def drawn_of_two(first: View, second: View, name: str, query: Mapping[str, str]) -> str:
     """A figure of two runs as JSON."""
-    if name not in OF_TWO:
-        raise NotRecordedError(f"serve: expected {' or '.join(OF_TWO)} of two runs; got {name[:60]!r}. Choose one.")
-    function: Callable[..., Any] = getattr(report, name)
-    arguments = _arguments(name, query, inspect.signature(function).parameters)
-    if name == "loss_and_scale":
-        return json_of(function(first, findings=(), beside=second, **arguments))
-    return json_of(function(first, second, **arguments))
+    of_two = figures_of(2)
+    if name not in of_two:
+        raise NotRecordedError(f"serve: expected {' or '.join(of_two)} of two runs; got {name[:60]!r}. Choose one.")
+    known = of_two[name]
+    arguments = _arguments(known, query)
+    if 1 in known.runs:  # the second run is then an option of the figure of one
+        return json_of(known.function(first, findings=(), beside=second, **arguments))
+    return json_of(known.function(first, second, **arguments))
+
+
+def listed() -> list[dict[str, object]]:
+    """Return all figures and their arguments, for `GET /api/figures`."""
+    return [
+        {
+            "name": each.name,
+            "runs": each.runs,
+            "arguments": [{"name": word, "required": word in each.required} for word in each.arguments],
+        }
+        for each in (DECLARED[name] for name in FIGURES)
+    ]
 
 
 def json_of(figure: Any) -> str:
@@ -60,13 +65,10 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"a figure's JSON holds {constant}")
 
 
-def _known(name: str) -> Callable[..., Any]:
-    of_findings = {each: function for each, function in report.FIGURES.items() if each not in OF_TWO}
-    known = {**of_findings, **{each: getattr(report, each) for each in OF_ONE}}
+def _known(name: str) -> Declared:
+    known = figures_of(1)
     if name not in known:
-        raise NotRecordedError(
-            f"serve: expected a figure among {', '.join(sorted(known))}; got {name[:60]!r}. Choose one."
-        )
+        raise NotRecordedError(f"serve: expected a figure among {', '.join(known)}; got {name[:60]!r}. Choose one.")
     return known[name]
 
 
@@ -90,21 +92,20 @@ def _finding(name: str, query: Mapping[str, str], findings: Sequence[Finding]) -
     return findings[index]
 
 
-def _arguments(name: str, query: Mapping[str, str], parameters: Mapping[str, object]) -> dict[str, Any]:
-    """The words of the query as the figure's arguments; those left empty as not given."""
-    offered = [word for word in _WORDS if _ARGUMENT_OF.get(word, word) in parameters]
-    unknown = sorted(query.keys() - set(offered))
+def _arguments(known: Declared, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the query as the figure's arguments. Empty values count as absent."""
+    unknown = sorted(query.keys() - set(known.arguments))
     if unknown:
         raise ArgumentError(
-            f"serve: expected for {name} only {', '.join(offered) or 'nothing'}; got {', '.join(unknown)[:200]}. Leave "
-            "it out."
+            f"serve: expected for {known.name} only {', '.join(known.arguments) or 'nothing'}; got "
+            f"{', '.join(unknown)[:200]}. Leave it out."
         )
-    needed = [p.name for p in parameters.values() if isinstance(p, inspect.Parameter) and p.default is p.empty]
-    given = {_ARGUMENT_OF.get(word, word): _value(word, value) for word, value in query.items() if value != ""}
-    missing = [each for each in needed if each in _WORDS and each not in given]
+    missing = [word for word in known.required if not query.get(word)]
     if missing:
-        raise ArgumentError(f"serve: expected {' and '.join(missing)} for {name}; got none. Add it to the address.")
-    return given
+        raise ArgumentError(
+            f"serve: expected {' and '.join(missing)} for {known.name}; got none. Add it to the address."
+        )
+    return {PARAMETER_OF[word]: _value(word, value) for word, value in query.items() if value != ""}
 
 
 def _value(word: str, value: str) -> object:

@@ -1,0 +1,97 @@
+"""One declaration of a figure reaches every list of figures."""
+
+import ast
+import json
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
+
+import plotly.graph_objects as go
+from starlette.testclient import TestClient
+
+from plimsoll import report
+from plimsoll.diagnosis import View, diagnose
+from plimsoll.errors import ArgumentError
+from plimsoll.report import FIGURES, figure_for, figures
+from plimsoll.report.figure_declaration import DECLARED, Case, figure
+from plimsoll.report.live.server.app import app
+from plimsoll.report.single_file.embedded_figures import Plots, of_layers, of_scale
+from plimsoll.runs import Run
+from tests.support.diagnosis.stories import constant, told
+
+
+@pytest.fixture
+def declared() -> Iterator[str]:
+    def cases(view: View) -> list[Case]:
+        return [Case(label=f"Layers of {c}", arguments={"collection": c}) for c in sorted(view.run.tensors)[:2]]
+
+    def of_finding(view: View, finding: object) -> go.Figure:
+        return layer_count(view, "gradients", shift=7)
+
+    @figure(offered="layers", cases=cases, of_finding=of_finding)
+    def layer_count(run: View, collection: str, shift: int = 0) -> go.Figure:
+        return go.Figure(go.Bar(x=[collection], y=[len(run.run.tensors[collection]) + shift]))
+
+    try:
+        yield "layer_count"
+    finally:
+        DECLARED.pop("layer_count")
+
+
+def test_a_declared_figure_is_on_every_surface(declared: str, tmp_path: Path) -> None:
+    path = told(samples=4, gradient_std=constant(2.0**-34)).write(tmp_path / "run")
+    view = View(Run(path))
+    count = len(view.run.tensors["gradients"])
+    assert declared in FIGURES and list(FIGURES) == sorted(FIGURES)
+    finding = replace(diagnose(view)[0], figure=declared)
+    assert figure_for(view, finding).data[0].y == (count + 7,)
+
+    plots = Plots()
+    labels = [label for _, label in of_layers(plots, view, [])]
+    assert [label for label in labels if label.startswith("Layers of ")] == [
+        f"Layers of {c}" for c in sorted(view.run.tensors)[:2]
+    ]
+    assert not any(
+        "Layers of" in label for _, label in [(key, plots.found[key].title) for key in of_scale(plots, view, [])]
+    )
+
+    with TestClient(app(tmp_path), base_url="http://localhost:8642") as client:
+        listed = {each["name"]: each for each in client.get("/api/figures").json()["figures"]}
+        assert list(listed) == list(FIGURES)
+        assert listed[declared] == {
+            "name": declared,
+            "runs": [1],
+            "arguments": [{"name": "collection", "required": True}, {"name": "shift", "required": False}],
+        }
+        assert listed["loss_and_scale"]["runs"] == [1, 2]
+        address = f"/api/runs/run/figure/{declared}"
+        answer = client.get(address, params={"collection": "gradients", "shift": "3"})
+        assert answer.json()["figure"]["data"][0]["y"] == [count + 3], json.dumps(answer.json())
+        assert "expected collection" in client.get(address).json()["error"]
+        assert client.get(address, params={"collection": "gradients", "statistic": "std"}).status_code == 422
+
+
+def test_a_name_is_declared_once(declared: str) -> None:
+    with pytest.raises(ArgumentError, match="expected a name that no figure has; got name='layer_count'"):
+
+        @figure(name=declared)
+        def other(run: View) -> go.Figure: ...
+
+
+def test_every_public_figure_is_exported() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(figures.__path__)}
+    assert modules <= set(report.__all__)
+    assert all(getattr(report, name).__module__ == f"{figures.__name__}.{name}" for name in modules)
+    assert all(FIGURES[name] is getattr(report, name) for name in modules & set(FIGURES))
+    assert set(FIGURES) - modules == {"underflow_heatmap"}
+    # Type checkers read the imports of this block, and not the list that the package derives.
+    tree = ast.parse(Path(report.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {a.name: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert typed == {name: f"plimsoll.report.{home}" for name, home in report._HOME_OF.items()}
+    assert sorted(typed) == sorted(report.__all__)
