@@ -59,7 +59,7 @@ MOVED = {
     "spectrum._fit": "spectrum.fit.element_fit",
     "spectrum._source": "spectrum.source_format",
     "spectrum._spectrum": "spectrum.spectrum",
-    "unit._audit_compare": "unit.auditing.comparison",
+    "unit._audit_compare": "unit.auditing.result",
     "unit._audit_result": "unit.auditing.result",
     "unit._audit_rows": "unit.auditing.rows",
     "unit._changes": "unit.changes",

@@ -185,9 +185,9 @@ def _chosen(device: str) -> str:
 
 def _kernel_cache() -> Cache:
     try:
-        from plimsoll.kernels.numba_backend import compiling
+        from plimsoll.kernels import numba_backend
 
-        folder = compiling.cache_folder()
+        folder = numba_backend.cache_folder()
     except Exception:  # noqa: BLE001  (a missing or broken Numba fails in any way; the table of backends says how)
         return Cache(folder=None, writable=False)
     if folder is None:

@@ -86,7 +86,7 @@ class Emulation(contextlib.ContextDecorator):
                 stack.enter_context(casting(lists, self._low))
             yield
 
-    def _witness(self) -> thread_frame.Witness:
+    def _witness(self) -> thread_frame.OperationTracer:
         if self._recipe is not None and self._selected == "all":
             return Everywhere(self._counts, Rounded(self._recipe))
         return self._counts

@@ -5,14 +5,82 @@ one is a check on the other. It is exact all the same: a value divided by the fo
 loses no bit, its whole part is the code up to an offset, and its fraction decides the rounding.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import philox
-from plimsoll.formats.element_format import Format
+
+
+class Layout(Protocol):
+    """The properties of a number format that its codes depend on; see `Format`, which has them."""
+
+    @property
+    def name(self) -> str:
+        """The format's name."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        ...
+
+    @property
+    def exponent_bits(self) -> int:
+        """Width of the exponent."""
+        ...
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Width of the mantissa."""
+        ...
+
+    @property
+    def bias(self) -> int:
+        """The exponent's bias."""
+        ...
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes have a sign."""
+        ...
+
+    @property
+    def specials(self) -> str:
+        """The kind of special values."""
+        ...
+
+    @property
+    def max_code(self) -> int:
+        """Largest code of a finite magnitude."""
+        ...
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        ...
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether codes for infinities exist."""
+        ...
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code for NaN exists."""
+        ...
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether -0 has a code."""
+        ...
+
+    def saturates(self, saturate: bool | None) -> bool:
+        """Return whether values beyond the largest become the largest."""
+        ...
+
 
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Codes = NDArray[np.uint8 | np.uint16]
@@ -23,7 +91,7 @@ _WIDEST_INTEGER = 1 << 53  # up to here every integer is a float64 value
 _NATIVE = {"fp32": "numpy.float32 and .view(numpy.uint32)", "fp64": "numpy.float64 and .view(numpy.uint64)"}
 
 
-def decode(fmt: Format, codes: ArrayLike) -> NDArray[np.float64]:
+def decode(fmt: Layout, codes: ArrayLike) -> NDArray[np.float64]:
     """See `Format.decode`."""
     code = _checked_codes(fmt, codes)
     magnitude = code & ((1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1)
@@ -45,7 +113,7 @@ def decode(fmt: Format, codes: ArrayLike) -> NDArray[np.float64]:
 
 
 def encode(
-    fmt: Format,
+    fmt: Layout,
     values: ArrayLike,
     rounding: Rounding = "nearest_even",
     saturate: bool | None = None,
@@ -74,7 +142,7 @@ def encode(
     return code.astype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def nan_code(fmt: Format) -> int:
+def nan_code(fmt: Layout) -> int:
     """The code of the (positive, quiet) NaN; 0 where the format has none."""
     match fmt.specials:
         case "fnuz":
@@ -87,7 +155,7 @@ def nan_code(fmt: Format) -> int:
             return 0
 
 
-def _truncate(fmt: Format, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _truncate(fmt: Layout, magnitude: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The code of each magnitude rounded toward zero, and the fraction of the spacing that this cut off."""
     exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
     exponent = np.where(magnitude > 0, np.maximum(exponent, fmt.min_exponent), fmt.min_exponent)
@@ -141,7 +209,7 @@ def _key(generator: "int | np.random.Generator | None") -> int:
     return int(source.integers(-(1 << 63), (1 << 63) - 1, dtype=np.int64, endpoint=True))
 
 
-def _check_width(fmt: Format, operation: str) -> None:
+def _check_width(fmt: Layout, operation: str) -> None:
     if fmt.bits > _WIDEST_BITS:
         remedy = f"Use {_NATIVE[fmt.name]}" if fmt.name in _NATIVE else "Use plimsoll.cast for its values"
         raise FormatError(
@@ -168,7 +236,7 @@ def _check_rounding(rounding: Rounding, generator: object) -> None:
         )
 
 
-def _checked_codes(fmt: Format, codes: ArrayLike) -> NDArray[np.int64]:
+def _checked_codes(fmt: Layout, codes: ArrayLike) -> NDArray[np.int64]:
     _check_width(fmt, "decode")
     array = np.asarray(codes)
     if array.dtype.kind not in "iu" and array.size:
@@ -184,7 +252,7 @@ def _checked_codes(fmt: Format, codes: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _as_float64(fmt: Format, values: ArrayLike) -> NDArray[np.float64]:
+def _as_float64(fmt: Layout, values: ArrayLike) -> NDArray[np.float64]:
     """The values as float64, which holds each of them; what would be rounded on the way is refused."""
     try:
         array: NDArray[Any] = np.asarray(values)
@@ -206,7 +274,7 @@ def _as_float64(fmt: Format, values: ArrayLike) -> NDArray[np.float64]:
         return array.astype(np.float64)
 
 
-def _refuse_what_it_lacks(fmt: Format, value: NDArray[np.float64]) -> None:
+def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
     if fmt.has_nan:
         return
     _refuse(fmt, np.isnan(value), "NaN", "Replace them, as by numpy.nan_to_num")
@@ -214,7 +282,7 @@ def _refuse_what_it_lacks(fmt: Format, value: NDArray[np.float64]) -> None:
         _refuse(fmt, value < 0, "negative values", "Take their absolute values")
 
 
-def _refuse(fmt: Format, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
+def _refuse(fmt: Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
     found = int(np.count_nonzero(lacking))
     if found:
         raise ArgumentError(

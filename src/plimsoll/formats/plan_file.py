@@ -10,15 +10,11 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from plimsoll.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from plimsoll.formats.precision_plan import Plan
 
 SCHEMA = 1
 _TEXTS, _NUMBERS, _LISTS = ("target", "default", "source"), ("scale", "tolerance"), ("remarks",)
@@ -35,16 +31,16 @@ _COMMENTS = {
 }
 
 
-def write(plan: "Plan", path: str | os.PathLike[str]) -> None:
-    """Writes the plan, whole or not at all."""
+def write(plan: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the fields of a plan, whole or not at all."""
     target = checked_path("Plan.save", path)
-    single = {"schema": SCHEMA, "target": plan.target, "default": plan.default, "source": plan.source}
+    single = {"schema": SCHEMA, **{name: plan[name] for name in ("target", "default", "source")}}
     lines = [f"# {_COMMENTS['']}", *(f"{key} = {_toml(value)}" for key, value in single.items() if value is not None)]
-    lines += [] if plan.scale is None else [f"scale = {_power(plan.scale)}  # of the loss, to begin with"]
-    lines += [] if plan.tolerance is None else [f"tolerance = {plan.tolerance!r}"]
-    lines += ["remarks = [", *(f"    {_toml(remark)}," for remark in plan.remarks), "]"] if plan.remarks else []
+    lines += [] if plan["scale"] is None else [f"scale = {_power(plan['scale'])}  # of the loss, to begin with"]
+    lines += [] if plan["tolerance"] is None else [f"tolerance = {plan['tolerance']!r}"]
+    lines += ["remarks = [", *(f"    {_toml(remark)}," for remark in plan["remarks"]), "]"] if plan["remarks"] else []
     for title in _TABLES:
-        table: Mapping[str, Any] = getattr(plan, title)
+        table: Mapping[str, Any] = plan[title]
         if table or title == "formats":
             lines += ["", f"[{title}]  # {_COMMENTS[title]}"]
             lines += [f"{_toml(name)} = {_value(title, value)}" for name, value in table.items()]
@@ -77,14 +73,14 @@ def checked_path(operation: str, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the plan in a file; `ArgumentError` for a file that is no plan."""
+def read(path: str | os.PathLike[str], known: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the plan in a file, of those that are known; raise `ArgumentError` for any other file."""
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"Plan.load: expected a TOML file; got {os.fspath(path)}. {error}.") from error
     schema = content.pop("schema", SCHEMA)
-    reason = _why_damaged(content, schema)
+    reason = _why_damaged(content, schema, known)
     if reason is not None:
         raise ArgumentError(f"Plan.load: expected {reason}; got {os.fspath(path)}. Save the plan again.")
     return _fields(content)
@@ -115,12 +111,9 @@ def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _why_damaged(content: Mapping[str, Any], schema: object) -> str | None:
-    from plimsoll.formats.precision_plan import Plan
-
+def _why_damaged(content: Mapping[str, Any], schema: object, known: Sequence[str]) -> str | None:
     if schema != SCHEMA:
         return f"schema {SCHEMA}, the one that this version reads (found {schema!r})"
-    known = [spec.name for spec in fields(Plan)]
     strange = sorted(content.keys() - set(known))
     if strange:
         return f"the fields {', '.join(known)} (found {', '.join(strange)})"

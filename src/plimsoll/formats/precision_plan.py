@@ -7,7 +7,7 @@ import fnmatch
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from plimsoll.errors import ArgumentError, FormatError
@@ -125,14 +125,14 @@ class Plan(NotebookRepr):
         """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""
         from plimsoll.formats import plan_file
 
-        plan_file.write(self, path)
+        plan_file.write({name: getattr(self, name) for name in _names(type(self))}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Reads a plan that `save` or a person wrote; `ArgumentError` for a file that is no plan."""
         from plimsoll.formats import plan_file
 
-        return cls(**plan_file.read(path))
+        return cls(**plan_file.read(path, _names(cls)))
 
     def to_dict(self) -> dict[str, object]:
         """The plan as JSON-able data."""
@@ -243,3 +243,7 @@ def _is_number(value: Any) -> bool:
 def _is_text(value: object) -> bool:
     """Whether it is a string that a UTF-8 file can hold (a lone surrogate cannot be written)."""
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
+
+
+def _names(plan: type[Plan]) -> list[str]:
+    return [spec.name for spec in fields(plan)]

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plimsoll.unit import functional as functional, nn as nn, optim as optim
     from plimsoll.unit.auditing.audit_model import audit as audit
-    from plimsoll.unit.auditing.comparison import Comparison as Comparison, Pair as Pair
-    from plimsoll.unit.auditing.result import Audit as Audit
-    from plimsoll.unit.auditing.rows import Reading as Reading, Row as Row
+    from plimsoll.unit.auditing.result import Audit as Audit, Comparison as Comparison
+    from plimsoll.unit.auditing.rows import Pair as Pair, Reading as Reading, Row as Row
     from plimsoll.unit.changes import Left as Left
     from plimsoll.unit.conversion.convert_model import convert as convert
     from plimsoll.unit.conversion.converted_modules import Converted as Converted, Folded as Folded
@@ -33,8 +32,8 @@ _ROOMS = ("functional", "nn", "optim")
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
     "Audit": "auditing.result",
-    "Comparison": "auditing.comparison",
-    "Pair": "auditing.comparison",
+    "Comparison": "auditing.result",
+    "Pair": "auditing.rows",
     "Reading": "auditing.rows",
     "Row": "auditing.rows",
     "audit": "auditing.audit_model",

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,45 @@ from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.sampling.sample import Pool, Rows, Sample
 from plimsoll.watch.settings import COLLECTIONS, Settings
 
-if TYPE_CHECKING:
-    from plimsoll.watch.shadow.shadow_step import Shadow
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+class ShadowStep(Protocol):
+    """The calls that a watch makes to its shadow steps (`shadow.shadow_step`)."""
+
+    def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward of the root module begins."""
+        ...
+
+    def forward_ends(self, output: Any) -> None:
+        """A forward of the root module has returned."""
+        ...
+
+    def backward_ends(self) -> None:
+        """A backward has ended."""
+        ...
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        ...
+
+    def detach(self) -> None:
+        """Remove all hooks and release what is kept."""
+        ...
+
+    def meet(self, module: str, role: str, tensors: list[tuple[str, Tensor]]) -> None:
+        """A tap meets tensors of a repetition."""
+        ...
+
+    def see(self, name: str, x: Tensor, recomputing: bool) -> None:
+        """A tap meets a tensor of the real step."""
+        ...
+
+    def compare_gradients(self, grads: Mapping[str, Tensor], narrowed: Mapping[str, torch.dtype]) -> None:
+        """The optimizer is about to read these gradients."""
+        ...
 
 
 class Due:
@@ -65,7 +98,7 @@ class Core:
         self.live = False  # inside a training forward of the root
         self.left = False  # in a child of the process that watches
         self.elsewhere: set[int] = set()  # threads whose last backward was another model's
-        self.shadow: Shadow | None = None
+        self.shadow: ShadowStep | None = None
         self.at_close: list[Callable[[], None]] = []  # called first when the watch closes
         self.collections: list[str] = []  # by series number
         self._series: dict[tuple[str, str, torch.dtype, bool], int] = {}

@@ -1,12 +1,15 @@
 """`Fault`: the first operation that went wrong, and all that can be said of it."""
 
+import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plimsoll.diagnosis.finding import plain
+from plimsoll.diagnosis.finding import plain, shown
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
+from plimsoll.text import printable
 
 Kind = Literal["nan", "inf", "flush"]
 Phase = Literal["before", "forward", "backward", "recomputation", "optimizer"]
@@ -110,6 +113,115 @@ class Fault(NotebookRepr):
         }
 
     def __str__(self) -> str:
-        from plimsoll.diagnosis.locating.fault_text import block  # it needs the records above
-
         return block(self)
+
+
+_WIDTH = 80
+_INDENT = " " * 11
+_MOST = 6  # operands of one kind that are told
+_PLACES = {
+    "before": "before any operation",
+    "recomputation": "recomputation of a checkpoint",
+    "optimizer": "after the backward",
+}
+
+
+def block(fault: Fault) -> str:
+    """The fault as lines of at most 80 columns."""
+    lines = textwrap.wrap(printable(fault.sentence, lines=False), _WIDTH, break_long_words=True)
+    lines += _entry("operation", _operation(fault))
+    if fault.module is not None:
+        lines += _entry("module", shown(fault.module))
+    if fault.source is not None:
+        lines += _entry("source", f"{_tail(fault.source.file)}:{fault.source.line}, in {shown(fault.source.function)}")
+        lines += [_INDENT + "  " + _cut(printable(fault.source.text, lines=False), _WIDTH - len(_INDENT) - 2)]
+    lines += _operands("input", fault.inputs) + _operands("output", fault.outputs)
+    if fault.scalars:
+        lines += _entry("arguments", ", ".join(f"{name}={value}" for name, value in fault.scalars.items()))
+    if fault.count:
+        lines += _entry("values", _values(fault))
+    if fault.scale is not None:
+        lines += _entry("loss scale", number(fault.scale))
+    if fault.reached is not None:
+        lines += _entry("reached", printable(fault.reached, lines=False))
+    if fault.error is not None:
+        lines += _entry("raised", printable(fault.error, lines=False))
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """A value in few digits: 65,504, 1.3e-05, NaN."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    if value == 0:
+        return "-0" if math.copysign(1, value) < 0 else "0"
+    size = abs(value)
+    if 1 <= size < 1e7 or (size < 2**53 and value == round(value) and math.frexp(size)[0] == 0.5):
+        rounded = f"{value:,.1f}" if size < 1000 else f"{value:,.0f}"
+        return rounded.removesuffix(".0")
+    return f"{value:.3g}"
+
+
+def _operation(fault: Fault) -> str:
+    of = f" of {fault.forward}" if fault.forward is not None else ""
+    return f"{fault.operation}, {_PLACES.get(fault.phase, fault.phase)}{of}"
+
+
+def _values(fault: Fault) -> str:
+    what = {"nan": "not finite", "inf": "not finite", "flush": "flushed to zero"}[fault.kind]
+    index = ", ".join(str(i) for i in fault.first_index)
+    text = f"{fault.count:,} of {fault.total:,} {what}, the first at ({index})"
+    if fault.at:
+        text += " from " + ", ".join(f"{name}={number(value)}" for name, value in fault.at.items())
+    if fault.expected is not None:
+        text += f"; a wider format gives {number(fault.expected)}"
+    return text
+
+
+def _operands(kind: str, operands: tuple[Operand, ...]) -> list[str]:
+    lines: list[str] = []
+    for operand in operands[:_MOST]:
+        shape = "x".join(str(n) for n in operand.shape) or "scalar"
+        called = f" ({shown(operand.called)})" if operand.called is not None else ""
+        held = "" if operand.spectrum is None else f": {held_by(operand.spectrum)}"
+        lines += _entry(kind, f"{operand.name}{called} {operand.dtype} {shape}{held}")
+    if len(operands) > _MOST:
+        lines += _entry(kind, f"and {len(operands) - _MOST} more")
+    return lines
+
+
+def held_by(s: Spectrum) -> str:
+    """What a tensor holds, in few words."""
+    parts: list[str] = []
+    if s.absmax > 0:
+        low, high = math.log2(s.absmin), math.log2(s.absmax)
+        parts.append(f"|x| {_power(low)} to {_power(high)}" if low != high else f"|x| {_power(low)}")
+    parts += [
+        f"{count:,} {what}"
+        for count, what in ((s.zeros, "zero"), (s.nans, "NaN"), (s.pos_infs, "Inf"), (s.neg_infs, "-Inf"))
+        if count
+    ]
+    return ", ".join(parts) or "no values"
+
+
+def _power(exponent: float) -> str:
+    return f"2^{round(exponent, 1) + 0.0:.1f}"  # + 0.0: no -0.0
+
+
+def _entry(name: str, text: str) -> list[str]:
+    head = f"{name:<{len(_INDENT)}}"
+    return textwrap.wrap(
+        printable(text, lines=False), _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_long_words=True
+    ) or [head.rstrip()]
+
+
+def _tail(path: str) -> str:
+    """The path's end, if it is long."""
+    clean = printable(path, lines=False)
+    return clean if len(clean) <= _WIDTH - 30 else "..." + clean[-(_WIDTH - 33) :]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

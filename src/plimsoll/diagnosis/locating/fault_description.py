@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable
 
 from plimsoll.diagnosis.finding import shown
-from plimsoll.diagnosis.locating.fault import Fault, Operand
-from plimsoll.diagnosis.locating.fault_text import number
+from plimsoll.diagnosis.locating.fault import Fault, Operand, number
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached
 from plimsoll.diagnosis.locating.tracing.tensor_names import Names
 from plimsoll.errors import FormatError

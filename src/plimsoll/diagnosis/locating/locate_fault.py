@@ -22,7 +22,7 @@ from plimsoll.diagnosis.locating.optimizer_settings import BadSetting, bad_setti
 from plimsoll.diagnosis.locating.tracing.call_site import look
 from plimsoll.diagnosis.locating.tracing.end_checks import Ends
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached, blamed
-from plimsoll.diagnosis.locating.tracing.operation_tracer import Witness
+from plimsoll.diagnosis.locating.tracing.operation_check import OperationTracer
 from plimsoll.diagnosis.locating.tracing.state_snapshot import Before
 from plimsoll.diagnosis.locating.tracing.tensor_names import Names
 from plimsoll.emulate.dispatch import thread_frame
@@ -82,7 +82,7 @@ class _Search(torch_hooks.Listener):
     def __init__(self, model: nn.Module | None, flush_share: float | None, *, restore: bool) -> None:
         self._model = model
         self._before = Before(model) if restore else None
-        self._witness = Witness(flush_share, None if self._before is None else self._before.about_to_write)
+        self._witness = OperationTracer(flush_share, None if self._before is None else self._before.about_to_write)
         self._ends = Ends(self._witness.trail, [] if model is None else list(model.parameters()))
         self._optimizers: list[Any] = []
         self._scale: float | None = None

@@ -11,8 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from plimsoll.diagnosis.finding import shown
-from plimsoll.diagnosis.locating.fault import Fault, Source
-from plimsoll.diagnosis.locating.fault_text import number
+from plimsoll.diagnosis.locating.fault import Fault, Source, number
 from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
 from plimsoll.diagnosis.locating.tracing.tensor_names import Names
 

@@ -29,7 +29,7 @@ Rule = Callable[[Any, Any, Any], Any]
 NO_LISTS = OperationLists()
 
 
-class Witness(Protocol):
+class OperationTracer(Protocol):
     """What hears of every operation."""
 
     def ruled(self, op: Any) -> None:
@@ -49,7 +49,7 @@ class Frame:
     low: torch.dtype = torch.float16
     cache: CastCache | None = None
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    witness: Witness | None = None  # hears of every operation
+    witness: OperationTracer | None = None  # hears of every operation
     eager: bool = True  # False: compiled code must not run in it, and nothing keeps it from that
     formats: Mapping[str, str] = field(default_factory=dict[str, str])  # of all results, by a run's collection
     task: int = -1  # the backward that it was entered in, or none

@@ -9,8 +9,11 @@ from plimsoll.kernels.numba_backend.casting.launch import (
     cast as cast,
     pack as pack,
 )
-from plimsoll.kernels.numba_backend.compiling import cache_folder as cache_folder
-from plimsoll.kernels.numba_backend.measuring.launch import measure as measure, measure_one as measure_one
+from plimsoll.kernels.numba_backend.measuring.launch import (
+    cache_folder as cache_folder,
+    measure as measure,
+    measure_one as measure_one,
+)
 from plimsoll.kernels.numba_backend.measuring.rows import merge_rows as merge_rows
 from plimsoll.kernels.numba_backend.unscaling.launch import unscale as unscale
 from plimsoll.kernels.numba_backend.unscaling.nonfinite_launch import count_nonfinite as count_nonfinite

@@ -43,11 +43,9 @@ def pasted(function: Callable[..., Any]) -> Any:
     return njit(inline="always", **_OPTIONS)(function)
 
 
-def cache_folder() -> str | None:
-    """Where compiled kernels are kept, or None where nowhere can be written."""
-    from plimsoll.kernels.numba_backend.measuring import kernels
-
-    return None if _uncached else str(kernels.measure_float64.stats.cache_path)
+def is_cached() -> bool:
+    """Return whether compiled kernels are kept on disk."""
+    return not _uncached
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Any:

@@ -1,22 +1,20 @@
-"""Who draws an audit: the room of reports lies above this one, and registers its function here."""
+"""The function that draws audits. Reports lie above this package, and register it here."""
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from plimsoll.unit.auditing.result import Audit
-
-_drawers: list[Callable[["Audit", "Audit | None"], Any]] = []
+# Audits are `Any` here: the records import this module.
+_drawers: list[Callable[[Any, Any], Any]] = []
 
 
-def register(drawer: Callable[["Audit", "Audit | None"], Any]) -> None:
-    """Lets audits be drawn by this function: of one audit, or of one before and one after."""
+def register(drawer: Callable[[Any, Any], Any]) -> None:
+    """Draw audits with this function: of one audit, or of one before and one after."""
     _drawers[:] = [drawer]
 
 
-def figure(before: "Audit", after: "Audit | None") -> Any:
-    """The figure, by who has registered; the report's room, which does so when it is loaded, unless another has."""
+def figure(before: Any, after: Any) -> Any:
+    """Return the figure of an audit, or of two. The report's own drawer is loaded if no other is registered."""
     if not _drawers:
         importlib.import_module("plimsoll.report.figures.audit")
     return _drawers[0](before, after)

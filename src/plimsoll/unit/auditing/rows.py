@@ -161,3 +161,22 @@ def _std(spectrum: Spectrum) -> str:
 def plain(value: float) -> float | str:
     """A number as JSON has it; by its name where JSON has none for it."""
     return value if math.isfinite(value) else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The same row before and after."""
+
+    before: Row
+    after: Row
+
+    @property
+    def name(self) -> str:
+        """What the row is called."""
+        return self.before.name
+
+    def distances(self, direction: Direction) -> tuple[float, float]:
+        """How many binades from unit scale it lies, before and after; NaN where there is no scale to speak of."""
+        found = [row.reading(direction) for row in (self.before, self.after)]
+        before, after = (math.nan if reading is None else reading.distance for reading in found)
+        return before, after

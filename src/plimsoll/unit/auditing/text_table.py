@@ -3,8 +3,8 @@
 import io
 import math
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from rich import box
 from rich.console import Console
@@ -12,11 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.text import printable
-from plimsoll.unit.auditing.rows import Absence, Direction, Reading, Row
-
-if TYPE_CHECKING:
-    from plimsoll.unit.auditing.comparison import Comparison, Pair
-    from plimsoll.unit.auditing.result import Audit
+from plimsoll.unit.auditing.rows import Absence, Direction, Pair, Reading, Row
 
 WIDTH = 80
 _NAME, _WORST_SHOWN = 28, 12
@@ -25,6 +21,29 @@ _FEW, _MANY = 0.01, 0.1  # fractions likewise
 _ABSENT: dict[Absence | None, str] = {"frozen": "frozen", "no_grad": "no grad", "never came": "none", None: ""}
 _SAID = "scale: log2 of the standard deviation. fp16, e4m3, e5m2: % lost below (<) or beyond (>) what they hold."
 _JUDGED: dict[Direction, tuple[str, str]] = {"forward": ("fp16", "e4m3"), "backward": ("fp16", "e5m2")}
+
+
+class Audited(Protocol):
+    """The part of an audit that is written as text."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """Names of what could not be measured."""
+        ...
+
+    @property
+    def operations(self) -> tuple[Row, ...]:
+        """The rows of operations."""
+        ...
+
+    def readings(self, direction: Direction | None = None) -> Iterator[Reading]:
+        """Yield the readings of one direction, or of both."""
+        ...
 
 
 def table(rows: Sequence[Row], most: int | None = None) -> Table:
@@ -41,7 +60,7 @@ def table(rows: Sequence[Row], most: int | None = None) -> Table:
     return made
 
 
-def compared(pairs: "Sequence[Pair]", most: int | None = None) -> Table:
+def compared(pairs: Sequence[Pair], most: int | None = None) -> Table:
     """One line for each pair."""
     made = _empty(("forward", "after", "backward", "after"), (9, 9, 9, 9))
     for pair in pairs[:most]:
@@ -55,7 +74,7 @@ def compared(pairs: "Sequence[Pair]", most: int | None = None) -> Table:
     return made
 
 
-def text(audit: "Audit", worst: Sequence[Row]) -> str:
+def text(audit: Audited, worst: Sequence[Row]) -> str:
     """A summary, and the worst operations."""
     lines = [textwrap.fill(f"Audit of {audit.model}: {summary(audit)}", WIDTH)]
     if audit.unmeasured:
@@ -63,19 +82,18 @@ def text(audit: "Audit", worst: Sequence[Row]) -> str:
     return "\n".join([*lines, *([_printed(table(worst, _WORST_SHOWN))] if worst else [])])
 
 
-def compared_text(comparison: "Comparison", pairs: "Sequence[Pair]") -> str:
-    """Both summaries, and the operations whose scale has changed most."""
-    alone = len(comparison.only_before), len(comparison.only_after)
+def compared_text(before: Audited, after: Audited, pairs: Sequence[Pair], alone: tuple[int, int]) -> str:
+    """Return both summaries, and the operations whose scale has changed most; `alone` counts rows of one audit only."""
     lines = [
-        textwrap.fill(f"Before: {summary(comparison.before)}", WIDTH, subsequent_indent="        "),
-        textwrap.fill(f"After:  {summary(comparison.after)}", WIDTH, subsequent_indent="        "),
+        textwrap.fill(f"Before: {summary(before)}", WIDTH, subsequent_indent="        "),
+        textwrap.fill(f"After:  {summary(after)}", WIDTH, subsequent_indent="        "),
         f"{len(pairs):,} operations matched; rows only before: {alone[0]:,}, only after: {alone[1]:,}.",
     ]
     changed = sorted(pairs, key=_change, reverse=True)
     return "\n".join([*lines, *([_printed(compared(changed, _WORST_SHOWN))] if changed else [])])
 
 
-def summary(audit: "Audit") -> str:
+def summary(audit: Audited) -> str:
     """How many operations, and how far their scales reach.
 
     One line, in numbers: the lowest and the highest log2 of a standard deviation in each direction.
@@ -93,7 +111,7 @@ def summary(audit: "Audit") -> str:
     return ", ".join(parts)
 
 
-def _change(pair: "Pair") -> float:
+def _change(pair: Pair) -> float:
     found = [abs(a - b) for a, b in (pair.distances("forward"), pair.distances("backward"))]
     return max((0.0 if math.isnan(one) else one for one in found), default=0.0)
 

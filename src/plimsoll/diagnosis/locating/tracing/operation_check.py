@@ -6,18 +6,20 @@ those of its values that were; and if it makes a NaN of Infs that were there on 
 The file is long because every judgement about a single operation is in it.
 """
 
+import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.diagnosis.locating.fault import Phase
 from plimsoll.diagnosis.locating.tracing.call_site import Place, look
-from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, Origin, What
+from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, Origin, Trail, What
 from plimsoll.diagnosis.locating.tracing.operation_arguments import Named, copied, flat, is_odd, scalars, values_at
-from plimsoll.diagnosis.locating.tracing.operation_schema import Facts
+from plimsoll.diagnosis.locating.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.diagnosis.locating.tracing.tensor_facts import (
     count_nonfinite,
     first_bad,
@@ -31,19 +33,16 @@ from plimsoll.diagnosis.locating.tracing.tensor_facts import (
 from plimsoll.diagnosis.locating.tracing.wider_rerun import unique, wide_results
 from plimsoll.spectrum import Spectrum
 
-if TYPE_CHECKING:
-    from plimsoll.diagnosis.locating.tracing.operation_tracer import Witness
-
 _C = cast("Any", torch)._C  # noqa: SLF001
 _BIRTHS: Mapping[str | None, What] = {None: "held", "made": "uninitialised", "empty": "uninitialised"}
 
 
-class Call:
+class OperationCheck:
     """One operation."""
 
-    def __init__(self, witness: "Witness", facts: Facts, func: Any, given: dict[str, Any]) -> None:
-        self.witness, self.facts, self.func, self.given = witness, facts, func, given
-        self.trail, self.index = witness.trail, witness.operations
+    def __init__(self, tracer: "OperationTracer", facts: Facts, func: Any, given: dict[str, Any]) -> None:
+        self.tracer, self.facts, self.func, self.given = tracer, facts, func, given
+        self.trail, self.index = tracer.trail, tracer.operations
         self.backward = _C._current_graph_task_id() != -1  # noqa: SLF001
         self.node: Any = _C._current_autograd_node() if self.backward else None  # noqa: SLF001
         self.grad = torch.is_grad_enabled()
@@ -56,15 +55,15 @@ class Call:
     def begin(self) -> None:
         """Before it runs: notes where it was called from, and keeps what it will overwrite."""
         if self.backward:
-            self.forward = self.witness.forward_of(self.node)
+            self.forward = self.tracer.forward_of(self.node)
         elif not (self.facts.view or self.facts.collective or self.facts.name.startswith("profiler.")):
             number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self.place = look()
             self._roots(self.place)
-            self.forward = self.witness.note(Forward(name=self.facts.name, place=self.place), number)
+            self.forward = self.tracer.note(Forward(name=self.facts.name, place=self.place), number)
         if self.facts.collective:  # its schema does not say what it writes
             for x in tensors_in(self._actual):
-                self.witness.about_to_write(x)
+                self.tracer.about_to_write(x)
             return
         for name in self.facts.names:
             if name in self.facts.written and name in self.given:
@@ -73,7 +72,7 @@ class Call:
     def _keep(self, name: str) -> None:
         value = self.given[name]
         for x in tensors_in(value):
-            self.witness.about_to_write(x)
+            self.tracer.about_to_write(x)
         if name in self.facts.discarded:
             self.given[name] = None
         elif isinstance(value, Tensor):
@@ -83,7 +82,7 @@ class Call:
 
     def _roots(self, place: Place) -> None:
         if place.root is not None:
-            self.witness.roots.setdefault(id(place.root), place.root)
+            self.tracer.roots.setdefault(id(place.root), place.root)
 
     # -- after ---------------------------------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class Call:
         for name, x, _ in seen:
             if not any(x is y for _, y in bad) and (name not in facts.written or name in facts.discarded):
                 self._finite(x)
-        share = self.witness.flush_share()
+        share = self.tracer.flush_share()
         if share is not None:
             self._look_for_flush(share, [(name, x, plain) for name, x, plain in seen])
 
@@ -251,7 +250,7 @@ class Call:
             should = (wide[place] != 0) & torch.isfinite(wide[place])
             flushed, total = should & (p == 0), int(should.sum())
             if total and int(flushed.sum()) > share * total:
-                self.witness.flushed = self._flush(name, x, flushed, total, wide[place])
+                self.tracer.flushed = self._flush(name, x, flushed, total, wide[place])
                 return
 
     def _flush(self, name: str, x: Tensor, flushed: Tensor, total: int, wide: Tensor) -> Origin:
@@ -289,7 +288,7 @@ class Call:
             inputs=[operand(name, x, spectra.get(name)) for name, x in [*inputs, *others]],
             outputs=[operand(name, x) for name, x in bad],
             memory={name: memory_of(x) for name, x in [*flat(self._actual), *bad]},
-            scalars=scalars(self.given), scaling=self.witness.scaling,
+            scalars=scalars(self.given), scaling=self.tracer.scaling,
         )  # fmt: skip
         variable = getattr(self.node, "variable", None)
         origin.accumulates = variable if isinstance(variable, Tensor) else None
@@ -336,8 +335,70 @@ class Call:
             return "recomputation" if place.recomputing else "backward"
         if place.optimizer and not self.grad:
             return "optimizer"
-        after = self.witness.backwards > 0 and place.module is None
+        after = self.tracer.backwards > 0 and place.module is None
         return "optimizer" if after and not self._differentiated() else "forward"
 
     def _differentiated(self) -> bool:
         return self.grad and any(x.requires_grad for _, x in flat(self._actual))
+
+
+class OperationTracer(TorchDispatchMode):
+    """Sees the operations inside its context."""
+
+    def __init__(self, flush_share: float | None, about_to_write: Callable[[Tensor], None] | None) -> None:
+        super().__init__()
+        self.trail = Trail()
+        self.flushed: Origin | None = None
+        self.operations = 0
+        self.backwards = 0
+        self.scaling = False  # a scaler multiplies the loss
+        self.roots: dict[int, Any] = {}
+        self._flush_share, self._about_to_write = flush_share, about_to_write
+        self._forwards: dict[int, Forward] = {}
+        self._numbers: list[int] = []  # of the nodes noted, ascending
+        self._last: Forward | None = None  # of the backward: what sums of gradients belong to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        given = bound(facts, args, kwargs)
+        self.operations += 1
+        call = OperationCheck(self, facts, func, given)
+        with _C.DisableTorchFunction(), torch.no_grad():
+            call.begin()
+        result = func(*args, **kwargs)
+        with _C.DisableTorchFunction(), torch.no_grad():
+            call.end(result)
+        return result
+
+    def about_to_write(self, x: Tensor) -> None:
+        """An operation changes memory; if it was there before the closure began, its content is kept."""
+        for memory in memory_of(x):
+            if self.trail.birth(memory) is None:
+                self.trail.written.setdefault(memory, x)
+                if self._about_to_write is not None:
+                    self._about_to_write(x)
+
+    def note(self, forward: Forward, number: int) -> Forward:
+        """Notes a forward operation by its node's number; the first of a node is the one that names it."""
+        known = self._forwards.get(number)
+        if known is None:
+            bisect.insort(self._numbers, number)
+        elif known.thread == forward.thread:
+            return known
+        self._forwards[number] = forward
+        return forward
+
+    def forward_of(self, node: Any) -> Forward | None:
+        """The forward operation that a node differentiates; between nodes, the last one."""
+        if node is None:
+            return self._last
+        if node.name().endswith("AccumulateGrad"):
+            return None
+        place = bisect.bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001
+        self._last = self._forwards[self._numbers[place - 1]] if place else None
+        return self._last
+
+    def flush_share(self) -> float | None:
+        """The share from which on a flush is a fault; None once there is one, or if none is asked for."""
+        return self._flush_share if self.flushed is None else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plimsoll.formats import get_element
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.numba_backend import threads
+from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
 from plimsoll.kernels.numba_backend.memory import Words, pieces
@@ -27,6 +27,11 @@ _NO_TABLE = np.zeros(256)
 _values: dict[torch.dtype, Any] = {}
 _SMALL = 1 << 19  # values: no tensor below is worth a second thread, which needs as much for each (_pool)
 _PIECE = 1 << 16  # values copied at a time from a matrix whose memory is not dense
+
+
+def cache_folder() -> str | None:
+    """Return the folder of compiled kernels, or None if none can be written."""
+    return str(kernels.measure_float64.stats.cache_path) if compiling.is_cached() else None
 
 
 def measure(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], accumulate: bool, block: int) -> None:
