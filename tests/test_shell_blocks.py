@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from plimsoll.cli import app
 from plimsoll.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
+_LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SHELLS = {"bash", "sh", "shell", "console"}
@@ -62,7 +64,7 @@ def problem(words: list[str]) -> str | None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         return next((f"no target {each}" for each in words[1:] if "=" not in each and each not in targets), None)
     if words[:2] == ["pip", "install"]:
-        return next((f"pip would not find {each}" for each in words[2:] if not _installs(each)), None)
+        return next((f"pip would not find {each}" for each in words[2:] if each != "-e" and not _installs(each)), None)
     scripts = [word for word in words if word.endswith(".py")]
     return next((f"no script {each}" for each in scripts if each not in _SCRIPTS and not (ROOT / each).is_file()), None)
 
@@ -70,7 +72,9 @@ def problem(words: list[str]) -> str | None:
 def _installs(requirement: str) -> bool:
     if (checkout := re.fullmatch(r"(?:\.|\./plimsoll)(?:\[([a-z,]+)\])?", requirement)) is not None:
         return set((checkout[1] or "report").split(",")) <= {*EXTRAS, "all", "dev", "bench"}
-    return any(requirement in held for held in EXTRAS.values()) or requirement == "adlfs"
+    if (lab := re.fullmatch(r"\./lab(?:\[([a-z,]+)\])?", requirement)) is not None:
+        return set((lab[1] or "sweep").split(",")) <= set(_LAB)
+    return any(requirement in held for held in (*EXTRAS.values(), *_LAB.values())) or requirement == "adlfs"
 
 
 def _cli_problem(arguments: list[str]) -> str | None:
@@ -118,6 +122,8 @@ def test_a_checkout_is_installed_where_the_text_says_so(page: Path) -> None:
         "pip install '.[server]'",
         "make demonstration",
         "python benchmarks/nothing.py",
+        "pip install -e './lab[report]'",
+        "pip install -e ./laboratory",
     ],
 )
 def test_what_would_fail_is_found(line: str) -> None:
