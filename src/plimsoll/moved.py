@@ -64,7 +64,7 @@ MOVED = {
     "unit._audit_rows": "unit.auditing.rows",
     "unit._changes": "unit.changes",
     "unit._converted": "unit.conversion.converted_modules",
-    "unit._fold_plan": "unit.folding.fold_plan",
+    "unit._fold_plan": "unit.conversion.converted_modules",
     "unit.nn._activations": "unit.nn.activations",
     "unit.nn._attention": "unit.nn.attention",
     "unit.nn._convolutions": "unit.nn.convolutions",

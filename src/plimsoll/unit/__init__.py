@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from plimsoll.unit.auditing.rows import Pair as Pair, Reading as Reading, Row as Row
     from plimsoll.unit.changes import Left as Left
     from plimsoll.unit.conversion.convert_model import convert as convert
-    from plimsoll.unit.conversion.converted_modules import Converted as Converted, Folded as Folded
+    from plimsoll.unit.conversion.converted_modules import Converted as Converted, Folded as Folded, Kept as Kept
     from plimsoll.unit.folding.fold_model import fold as fold
-    from plimsoll.unit.folding.fold_plan import Kept as Kept
     from plimsoll.unit.optim.parameter_kinds import (
         kinds_of as kinds_of,
         tag as tag,
@@ -39,7 +38,7 @@ _HOMES = {
     "audit": "auditing.audit_model",
     "Converted": "conversion.converted_modules",
     "Folded": "conversion.converted_modules",
-    "Kept": "folding.fold_plan",
+    "Kept": "conversion.converted_modules",
     "Left": "changes",
     "convert": "conversion.convert_model",
     "fold": "folding.fold_model",

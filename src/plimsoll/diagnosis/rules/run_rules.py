@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from plimsoll.diagnosis.causes import unexplained
 from plimsoll.diagnosis.finding import SEVERITIES, Finding
 from plimsoll.diagnosis.remedies import with_remedy
-from plimsoll.diagnosis.rules.base import Rule
+from plimsoll.diagnosis.rules.base import Rule, Where
 from plimsoll.diagnosis.rules.casts import CastFlushes, CastSaturates, CodesUnused, UnitDrift
 from plimsoll.diagnosis.rules.dropped_records import RecordsLost
 from plimsoll.diagnosis.rules.ending import RunEnded
@@ -117,3 +116,46 @@ def rules_named(rules: Sequence[str | Rule] | None) -> list[Rule]:
 
 def _no_such(what: str, got: str, known: Sequence[str]) -> ArgumentError:
     return ArgumentError(f"diagnose: expected {what}; got {got!r}. There are {', '.join(known)}.")
+
+
+def unexplained(findings: Sequence[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
+    """The findings less those, and less those of their layers, that another one explains."""
+    result: list[Finding] = []
+    for finding in findings:
+        rule = rules.get(finding.rule)
+        causes: list[tuple[Finding, Where]] = [
+            (cause, rule.explained_by[cause.rule])
+            for cause in findings
+            if rule is not None and cause.rule in rule.explained_by and _while(cause, finding)
+        ]
+        left = _left(finding, causes)
+        if left is not None:
+            result.append(left)
+    return result
+
+
+def _while(cause: Finding, effect: Finding) -> bool:
+    """Whether a cause began no later and held when the effect began; notes are no causes."""
+    return cause.severity != "info" and cause.since_step <= effect.since_step <= cause.until_step
+
+
+def _left(finding: Finding, causes: Sequence[tuple[Finding, Where]]) -> Finding | None:
+    """The finding without the layers that are explained; None where nothing is left of it."""
+    if any(where == "anywhere" for _, where in causes):
+        return None
+    modules = {_module(name) for cause, _ in causes for name in cause.where}
+    spots = tuple(spot for spot in finding.spots if _module(spot.name) not in modules)
+    if len(spots) == len(finding.spots):
+        return finding
+    if not spots:
+        return None
+    evidence = {**finding.evidence, "layers": len(spots)} if "layers" in finding.evidence else finding.evidence
+    return replace(
+        finding, spots=spots, where=tuple(s.name for s in spots), evidence=evidence,
+        since_step=min(s.since_step for s in spots),
+    )  # fmt: skip
+
+
+def _module(name: str) -> str:
+    """The module of a parameter's or an activation's series."""
+    return name.partition(":")[0] if ":" in name else name.rpartition(".")[0] or name

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from plimsoll.emulate.plan_context import rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
-from plimsoll.precision.distributed import is_fully_sharded, level_on
 from plimsoll.precision.levels.arithmetic import Arithmetic, check_policy
 from plimsoll.precision.levels.catalogue import DTYPES, Level, Update
+from plimsoll.precision.levels.distributed import is_fully_sharded, level_on
 from plimsoll.precision.levels.fp8_layers import (
     InPlace,
     Layers,

@@ -24,8 +24,8 @@ from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert
 from plimsoll.fp8.products import has_units
 from plimsoll.fp8.recipe import Recipe
-from plimsoll.precision.distributed import is_sharded_itself
 from plimsoll.precision.levels.arithmetic import device_of
+from plimsoll.precision.levels.distributed import is_sharded_itself
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.unit import nn as unit_nn
 from plimsoll.watch.hooks.compiled_taps import inlined_only

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError, PlimsollError
-from plimsoll.precision.distributed import is_fully_sharded, is_sharded
 from plimsoll.precision.levels.arithmetic import Arithmetic, device_of, has_tf32, tf32
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
+from plimsoll.precision.levels.distributed import is_fully_sharded, is_sharded
 from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, module_to_wrap, patched

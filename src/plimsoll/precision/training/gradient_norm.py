@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from plimsoll.precision.distributed import is_sharded
+from plimsoll.precision.levels.distributed import is_sharded
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_: the result stays just below the bound
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from plimsoll.emulate.module_tree import cast_floating
 from plimsoll.errors import ArgumentError, StateError
-from plimsoll.precision.distributed import any_rank, gradients_stay, level_on, process_group
 from plimsoll.precision.levels.active_level import ActiveLevel, check_stage
 from plimsoll.precision.levels.arithmetic import device_of
 from plimsoll.precision.levels.catalogue import level_named
+from plimsoll.precision.levels.distributed import any_rank, gradients_stay, level_on, process_group
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.levels.schedule import Schedule, Stage
 from plimsoll.precision.training import checkpoint

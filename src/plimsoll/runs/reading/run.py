@@ -26,7 +26,7 @@ from plimsoll.runs.reading.row_selection import Steps, select
 from plimsoll.runs.records import Event
 from plimsoll.runs.storage import limits
 from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
-from plimsoll.runs.writing.writer import write_for_reader
+from plimsoll.runs.storage.open_writers import write_for_reader
 from plimsoll.spectrum import Spectrum
 
 

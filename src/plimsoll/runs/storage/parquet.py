@@ -13,8 +13,8 @@ from typing import Any
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import ParquetFile, ParquetWriter, Table, pa, pq
 from plimsoll.runs.columns.spectrum_table import SCHEMA, Kind
-from plimsoll.runs.reading.column_checks import checked
 from plimsoll.runs.storage import atomic_files
+from plimsoll.runs.storage.column_checks import checked
 from plimsoll.runs.storage.limits import DamageError
 from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part

@@ -9,7 +9,7 @@ from typing import Any
 
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs.records import Record, Sink
-from plimsoll.runs.storage import manifest, parts
+from plimsoll.runs.storage import manifest, open_writers, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import argument_checks, thinning
@@ -22,9 +22,7 @@ from plimsoll.runs.writing.worker import Worker
 
 _AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
 _NO_REASON = "Leave it out, unless there is a reason for another number."
-_READ_SECONDS = 2.0  # that a reader in this process waits for what was recorded
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_writers: "weakref.WeakSet[RunWriter]" = weakref.WeakSet()
 
 
 class RunWriter:
@@ -92,7 +90,7 @@ class RunWriter:
             queue_bytes=queue_bytes,
         )
         _workers.add(self._worker)
-        _writers.add(self)
+        open_writers.add(self)
         self.before_read: Callable[[], object] | None = None  # hands over what its owner holds back; on any thread
         # Closes when the writer is collected and when the interpreter ends, whichever is first.
         self._finalizer = weakref.finalize(self, self._worker.close, 60.0)
@@ -174,15 +172,6 @@ class RunWriter:
         return f"<RunWriter: {self._path}, {len(self._registry.series)} series>"
 
 
-def write_for_reader(folder: Path) -> None:
-    """Writes what this process has recorded of a run and not written yet: someone here is about to read it."""
-    for writer in list(_writers):
-        if writer.path == folder.absolute():
-            if writer.before_read is not None:
-                writer.before_read()
-            writer.flush(_READ_SECONDS)
-
-
 def _log_of(path: Path, **options: Any) -> RankFolder:
     """The folder of this rank, or one next to it if damage prevents a session from going on there."""
     try:
@@ -216,9 +205,9 @@ def _next_step(log: RankFolder, world_size: int) -> int:
 def _after_fork() -> None:
     for worker in list(_workers):
         worker.after_fork()
-    for writer in list(_writers):
+    for writer in open_writers.writers():
         writer.after_fork()
-    _writers.clear()
+    open_writers.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,14 +15,34 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import StateError
+from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit.changes import Left, ParameterChange
 from plimsoll.unit.conversion.codegen import input_checks as inputs
 from plimsoll.unit.conversion.codegen.forward_signature import Signature
 from plimsoll.unit.conversion.codegen.steps import Recipe
 from plimsoll.unit.conversion.parameter_draw import draw
-from plimsoll.unit.folding.fold_plan import Kept
 from plimsoll.unit.optim.parameter_kinds import tag, tag_depth
 from plimsoll.unit.scaled_multiply import multiplied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(NotebookRepr):
+    """A multiplication that stays in a folded model: by what, at which operation, and why.
+
+    - `at`: "output", or the input: its position or keyword. `factor`: None where it follows the batch.
+    """
+
+    operation: str
+    module: str
+    source: str | None
+    at: str
+    factor: float | None
+    why: str
+
+    def __str__(self) -> str:
+        by = "a run-time factor" if self.factor is None else f"{self.factor:.4g}"
+        place = f" ({self.source})" if self.source else ""
+        return f"{self.module or 'model'}: {self.at} of {self.operation}{place} times {by}: {self.why}"
 
 
 def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: float) -> float:

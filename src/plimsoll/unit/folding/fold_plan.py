@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit.changes import ONE, Factor, NodeChange, Port, Scale
 from plimsoll.unit.conversion.codegen.operation_facts import (
     EMBEDDING,
@@ -21,30 +20,11 @@ from plimsoll.unit.conversion.codegen.operation_facts import (
     terms_of,
 )
 from plimsoll.unit.conversion.codegen.steps import Here, Recipe, Ref, Step, WhenTraining, mapped, refs_in
+from plimsoll.unit.conversion.converted_modules import Kept
 from plimsoll.unit.folding.value_scales import Scales
 
 _TOLERANCE = 1e-7  # of a factor that is one
 _RETURNED = "what is returned is also used at another scale"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(NotebookRepr):
-    """A multiplication that stays in a folded model: by what, at which operation, and why.
-
-    - `at`: "output", or the input: its position or keyword. `factor`: None where it follows the batch.
-    """
-
-    operation: str
-    module: str
-    source: str | None
-    at: str
-    factor: float | None
-    why: str
-
-    def __str__(self) -> str:
-        by = "a run-time factor" if self.factor is None else f"{self.factor:.4g}"
-        place = f" ({self.source})" if self.source else ""
-        return f"{self.module or 'model'}: {self.at} of {self.operation}{place} times {by}: {self.why}"
 
 
 @dataclass(slots=True)
