@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip 
 from starlette.testclient import TestClient
 
 import plimsoll as pl
-from plimsoll import report
 from plimsoll.diagnosis import View
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
+from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.report.figure_registry import FIGURES, figures_of
 from plimsoll.report.live.server.answers import OFFERED
 from plimsoll.report.live.server.app import App, app
@@ -360,8 +361,9 @@ def test_who_waits_too_long_is_told_so(served: App, monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_is_made_once_for_each_state_of_a_run(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, made = TestClient(served, base_url="http://localhost:8642"), []
-    whole = report.scale_curve
-    monkeypatch.setattr(report, "scale_curve", lambda run, fmt=None: made.append(1) or whole(run, fmt))
+    whole = DECLARED["scale_curve"]
+    counted = replace(whole, function=lambda run, fmt=None: made.append(1) or whole.function(run, fmt))
+    monkeypatch.setitem(DECLARED, "scale_curve", counted)
     for _ in range(3):
         assert asked.get("/api/runs/one%20step/figure/scale_curve?format=bf16").status_code == 200
     assert len(made) == 1
