@@ -93,7 +93,8 @@ def _words(title: dict[str, Any]) -> str:
 
 def of_findings(plots: Plots, view: View, findings: Sequence[Finding]) -> list[str | None]:
     """The id of each finding's figure; None where there is none, or no room."""
-    from plimsoll.report import figure_for, loss_and_scale
+    from plimsoll.report.figure_registry import figure_for
+    from plimsoll.report.figures.loss_and_scale import loss_and_scale
 
     def figure(finding: Finding) -> "Figure":
         # One figure of the loss tells of all findings; each would else have the same curve with another mark.
@@ -138,7 +139,7 @@ def of_tensors(
     plots: Plots, view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]
 ) -> list[tuple[str, str, str]]:
     """Spectrograms of the tensors that matter most: id, what it is called in a list, and its whole name."""
-    from plimsoll.report import spectrogram
+    from plimsoll.report.figures.spectrogram import spectrogram
 
     found: list[tuple[str, str, str]] = []
     for collection, name in _ordered(view, findings, hardest):
