@@ -264,7 +264,8 @@ class Catalog:
             return self._tried(part, load)
         except RunError:  # which is an OSError too, and says that the storage does not answer
             raise
-        except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these
+        # pyarrow's errors are among these: a cast that it lacks, as from text to lists, is a NotImplementedError.
+        except (OSError, ValueError, LookupError, TypeError, MemoryError, NotImplementedError) as error:
             if _has_gone(error):
                 raise _GoneError from error
             self._damaged[part] = f"{error}".splitlines()[0][:_LONGEST] if f"{error}" else type(error).__name__
