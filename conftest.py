@@ -1,16 +1,16 @@
 """What every test and doctest runs under: Triton's interpreter without a GPU, fixed seeds, and nothing left behind."""
 
 import os
-import random
 import signal
 
 # torch's threads read this when it is imported: idle ones sleep, and do not spin while other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
+
+from tests.support import cases
 
 pytest_plugins = ["tests.tiers", "tests.support.left_behind"]
 
@@ -31,6 +31,4 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     """The same random numbers in every run and in any order of tests."""
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  (the legacy global generator is what libraries under test would use)
-    torch.manual_seed(0)
+    cases.seed()

@@ -6,6 +6,7 @@ import torch
 
 from plimsoll import checks
 from plimsoll.errors import ArgumentError
+from tests.support.cases import each
 
 REMEDY = "Use another."
 
@@ -17,7 +18,7 @@ def test_whole_numbers_within_the_bounds_come_back_as_int(value: object) -> None
     assert result == value
 
 
-@pytest.mark.parametrize("value", [0, 4, True, 1.0, "1", None, float("nan"), [1]])
+@each("value", [0, 4, True, 1.0, "1", None, float("nan"), [1]])
 def test_what_is_no_whole_number_within_the_bounds_is_refused(value: object) -> None:
     with pytest.raises(ArgumentError) as error:
         checks.integer("watch", "every", value, low=1, high=3, remedy=REMEDY)
@@ -32,9 +33,7 @@ def test_numbers_within_the_bounds_come_back_as_float(value: object) -> None:
     assert result == value
 
 
-@pytest.mark.parametrize(
-    "value", [0, 1.5, True, "0.5", b"1", None, float("nan"), float("inf"), 10**400, torch.tensor(0.5), [0.5]]
-)
+@each("value", [0, 1.5, True, "0.5", b"1", None, float("nan"), float("inf"), 10**400, torch.tensor(0.5), [0.5]])
 def test_what_is_no_number_within_the_bounds_is_refused(value: object) -> None:
     with pytest.raises(ArgumentError, match="expected share to be a number above 0 and of at most 1; got share="):
         checks.number("prepare", "share", value, above=0, at_most=1, remedy=REMEDY)

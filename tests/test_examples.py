@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
+from tests.support.cases import each
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -17,7 +18,7 @@ def test_it_runs(example: Path, tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@each("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_one_idea(example: Path) -> None:
     lines = example.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80

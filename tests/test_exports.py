@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import plimsoll
+from tests.support.cases import each
 
 TREE = ast.parse(Path(plimsoll.__file__).read_text(encoding="utf-8"))
 
@@ -28,7 +29,7 @@ def test_every_list_of_names_is_the_same() -> None:
     assert lazy == checked
 
 
-@pytest.mark.parametrize("name", plimsoll.__all__)
+@each("name", plimsoll.__all__)
 def test_every_public_name_is_found_and_documented(name: str) -> None:
     value = getattr(plimsoll, name)
     assert name in dir(plimsoll)

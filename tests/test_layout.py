@@ -9,6 +9,7 @@ import pytest
 
 import plimsoll
 from tests import house
+from tests.support.cases import each
 
 PACKAGES = [package.name for package in pkgutil.iter_modules(plimsoll.__path__) if package.ispkg]
 MODULES = sorted([*house.SOURCE.rglob("*.py"), *house.LAB.rglob("*.py")])
@@ -32,7 +33,7 @@ def test_an_underscored_module_is_imported_from_its_own_folder_alone(files: list
     assert {str(path): found for path in files if (found := list(house.foreign_private_imports(path)))} == {}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@each("package", PACKAGES)
 def test_no_module_has_the_name_of_an_export(package: str) -> None:
     """Exports are loaded when they are first used: importing such a module would put it in the export's place."""
     folder = house.SOURCE / package

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from plimsoll.moved import MOVED
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize("old", MOVED)
+@each("old", MOVED)
 def test_a_class_is_found_under_its_old_name(old: str) -> None:
     module = importlib.import_module(f"plimsoll.{MOVED[old]}")
     own = [

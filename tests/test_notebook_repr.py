@@ -14,6 +14,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.formats import Plan
 from plimsoll.notebook_repr import NotebookRepr
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
@@ -90,7 +91,7 @@ def test_repr_stays_that_of_the_dataclass(fallen: pl.Run) -> None:
     assert repr(whatif) == f"<WhatIf: e4m3 of gradients in {fallen.path}: {whatif.sentence}>"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@each("package", PACKAGES)
 def test_every_public_dataclass_with_a_text_shows_it(package: str) -> None:
     public = vars(importlib.import_module(f"plimsoll.{package}")).values()
     texts = [kind for kind in public if inspect.isclass(kind) and dataclasses.is_dataclass(kind)

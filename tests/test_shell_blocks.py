@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 from plimsoll.cli import app
 from plimsoll.extras import EXTRAS
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[1]
 _LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
@@ -91,7 +91,7 @@ def _cli_problem(arguments: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_can_be_pasted(page: Path) -> None:
     text = page.read_text("utf-8")
     assert {" ".join(words): why for words in commands(text) if (why := problem(words))} == {}
@@ -101,7 +101,7 @@ def test_commands_can_be_pasted(page: Path) -> None:
         assert not re.search(r"^ *[$%#>] ?(plimsoll|pip|make|python|torchrun)\b", block, re.MULTILINE), block
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_checkout_is_installed_where_the_text_says_so(page: Path) -> None:
     text = page.read_text("utf-8")
     for match in _BLOCK.finditer(text):
@@ -109,7 +109,7 @@ def test_a_checkout_is_installed_where_the_text_says_so(page: Path) -> None:
             assert "checkout" in text[: match.start()].rstrip().rpartition("\n\n")[2], match[0]
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         "plimsoll report runs/first --out x.html",

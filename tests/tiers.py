@@ -133,7 +133,10 @@ def kinds_of(item: pytest.Item) -> set[str]:
 def reached(item: pytest.Item) -> set[str]:
     """Every name that the test, its fixtures and what they call in `tests/` use."""
     names: set[str] = set()
-    waiting = [getattr(item, "function", None), *(definition.func for definition in _definitions(item))]
+    # A test of many cases (`cases.each`) is wrapped: its own body tells what it needs.
+    function = getattr(item, "function", None)
+    own = getattr(function, "body_of_cases", function)
+    waiting = [own, *(definition.func for definition in _definitions(item))]
     seen: set[int] = set()
     while waiting:
         found = waiting.pop()

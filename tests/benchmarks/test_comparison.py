@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_every_tick_is_backed_and_nothing_else_is() -> None:
     assert ticked == [row[0] for row in BACKING]
 
 
-@pytest.mark.parametrize(("capability", "tests"), BACKING, ids=[row[0] for row in BACKING])
+@each(("capability", "tests"), BACKING, ids=[row[0] for row in BACKING])
 def test_the_tests_exist(capability: str, tests: str) -> None:
     named = re.findall(r"`([^`]+)`", tests)
     assert named, capability

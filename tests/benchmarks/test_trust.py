@@ -10,6 +10,7 @@ from benchmarks.trust.contradictions import PAIRS, contradictions
 from benchmarks.trust.judge import judge, outcome_of
 from benchmarks.trust.record import place, record, unsound
 from plimsoll.diagnosis import RULES, Finding
+from tests.support.cases import each
 
 
 def finding(rule: str = "loss-spike", severity: str = "warning", **changed: object) -> Finding:
@@ -100,7 +101,7 @@ CONTRADICT: dict[str, tuple[Finding, Finding]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pair.name for pair in PAIRS])
+@each("name", [pair.name for pair in PAIRS])
 def test_a_contradiction_is_found_and_its_halves_alone_are_none(name: str) -> None:
     one, other = CONTRADICT[name]
     assert name in contradictions([one, other]) and name in contradictions([other, one])

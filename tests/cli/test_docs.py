@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-import pytest
 import typer.main
 
 from plimsoll.cli import app
+from tests.support.cases import each
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 GROUP = typer.main.get_command(app)
 
 
-@pytest.mark.parametrize("name", sorted(GROUP.commands))
+@each("name", sorted(GROUP.commands))
 def test_every_command_has_its_section_with_every_option(name: str) -> None:
     sections = PAGE.read_text("utf-8").split("\n## ")
     section = next((text for text in sections if text.startswith(f"`plimsoll {name}")), None)

@@ -16,6 +16,7 @@ from plimsoll.cli import app
 from plimsoll.cli.commands.doctor import _print
 from plimsoll.cli.machine import Backend, Cache, Device, Extra, cpu_formats, cuda_formats, examine
 from plimsoll.extras import EXTRAS, install_line
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +71,7 @@ def test_a_wrong_backend_is_told_and_the_rest_with_it() -> None:
     assert "Optional parts" in result.stdout
 
 
-@pytest.mark.parametrize(
+@each(
     ("capability", "expected"),
     [
         ((6, 1), ()),

@@ -12,6 +12,7 @@ from plimsoll.cli.screens.format_drawing import Axis, Reach
 from plimsoll.cli.terminal import ASCII
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, Format, get
 from plimsoll.text import number
+from tests.support.cases import each
 
 NAMES = [fmt.name for fmt in (*ELEMENTS, *BLOCKS)]
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,9 +27,9 @@ def lines(result: Result) -> list[str]:
     return _COLOUR.sub("", result.stdout).splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}], ids=["plain", "colour"])
-@pytest.mark.parametrize("name", [None, *NAMES, "e5m7", "e5m0", "e2m0", "e8m13"])
+@each("width", [60, 80, 200])
+@each("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}], ids=["plain", "colour"])
+@each("name", [None, *NAMES, "e5m7", "e5m0", "e2m0", "e8m13"])
 def test_nothing_is_wider_than_the_terminal_or_cut_short(name: str | None, colour: dict[str, str], width: int) -> None:
     shown = lines(formats(*([name] if name else []), width=width, **colour))
     assert max(map(len, shown)) <= width
@@ -84,9 +85,7 @@ def test_a_page_tells_the_numbers_with_their_codes() -> None:
     assert "float8_e4m3fn" in page
 
 
-@pytest.mark.parametrize(
-    "name", ["fp64", "fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3", "e4m3fnuz", "e3m2", "e2m1", "e8m0"]
-)
+@each("name", ["fp64", "fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3", "e4m3fnuz", "e3m2", "e2m1", "e8m0"])
 def test_the_codes_of_a_page_are_those_of_the_format(name: str) -> None:
     fmt = get(name)
     assert isinstance(fmt, Format)
@@ -128,8 +127,8 @@ def test_the_range_shows_subnormals_apart_and_goes_on_with_arrows() -> None:
     assert "◀" in rows["bf16"] and "▶" in rows["bf16"]
 
 
-@pytest.mark.parametrize("cells", [16, 40, 70])
-@pytest.mark.parametrize("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
+@each("cells", [16, 40, 70])
+@each("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
 def test_a_bar_covers_the_binades_of_the_format(fmt: Format, cells: int) -> None:
     reach = Reach.of(fmt)
     axis = Axis(low=reach.smallest - 3, high=reach.largest + 3, cells=cells)
@@ -190,7 +189,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert result.stdout.isascii() and "| S | E |" in result.stdout
 
 
-@pytest.mark.parametrize("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
+@each("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
 def test_numbers_are_short_and_near(fmt: Format) -> None:
     for value in (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon):
         assert len(number(value)) <= 9

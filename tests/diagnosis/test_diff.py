@@ -13,6 +13,7 @@ from plimsoll.diagnosis import View, diff
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.storage import script
+from tests.support.cases import each
 from tests.support.diagnosis.trainings import MODELS, train
 
 Around = Callable[[nn.Module, int], object]
@@ -35,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("precisions", [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")], ids="-".join)
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_rounding_parts_nothing(name: str, precisions: tuple[str, str], runs: Callable[..., Path]) -> None:
     found = diff(*(runs(name, precision) for precision in precisions))
     assert found.first is None, found.sentence
@@ -112,7 +113,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[2].__name__}-{fault[1]}")
+@each("fault", FAULTS, ids=lambda fault: f"{fault[2].__name__}-{fault[1]}")
 def test_a_difference_is_named_where_and_when_it_began(fault: tuple, runs: Callable[..., Path]) -> None:
     name, precision, around, collection, layer, step, kind = fault
     for one, other in ((precision, precision), ("fp32", precision)):

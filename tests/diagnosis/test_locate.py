@@ -3,12 +3,13 @@
 import pytest
 
 from plimsoll.diagnosis import locate
+from tests.support.cases import each
 from tests.support.diagnosis.breakages import FAULTS
 from tests.support.diagnosis.harmless import HEALTHY
 from tests.support.versions import only_from
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@each("name", FAULTS)
 def test_fault_is_named(name: str):
     case = FAULTS[name]
     fault = locate(case.make())

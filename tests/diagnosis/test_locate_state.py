@@ -16,6 +16,7 @@ from plimsoll.diagnosis import locate
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler, SpectralScaler
+from tests.support.cases import each
 
 
 class Net(nn.Module):
@@ -291,7 +292,7 @@ SETTINGS: list[tuple[type[torch.optim.Optimizer], str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "name", "value", "says"), SETTINGS)
+@each(("optimizer", "name", "value", "says"), SETTINGS)
 def test_an_optimizer_with_a_setting_that_is_not_finite_is_named(
     optimizer: type[torch.optim.Optimizer], name: str, value: Any, says: str
 ) -> None:

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import BlockFormat, Plan, get
 from plimsoll.runs import Run, RunWriter, Scalars
 from plimsoll.text import percent
+from tests.support.cases import each
 from tests.support.diagnosis.planned import MULTIPLY, layers, train, written
 
 STEPS = 50
@@ -54,8 +55,8 @@ def test_training_by_the_plan_ends_where_fp32_ends(trained: tuple, target: str) 
     assert narrow != wide and abs(narrow - wide) < 0.05 * wide
 
 
-@pytest.mark.parametrize("target", ["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("axis", [-1, 0])
+@each("target", ["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"])
+@each("axis", [-1, 0])
 def test_predictions_hold_what_real_casts_lose(short: tuple, target: str, axis: int) -> None:
     path, tensors = short
     made = plan(path, target, tolerance=1.0)  # whatever it loses
@@ -303,7 +304,7 @@ def test_such_a_plan_trains(odd: Path) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (

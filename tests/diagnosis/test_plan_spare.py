@@ -10,6 +10,7 @@ from torch import Tensor
 from plimsoll.diagnosis import plan
 from plimsoll.diagnosis.planning.headroom import spare
 from plimsoll.formats import E5M2
+from tests.support.cases import each
 from tests.support.diagnosis.planned import layers, written
 
 STEPS, EVERY = 240, 20
@@ -25,8 +26,8 @@ def tops(kind: str, seed: int, steps: int = 2000) -> np.ndarray:
     return np.linspace(0, 8, steps) + noise.normal(0.0, 0.1, steps)
 
 
-@pytest.mark.parametrize("kind", ["power law", "normal", "rising"])
-@pytest.mark.parametrize("every", [2, 20, 100])
+@each("kind", ["power law", "normal", "rising"])
+@each("every", [2, 20, 100])
 def test_few_of_many_series_go_beyond_what_is_left_for_the_steps_between(kind: str, every: int) -> None:
     beyond, bare = 0, 0
     for seed in range(1000):

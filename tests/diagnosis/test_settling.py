@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.trend import goes_on
 from plimsoll.report.verdicts.verdict_phrases import said
 from plimsoll.runs import Run
+from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, Size, constant, of_layer, told
 
 RANDOM = np.random.default_rng(5)
@@ -20,7 +20,7 @@ def of_rule(rule: str, path: Path, size: Size, fmt: str = "bf16") -> list[Findin
     return diagnose(story.write(path), rules=[rule])
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "moves"),
     [
         (np.log2(1 + STEPS), False),  # with the steps

@@ -14,6 +14,7 @@ from plimsoll.diagnosis.tables.cells import Cells, read
 from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Spectrum
+from tests.support.cases import each
 from tests.support.runs import making
 
 SHIFTS = (-20, -3, 0, 5, 13, 30)
@@ -45,7 +46,7 @@ def spectra(run: Run, cells: Cells) -> list[tuple[int, Spectrum]]:
     return [(row, s) for row, s in found if s.nonzero]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_fractions_are_those_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
     run, cells = recorded
     values, fmt = Populations(cells=cells), get(name)
@@ -66,7 +67,7 @@ def test_fractions_are_those_of_fit(recorded: tuple[Run, Cells], name: str) -> N
                     assert tallies.high[row] / s.nonzero == expected.high
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_noise_is_that_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
     run, cells = recorded
     for shift in SHIFTS:
@@ -78,7 +79,7 @@ def test_noise_is_that_of_fit(recorded: tuple[Run, Cells], name: str) -> None:
                 assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_windows_are_those_of_the_spectrum(recorded: tuple[Run, Cells], name: str) -> None:
     run, cells = recorded
     values = Populations(cells=cells)

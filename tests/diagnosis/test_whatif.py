@@ -15,6 +15,7 @@ from plimsoll.diagnosis.what_if.scale_windows import stretches_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, RunError
 from plimsoll.formats import get
 from plimsoll.runs import Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, constant, since, told
 
 STEPS = 3
@@ -42,8 +43,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[
     return path, tensors
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2", "e2m1"])
-@pytest.mark.parametrize("shift", [-4, 0, 12])
+@each("name", ["fp16", "bf16", "e4m3", "e5m2", "e2m1"])
+@each("shift", [-4, 0, 12])
 def test_real_casts_lie_inside_the_intervals(trained: tuple, name: str, shift: int) -> None:
     path, tensors = trained
     fmt, run = get(name), View(Run(path))

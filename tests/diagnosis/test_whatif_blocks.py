@@ -15,6 +15,7 @@ from plimsoll.formats import get
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll.spectrum import Fit, Interval
 from tests.runs.test_blocks import wide_rows
+from tests.support.cases import each
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_single")
 STEPS = 3
@@ -63,7 +64,7 @@ def assert_same(found: Fit, expected: Fit) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shift", [0, 5])
+@each("shift", [0, 5])
 def test_real_casts_lie_inside_the_intervals(trained: dict[int, Trained], name: str, shift: int) -> None:
     fmt = get(name)
     path, tensors = trained[fmt.block]
@@ -80,8 +81,8 @@ def test_real_casts_lie_inside_the_intervals(trained: dict[int, Trained], name: 
     assert asked > 30
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shift", [0, 3, -140, 130])
+@each("name", FORMATS)
+@each("shift", [0, 3, -140, 130])
 def test_each_cell_is_what_its_spectrum_says(trained: dict[int, Trained], name: str, shift: int) -> None:
     """Shifts at which the scales of blocks leave their format are among them."""
     path, _ = trained[get(name).block]

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import plimsoll as pl
+from tests.support.cases import each
 
 
 def scalar_sum(a: list[float], b: list[float], fmt: str, chunk: int) -> float:
@@ -22,8 +23,8 @@ def scalar_sum(a: list[float], b: list[float], fmt: str, chunk: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "e5m2", "e6m9"])
-@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+@each("fmt", ["fp16", "bf16", "e5m2", "e6m9"])
+@each("chunk", [1, 4, 7, 100])
 def test_a_product_is_the_scalar_loops(fmt: str, chunk: int) -> None:
     a, b = torch.randn(3, 30).half(), torch.randn(30, 2).half()
     with pl.emulate(accumulate=fmt, chunk=chunk):
@@ -71,7 +72,7 @@ CONVOLUTIONS: list[tuple[Callable[..., Tensor], int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("convolve", "dims", "settings"), CONVOLUTIONS)
+@each(("convolve", "dims", "settings"), CONVOLUTIONS)
 def test_unfolded_convolutions_are_the_convolutions(convolve: Any, dims: int, settings: dict[str, Any]) -> None:
     transposed = "transpose" in convolve.__name__
     groups = settings.get("groups", 1)

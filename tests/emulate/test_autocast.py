@@ -17,6 +17,7 @@ from plimsoll.emulate.autocast import Autocast
 from plimsoll.emulate.casting.operation_lists import CUDA
 from plimsoll.emulate.dispatch import operation_kernels, thread_frame
 from plimsoll.errors import ArgumentError
+from tests.support.cases import each
 from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE, made
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -28,7 +29,7 @@ def test_the_tables_of_calls_are_whole() -> None:
     assert set(PROMOTE) == CUDA.promote
 
 
-@pytest.mark.parametrize("name", sorted(LOW))
+@each("name", sorted(LOW))
 def test_low_operations_compute_in_the_low_dtype(name: str) -> None:
     with Autocast():
         assert LOW[name](FP32).dtype is LOW[name](FP16).dtype is FP16
@@ -37,7 +38,7 @@ def test_low_operations_compute_in_the_low_dtype(name: str) -> None:
     assert LOW[name](FP32).dtype is FP32
 
 
-@pytest.mark.parametrize("name", sorted(HIGH))
+@each("name", sorted(HIGH))
 def test_high_operations_compute_in_fp32(name: str) -> None:
     with Autocast():
         result = HIGH[name](FP16)
@@ -53,7 +54,7 @@ def widened(call: Callable[..., Any]) -> Tensor:
         return call(FP16)
 
 
-@pytest.mark.parametrize("name", sorted(PROMOTE))
+@each("name", sorted(PROMOTE))
 def test_promoting_operations_take_the_widest(name: str) -> None:
     with Autocast():
         assert PROMOTE[name](FP16, FP16).dtype is FP16
@@ -77,7 +78,7 @@ def test_a_dtype_that_the_call_names_stands() -> None:
         assert torch.softmax(made(FP16, 4), 0, None).dtype is FP32
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [lambda x, w: x @ w, lambda x, w: x.matmul(w), lambda x, w: x.mm(w), lambda x, w: torch.addmm(x, x, w),
      lambda x, w: x.addmm(x, w), lambda x, w: torch.mm(input=x, mat2=w), lambda x, w: F.linear(x, w, bias=w[0]),
@@ -105,8 +106,8 @@ AGREED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AGREED)
-@pytest.mark.parametrize("dtype", [FP16, BF16])
+@each("name", AGREED)
+@each("dtype", [FP16, BF16])
 def test_results_equal_those_of_torch_where_its_lists_agree(name: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         expected = LOW[name](FP32)

@@ -6,6 +6,7 @@ import torch
 import plimsoll as pl
 from plimsoll.emulate.autocast import Autocast
 from plimsoll.emulate.casting.operation_lists import CUDA
+from tests.support.cases import each
 from tests.support.emulate.calls import HIGH, LOW, NO_CPU_KERNEL, PROMOTE
 
 pytestmark = pytest.mark.skipif(
@@ -22,8 +23,8 @@ def on_the_gpu():
         yield
 
 
-@pytest.mark.parametrize("dtype", [FP16, FP32])
-@pytest.mark.parametrize("name", sorted({name for name, _ in CUDA.rows()} - NO_CPU_KERNEL - CUDA.banned))
+@each("dtype", [FP16, FP32])
+@each("name", sorted({name for name, _ in CUDA.rows()} - NO_CPU_KERNEL - CUDA.banned))
 def test_the_lists_are_those_of_cuda_autocast(name: str, dtype: torch.dtype) -> None:
     call = CALLS[name]
     made = call.__globals__["made"]

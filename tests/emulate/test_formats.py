@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.errors import ArgumentError, FormatError
+from tests.support.cases import each
 
 W, G = "e4m3", "e5m2"
 BLOCKS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4")
@@ -36,8 +37,8 @@ def slope(y: Tensor) -> Tensor:
     return torch.linspace(-3, 3, y.numel(), dtype=y.dtype).view_as(y).clone()
 
 
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("fmt", [W, "e3m2", "e5m3", *BLOCKS])
+@each("after", [True, False])
+@each("fmt", [W, "e3m2", "e5m3", *BLOCKS])
 def test_a_linear_rounds_both_operands_and_the_gradient_along_what_each_product_sums_over(
     fmt: str, after: bool
 ) -> None:
@@ -103,7 +104,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMS)
+@each("name", FORMS)
 def test_every_product_rounds_its_operands(name: str) -> None:
     call, by_hand, shapes = FORMS[name]
     inputs = [leaf(*shape) for shape in shapes]
@@ -377,7 +378,7 @@ def test_a_backward_inside_of_a_graph_from_outside_is_not_rounded() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("keywords", "message"),
     [
         ({"forward": W, "axis": 0}, r"expected arguments of a cast among rounding, .*; got axis. Blocks run along"),

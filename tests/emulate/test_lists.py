@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from plimsoll.emulate.casting.operation_lists import CATEGORIES, CUDA, OperationLists, operation_name
 from plimsoll.emulate.dispatch.operation_kernels import overloads
 from plimsoll.errors import ArgumentError
+from tests.support.cases import each
 
 
 def test_every_default_name_has_an_overload_that_can_be_heard() -> None:
@@ -16,7 +17,7 @@ def test_every_default_name_has_an_overload_that_can_be_heard() -> None:
     assert len(CUDA.rows()) == 113 and len({name for name, _ in CUDA.rows()}) == 113
 
 
-@pytest.mark.parametrize(
+@each(
     ("operation", "category"),
     [("linear", "low"), (torch.matmul, "low"), (torch.Tensor.matmul, "low"), (torch.Tensor.__matmul__, "low"),
      (F.softmax, "high"), ("aten::sum.dim_IntList", "high"), (F.grid_sample, "promote"), (F.relu, None),

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll as pl
 from plimsoll.emulate import Emulation
 from plimsoll.formats import Plan
+from tests.support.cases import each
 
 SCALES = {"weights": 2.0**6, "activations": 2.0**3, "gradients": 2.0**20}
 PLAN = Plan(target="fp8", formats={"0": "e4m3", "2": "bf16"}, scales={"0": SCALES})
@@ -114,7 +115,7 @@ def test_weights_and_activations_have_their_own_scales_in_every_product(kind: st
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"precision": PLAN}, "emulate: expected the model that the plan speaks of; got NoneType. Write emulate"),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll as pl
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError, FormatError
+from tests.support.cases import each
 from tests.support.emulate.calls import LOW, NO_CPU_KERNEL, made
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -25,8 +26,8 @@ SEVERAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", sorted(set(LOW) - SEVERAL - NO_CPU_KERNEL))
+@each("precision", DTYPES)
+@each("name", sorted(set(LOW) - SEVERAL - NO_CPU_KERNEL))
 def test_a_product_is_the_fp32_product_rounded_once(name: str, precision: str) -> None:
     dtype, call = DTYPES[precision], LOW[name]
     with pl.emulate(precision) as e:
@@ -43,8 +44,8 @@ def half_ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
     return (y.abs().clamp_min(info.smallest_normal) * info.eps).clamp_min(info.smallest_normal * info.eps) / 2
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("depth", [1, 7, 500, 4000])
+@each("precision", DTYPES)
+@each("depth", [1, 7, 500, 4000])
 def test_a_product_and_its_gradients_are_within_one_rounding_of_the_exact_ones(precision: str, depth: int) -> None:
     dtype = DTYPES[precision]
     a = torch.randn(9, depth).to(dtype).requires_grad_()
@@ -171,11 +172,9 @@ def test_norms_of_16_bit_models_compute_in_fp32(kind: Any) -> None:
     assert torch.equal(y, z.half()) and torch.equal(x.grad, wide.grad.half())
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(
-    "settings", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False, "batch_first": True}]
-)
+@each("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@each("packed", [True, False])
+@each("settings", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False, "batch_first": True}])
 def test_recurrent_layers_are_made_of_rounded_products(kind: Any, packed: bool, settings: dict[str, Any]) -> None:
     layer = kind(4, 5, **settings)
     x = torch.randn(3, 3, 4)
@@ -240,10 +239,8 @@ def step(model: nn.Module, x: Tensor, where: str = "inside", reentrant: bool | N
     return [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("half", [True, False])
-@pytest.mark.parametrize(
-    ("where", "reentrant"), [("after", None), ("inside", False), ("after", False), ("inside", True), ("after", True)]
-)
+@each("half", [True, False])
+@each(("where", "reentrant"), [("after", None), ("inside", False), ("after", False), ("inside", True), ("after", True)])
 def test_a_backward_is_the_same_whenever_it_runs(half: bool, where: str, reentrant: bool | None) -> None:
     model, x = Small().eval(), torch.randint(16, (4, 6))
     model = model.half() if half else model

@@ -12,6 +12,7 @@ import torch
 from plimsoll import formats
 from plimsoll.errors import FormatError
 from plimsoll.formats import ALIASES, BLOCKS, E4M3, ELEMENTS, FP16, BlockFormat, Format, get, get_element
+from tests.support.cases import each
 from tests.support.patience import HANG_SECONDS
 
 # Copied by hand. IEEE 754-2019 table 3.5; OCP FP8 1.0 table 1; OCP MX 1.0 tables 3 to 7; arXiv:2206.02915 table 1.
@@ -48,7 +49,7 @@ def test_the_catalogue_is_the_table():
     assert [fmt.name for fmt in BLOCKS] == list(BLOCK_TABLE)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_elements_are_as_specified(name):
     fmt = get_element(name, "test")
     found = (
@@ -63,14 +64,14 @@ def test_elements_are_as_specified(name):
     assert fmt.saturates(None) is not fmt.has_inf
 
 
-@pytest.mark.parametrize("name", BLOCK_TABLE)
+@each("name", BLOCK_TABLE)
 def test_blocks_are_as_specified(name):
     fmt = get(name)
     assert isinstance(fmt, BlockFormat)
     assert (fmt.element.name, fmt.block, fmt.scale.name, fmt.tensor_scale, fmt.bits) == BLOCK_TABLE[name]
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "name"),
     [
         (torch.float64, "fp64"), (torch.float32, "fp32"), (torch.float16, "fp16"), (torch.bfloat16, "bf16"),
@@ -95,13 +96,13 @@ def test_numpys_own_formats_agree(name):
     assert fmt.smallest_subnormal == info.smallest_subnormal
 
 
-@pytest.mark.parametrize("name", [*TABLE, *BLOCK_TABLE, *ALIASES])
+@each("name", [*TABLE, *BLOCK_TABLE, *ALIASES])
 def test_case_does_not_matter_and_formats_are_their_own_names(name):
     fmt = get(name)
     assert get(name.upper()) is get(name.title()) is get(fmt) is fmt
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "same_as"),
     [
         ("half", "fp16"), ("float", "fp32"), ("double", "fp64"), ("bfloat16", "bf16"), ("tensorfloat32", "tf32"),
@@ -114,7 +115,7 @@ def test_aliases(name, same_as):
     assert get(name) is get(same_as)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "bits", "bias", "largest", "smallest"),
     [
         ("e8m5", 14, 127, (2 - 2.0**-5) * 2.0**127, 2.0**-131),
@@ -145,7 +146,7 @@ def test_e2m3_is_the_ocp_format_and_e3m4_is_ml_dtypes_own():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "message"),
     [
         (
@@ -192,7 +193,7 @@ def test_where_an_element_is_needed_a_block_format_is_refused():
     assert get_element(torch.float16, "some_call") is FP16
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "reason"),
     [
         ({"exponent_bits": 0}, "at least one exponent bit"),

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BF16, E2M1, E4M3, E4M3FNUZ, E8M0, ELEMENTS, FP16, FP32, FP64, TF32, Format, get, philox
+from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar
 from tests.support.formats.edge_values import edges
 
@@ -63,8 +64,8 @@ def test_every_code_comes_back_from_its_value(fmt):
         assert np.isnan(fmt.decode(canonical)).all()
 
 
-@pytest.mark.parametrize("rounding", scalar.MODES)
-@pytest.mark.parametrize(
+@each("rounding", scalar.MODES)
+@each(
     ("fmt", "saturate"),
     [(fmt, saturate) for fmt in FORMATS for saturate in (True, False) if saturate or fmt.has_inf or fmt.has_nan],
     ids=lambda value: value.name if isinstance(value, Format) else "saturating" if value else "overflowing",
@@ -87,8 +88,8 @@ def test_stochastic_rounding_compares_the_fraction_with_the_noise(fmt):
     same(fmt.decode(fmt.encode(values, rounding="stochastic", saturate=True, generator=-77)), expected)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, FP16, E2M1], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("start", [0, 1, 2])
+@each("fmt", [E4M3, FP16, E2M1], ids=lambda fmt: fmt.name)
+@each("start", [0, 1, 2])
 def test_the_noise_itself_is_the_threshold(fmt, start):
     words = philox.words(8, 3000).astype(np.float64)
     values = fmt.smallest_subnormal * (start + np.stack([words, words + 1]) / 2**32)
@@ -107,7 +108,7 @@ def test_stochastic_rounding_is_unbiased(value):
     assert abs(held.mean() - value) < 5 * spread
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "shape"),
     [
         (1.5, ()),
@@ -152,7 +153,7 @@ def test_negative_zero_goes_where_the_format_can_keep_it():
     assert E8M0.encode([-1e-300, -np.inf]).tolist() == [255, 255]
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: E4M3.decode([1, 256]), r"expected codes of e4m3 from 0 to 255; got 256 at index 1\. Mask the codes"),

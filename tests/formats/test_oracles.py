@@ -8,6 +8,7 @@ import pytest
 from gfloat.types import Domain
 
 from plimsoll.formats import E4M3, E8M0, ELEMENTS, Format, get, get_element
+from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar
 from tests.support.formats.edge_values import edges
 
@@ -68,7 +69,7 @@ def test_ml_dtypes_decodes_every_code_alike(fmt, theirs):
     same(fmt.decode(codes), as_float64(codes.view(theirs)))
 
 
-@pytest.mark.parametrize("carrier", CARRIERS, ids=lambda carrier: np.dtype(carrier).name)
+@each("carrier", CARRIERS, ids=lambda carrier: np.dtype(carrier).name)
 @each_type
 def test_ml_dtypes_encodes_every_value_alike(fmt, theirs, carrier):
     values = inputs(fmt, carrier)
@@ -152,8 +153,8 @@ def test_gfloat_decodes_every_code_alike(fmt):
     same(fmt.decode(codes), gfloat.decode_ndarray(gfloat_format(fmt), codes))
 
 
-@pytest.mark.parametrize("saturate", [True, False])
-@pytest.mark.parametrize("rounding", GFLOAT_MODES)
+@each("saturate", [True, False])
+@each("rounding", GFLOAT_MODES)
 @each_format
 def test_gfloat_rounds_alike(fmt, rounding, saturate):
     if not fmt.has_nan and not saturate:

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BF16, E4M3, FP32, MXFP8_E4M3, ModulePlan, Plan
+from tests.support.cases import each
 
 FULL = Plan(
     target="fp8",
@@ -170,7 +171,7 @@ def test_a_plan_is_data():
     assert data["modules"]["blocks.3.mlp"]["note"].startswith("overflows") and data["scale"] == 0.125
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"scale": 3.0}, r"expected scale to be a power of two from 2\^-126 to 2\^127; got 3\.0"),

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
 from plimsoll.kernels import row_layout
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.functional import Factors
+from tests.support.cases import each
 
 KINDS: list[dict[str, Any]] = [
     {"scaling": "unit"},
@@ -82,8 +83,8 @@ def test_unit_scaling_is_that_of_the_unit_functions(factors: Factors | None) -> 
     assert 0.8 < float(layer.weight.detach().std()) < 1.2 and not layer.bias.any()
 
 
-@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+@each("kind", KINDS[1:], ids=str)
+@each("size", [1e-6, 1.0, 1e4])
 def test_scales_from_the_data_serve_tensors_of_any_scale(kind: dict[str, Any], size: float) -> None:
     layer = drawn(**kind)
     x = (torch.randn(40, 64) * size).requires_grad_()
@@ -105,8 +106,8 @@ def test_casts_of_constant_scales_are_numbers() -> None:
     assert drawn().casts() == {"activations": ("e4m3", 1.0), "weights": ("e4m3", 1.0), "gradients": ("e5m2", 1.0)}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 50), (7, 50), (2, 3, 50), (50,), (0, 50), (3, 0, 50)], ids=str)
+@each("kind", KINDS, ids=str)
+@each("shape", [(1, 50), (7, 50), (2, 3, 50), (50,), (0, 50), (3, 0, 50)], ids=str)
 def test_any_shape(kind: dict[str, Any], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer = fp8.Linear(50, 21, **kind)

@@ -9,6 +9,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.fp8 import products
 from plimsoll.fp8.casting import by_formula
 from plimsoll.kernels import fp8_cast
+from tests.support.cases import each
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4, E4), (E5, E4), (E4, E5)]
@@ -18,8 +19,8 @@ def codes(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@each("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("pair", PAIRS, ids=str)
 def test_one_rounding_after_sums_in_float32(pair: tuple[torch.dtype, torch.dtype], out: torch.dtype) -> None:
     a, b, bias = codes(16, 64, pair[0]), codes(32, 64, pair[1], 1), torch.randn(32)
     scales = torch.tensor(0.37), torch.tensor(2.0**-4)

@@ -9,6 +9,7 @@ from torch import Tensor
 import plimsoll as pl
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
+from tests.support.cases import each
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: kernels run nowhere else")
 
@@ -35,8 +36,8 @@ def assert_rows_equal(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [0, 32])
+@each("dtype", DTYPES)
+@each("block", [0, 32])
 def test_measuring(dtype: torch.dtype, block: int) -> None:
     several = [values(dtype, count) for count in (1, 13, 1000, 4096, 100_001, 3_000_000)]
     matrix = values(dtype, 4096).reshape(64, 64)
@@ -71,8 +72,8 @@ def test_updates_and_nonfinite_counts(dtype: torch.dtype) -> None:
     torch.testing.assert_close(sumsq, expected_sumsq, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 2.0**-16, 0.3])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("scale", [1.0, 2.0**-16, 0.3])
 def test_unscaling(dtype: torch.dtype, scale: float) -> None:
     several = [values(dtype, count) for count in (1, 13, 1000, 4096, 100_001, 3_000_000)]
     matrix = values(dtype, 4096).reshape(64, 64)
@@ -93,8 +94,8 @@ def test_unscaling(dtype: torch.dtype, scale: float) -> None:
             torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "tf32", "e4m3", "e5m2", "e4m3fnuz", "e2m1", "e3m2", "e5m7"])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("fmt", ["fp16", "bf16", "tf32", "e4m3", "e5m2", "e4m3fnuz", "e2m1", "e3m2", "e5m7"])
 def test_casting(dtype: torch.dtype, fmt: str) -> None:
     x = values(dtype, 50_000)
     for rounding in ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"):
@@ -105,8 +106,8 @@ def test_casting(dtype: torch.dtype, fmt: str) -> None:
         assert torch.equal(found.signbit() & ~found.isnan(), expected.signbit() & ~expected.isnan())
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e2m1", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("fmt", ["e4m3", "e2m1", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "nvfp4"])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_packing_and_block_formats(fmt: str, dtype: torch.dtype) -> None:
     x = values(dtype, 64 * 96).reshape(64, 96).nan_to_num(0.5, 2.0, -2.0)
     on_gpu, on_cpu = pl.pack(x.cuda(), fmt), pl.pack(x, fmt)

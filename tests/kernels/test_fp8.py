@@ -15,6 +15,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.kernels import backend as _backend, fp8_cast, row_layout
+from tests.support.cases import each
 
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 CODES = list(DTYPES)
@@ -55,9 +56,9 @@ def expected_codes(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return torch.where(scaled.isnan(), 0x7F, torch.from_numpy(found))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-12])
-@pytest.mark.parametrize("dtype", CODES, ids=str)
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
+@each("scale", [1.0, 0.3, 2.0**-12])
+@each("dtype", CODES, ids=str)
+@each("source", [torch.bfloat16, torch.float16], ids=str)
 def test_every_pattern(backend: str, source: torch.dtype, dtype: torch.dtype, scale: float) -> None:
     x = patterns(source)
     rows, columns = fp8_cast(x, dtype, torch.tensor(scale))
@@ -68,7 +69,7 @@ def test_every_pattern(backend: str, source: torch.dtype, dtype: torch.dtype, sc
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
-@pytest.mark.parametrize("source", INPUTS, ids=str)
+@each("source", INPUTS, ids=str)
 def test_layouts_sizes_and_counts(backend: str, source: torch.dtype, dtype: torch.dtype) -> None:
     x = values(source, 70, 90)
     for part in (x, x.t(), x[:, 3:50], x[::2], x[:1], x[:, :1], x[2:3, :1].expand(40, 50), x[:16, :32]):
@@ -98,7 +99,7 @@ def assert_same_row(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found[row_layout.HISTOGRAM :], expected[row_layout.HISTOGRAM :])
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0)])
+@each("shape", [(0, 32), (32, 0), (0, 0)])
 def test_empty(backend: str, shape: tuple[int, int]) -> None:
     bank = kernels.new_bank(1) + 3
     rows, columns = fp8_cast(torch.empty(shape), torch.float8_e5m2, bank=bank)

@@ -13,6 +13,7 @@ from plimsoll import kernels
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.numba_backend.measuring import launch
 from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
+from tests.support.cases import each
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
@@ -59,7 +60,7 @@ def wide_values(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [100, 4096, 10_007])
+@each("count", [100, 4096, 10_007])
 def test_any_values(backend, dtype, count):
     assert_agrees(backend, [wide_values(count).to(dtype)])
     assert_agrees(backend, [torch.randn(count).to(dtype)])
@@ -98,7 +99,7 @@ SWEPT = {  # float32 tensors long enough for the CPU's sweep, each of which asks
 }
 
 
-@pytest.mark.parametrize("name", SWEPT)
+@each("name", SWEPT)
 def test_long_float32_on_the_cpu(name):
     x = SWEPT[name](torch.randn(LONG))
     for length in (LONG, 16_383, 16_384, 16_384 + 255, 4096 + 64 * 256 + 1):
@@ -119,7 +120,7 @@ def test_more_values_than_the_planes_of_a_sweep_hold():
     assert_agrees("numba", [torch.cat([torch.randn(8192), torch.ones(2_200_000), torch.randn(100_000)])])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES, ids=str)
 def test_every_code(backend, dtype):
     if dtype.itemsize == 1:
         x = torch.arange(256, dtype=torch.uint8).view(dtype)
@@ -138,14 +139,14 @@ def test_every_code(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", [16, 32])
+@each("block", [16, 32])
 def test_blocks(backend, dtype, block):
     x = wide_values(41 * 30).to(dtype)
     for shaped in (x, x.reshape(30, 41), x.reshape(41, 30).t(), x[3], x[:0], x[:1], torch.zeros(70).to(dtype)):
         assert_agrees(backend, [shaped], block)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "empty",

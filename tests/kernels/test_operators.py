@@ -12,6 +12,7 @@ from plimsoll.errors import ArgumentError, BackendError
 from plimsoll.formats import E4M3, MXFP4, NVFP4
 from plimsoll.kernels import backend as _backend
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+from tests.support.cases import each
 
 ELEMENT = list(CastSpec.of(E4M3, NEAREST_EVEN, saturate=True))
 NOISY = list(CastSpec.of(E4M3, STOCHASTIC, saturate=True))
@@ -63,8 +64,8 @@ def requiring(argument):
     )
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-@pytest.mark.parametrize("name", calls())
+@each("backend", ["torch", "numba"])
+@each("name", calls())
 def test_nothing_carries_a_gradient(name, backend):
     operator, arguments = calls()[name]
     arguments = requiring(arguments)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from plimsoll import cast, kernels, pack
 from plimsoll.formats import BLOCKS, E4M3, E8M0, ELEMENTS, NVFP4, NVFP4_SINGLE, BlockFormat, Format, get, get_element
 from plimsoll.kernels import philox
+from tests.support.cases import each
 from tests.support.formats import scalar_reference as scalar
 from tests.support.formats.edge_values import edges
 
@@ -73,7 +74,7 @@ def every_expected(fmt: Format, dtype: torch.dtype) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("fmt", ELEMENTS, ids=name_of)
+@each("fmt", ELEMENTS, ids=name_of)
 def test_every_16_bit_pattern(backend, fmt, dtype):
     x = every_pattern(dtype, backend)
     for saturate, expected in zip((True, False), every_expected(fmt, dtype), strict=True):
@@ -90,8 +91,8 @@ ML_DTYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+@each("name", ML_DTYPES)
 def test_every_16_bit_pattern_is_as_ml_dtypes_has_it(backend, name, dtype):
     """But for NaN where the format has none: ml_dtypes makes it zero. (E8M0: see tests/formats/test_oracles.py.)"""
     fmt = get_element(name, "test")
@@ -119,7 +120,7 @@ def boundary_expected(fmt: Format, carrier: type, rounding: scalar.Mode, saturat
 
 
 @pytest.mark.parametrize("rounding", [*scalar.MODES, "stochastic"])
-@pytest.mark.parametrize(("fmt", "saturate"), OVERFLOWS, ids=name_of)
+@each(("fmt", "saturate"), OVERFLOWS, ids=name_of)
 def test_every_boundary_in_every_mode(backend, fmt, saturate, rounding):
     x = boundary_values(fmt, np.float32)
     generator = 99 if rounding == "stochastic" else None
@@ -127,8 +128,8 @@ def test_every_boundary_in_every_mode(backend, fmt, saturate, rounding):
     same(found, boundary_expected(fmt, np.float32, rounding, saturate))
 
 
-@pytest.mark.parametrize("rounding", [*scalar.MODES, "stochastic"])
-@pytest.mark.parametrize("fmt", [*ELEMENTS[:5], E4M3, E8M0, GENERIC[-1]], ids=name_of)
+@each("rounding", [*scalar.MODES, "stochastic"])
+@each("fmt", [*ELEMENTS[:5], E4M3, E8M0, GENERIC[-1]], ids=name_of)
 def test_float64_is_rounded_once(backend, fmt, rounding):
     x = boundary_values(fmt, np.float64)
     generator = 99 if rounding == "stochastic" else None
@@ -137,8 +138,8 @@ def test_float64_is_rounded_once(backend, fmt, rounding):
     same(found, boundary_expected(fmt, np.float64, rounding, True))
 
 
-@pytest.mark.parametrize("fmt", [get("bf16"), get("fp16"), E4M3, get("e5m2"), get("e2m1")], ids=name_of)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+@each("fmt", [get("bf16"), get("fp16"), E4M3, get("e5m2"), get("e2m1")], ids=name_of)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 def test_the_result_is_in_the_dtype_of_the_input(backend, fmt, dtype):
     x = boundary_values(fmt, np.float32).to(dtype)
     found = cast(x, fmt)
@@ -151,7 +152,7 @@ def test_the_result_is_in_the_dtype_of_the_input(backend, fmt, dtype):
 CARRIERS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-@pytest.mark.parametrize("carrier", CARRIERS, ids=name_of)
+@each("carrier", CARRIERS, ids=name_of)
 def test_the_carrier_rounds_the_result_once_more_and_once_only(backend, carrier):
     """A value just above a tie of the carrier would be lost on the way through float32."""
     held = get_element(carrier, "test")
@@ -161,16 +162,16 @@ def test_the_carrier_rounds_the_result_once_more_and_once_only(backend, carrier)
     same(found, boundary_expected(held, np.float64, "nearest_even", not held.has_inf))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
-@pytest.mark.parametrize("fmt", [E4M3, get("e5m2"), get("e3m2"), get("e2m1"), get("e5m7")], ids=name_of)
+@each("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
+@each("fmt", [E4M3, get("e5m2"), get("e3m2"), get("e2m1"), get("e5m7")], ids=name_of)
 def test_every_8_bit_code_as_input(backend, fmt, dtype):
     x = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     expected = [scalar.round_value(spec_of(fmt), v, "nearest_even", True) for v in x.to(torch.float64).tolist()]
     same(cast(x, fmt, saturate=True, dtype=torch.float32), expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**20, 2.0**-20, 3.7, 1e-5])
-@pytest.mark.parametrize("fmt", [E4M3, get("e5m2"), get("fp16"), get("e5m7")], ids=name_of)
+@each("scale", [1.0, 0.25, 2.0**20, 2.0**-20, 3.7, 1e-5])
+@each("fmt", [E4M3, get("e5m2"), get("fp16"), get("e5m7")], ids=name_of)
 def test_a_scale_multiplies_before_and_divides_after_in_float64(backend, fmt, scale):
     x = boundary_values(fmt, np.float32)
     scaled = (x.to(torch.float64) * scale).tolist()
@@ -178,7 +179,7 @@ def test_a_scale_multiplies_before_and_divides_after_in_float64(backend, fmt, sc
     same(cast(x, fmt, saturate=True, scale=scale, dtype=torch.float64), held / scale)
 
 
-@pytest.mark.parametrize("fmt", [f for f in (*ELEMENTS, *GENERIC) if f.bits <= 16], ids=name_of)
+@each("fmt", [f for f in (*ELEMENTS, *GENERIC) if f.bits <= 16], ids=name_of)
 def test_pack_gives_the_codes_that_encode_gives(backend, fmt):
     x = boundary_values(fmt, np.float32)
     x = x if fmt.has_nan else x[~x.isnan()]
@@ -186,8 +187,8 @@ def test_pack_gives_the_codes_that_encode_gives(backend, fmt):
     np.testing.assert_array_equal(codes.numpy(), fmt.encode(x.numpy()))
 
 
-@pytest.mark.parametrize("fmt", [E4M3, get("fp16"), get("e2m1")], ids=name_of)
-@pytest.mark.parametrize("start", [0, 1, 2])
+@each("fmt", [E4M3, get("fp16"), get("e2m1")], ids=name_of)
+@each("start", [0, 1, 2])
 def test_the_noise_itself_is_the_threshold(backend, fmt, start):
     words = philox.words(torch.tensor(8), 3000).to(torch.float64)
     quantum = fmt.smallest_subnormal
@@ -197,9 +198,9 @@ def test_the_noise_itself_is_the_threshold(backend, fmt, start):
     same(leaves, np.full(3000, (start + 1) * quantum))
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.03, 2.0**-20, 1 - 2.0**-12])
-@pytest.mark.parametrize("start", ["normal", "subnormal", "zero"])
-@pytest.mark.parametrize("fmt", [E4M3, get("fp16"), get("e2m1")], ids=name_of)
+@each("fraction", [0.5, 0.03, 2.0**-20, 1 - 2.0**-12])
+@each("start", ["normal", "subnormal", "zero"])
+@each("fmt", [E4M3, get("fp16"), get("e2m1")], ids=name_of)
 def test_stochastic_rounding_is_unbiased(backend, fmt, start, fraction):
     quantum = fmt.smallest_subnormal
     low = {"normal": fmt.smallest_normal, "subnormal": quantum, "zero": 0.0}[start]
@@ -269,7 +270,7 @@ def check_blocks(x, fmt, rule, expected, *, rounding="nearest_even") -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("fmt", MX, ids=name_of)
+@each("fmt", MX, ids=name_of)
 def test_adversarial_mx_blocks(backend, fmt, rule):
     check_blocks(adversarial(fmt), fmt, rule, mx_expected(fmt, rule, "nearest_even"))
 
@@ -306,7 +307,7 @@ def nvfp4_expected(name: str, rule: scalar.Rule) -> list[list[scalar.Block]]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", nvfp4_tensors())
+@each("name", nvfp4_tensors())
 def test_adversarial_nvfp4_tensors(backend, name, rule):
     x = nvfp4_tensors()[name]
     check_blocks(x, NVFP4, rule, nvfp4_expected(name, rule))
@@ -318,7 +319,7 @@ def without_tensor_scale(rule: scalar.Rule) -> list[list[scalar.Block]]:
     return [[scalar.quantize_nvfp4(block, 1.0, rule) for block in row] for row in split(nvfp4_tensors()["all"], 16)]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_adversarial_blocks_without_a_tensor_scale(backend, rule):
     x = nvfp4_tensors()["all"]
     check_blocks(x, NVFP4_SINGLE, rule, without_tensor_scale(rule))
@@ -339,8 +340,8 @@ def test_blocks_without_a_tensor_scale_follow_the_published_formula(backend):
     torch.testing.assert_close((held - wanted).abs(), torch.maximum(nearest, wanted.abs() - 6))
 
 
-@pytest.mark.parametrize("fmt", [get("mxfp8_e4m3"), get("mxfp4"), NVFP4, NVFP4_SINGLE], ids=name_of)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
+@each("fmt", [get("mxfp8_e4m3"), get("mxfp4"), NVFP4, NVFP4_SINGLE], ids=name_of)
+@each("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
 def test_blocks_of_other_dtypes_have_the_values_that_float32_has(backend, fmt, dtype):
     x = torch.from_numpy(np.random.default_rng(2).standard_normal((8, 69)).astype(np.float32)).to(dtype)
     found = cast(x, fmt, dtype=torch.float64)

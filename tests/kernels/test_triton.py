@@ -28,6 +28,7 @@ from plimsoll.kernels import row_layout, torch_backend, triton_backend
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
 from plimsoll.kernels.triton_backend.address_tables import Tables
 from plimsoll.kernels.triton_backend.measuring import launch
+from tests.support.cases import each
 
 if not launch.interpreted():
     pytest.skip("TRITON_INTERPRET was not set when triton was imported", allow_module_level=True)
@@ -85,8 +86,8 @@ def check_measure(tensors: list[Tensor], rows: list[int], block: int, accumulate
     assert ((got - want).abs() <= 1e-12 * size).all(), (got, want)
 
 
-@pytest.mark.parametrize("block", [0, 16, 32])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("block", [0, 16, 32])
+@each("dtype", DTYPES, ids=str)
 def test_measure_edge_values(dtype: torch.dtype, block: int) -> None:
     values = edge_values(dtype)
     if dtype == torch.float64:  # so that no sum of squares overflows
@@ -123,7 +124,7 @@ def test_measure_moves_its_window_from_tile_to_tile(dtype: torch.dtype) -> None:
     check_measure([torch.cat(parts).to(dtype)[: 9 * 4096 - 17]], [0], 0)
 
 
-@pytest.mark.parametrize("span", [28, 29, 30, 31, 32, 61, 62, 63, 64])
+@each("span", [28, 29, 30, 31, 32, 61, 62, 63, 64])
 def test_measure_at_the_edges_of_a_window(span: int) -> None:
     # A tile of `span` binades and zeros, then tiles that each reach one binade further, until the window has moved.
     for direction in (1, -1):
@@ -148,8 +149,8 @@ def test_measure_unaligned_and_not_contiguous(dtype: torch.dtype, block: int) ->
     check_measure([values[1:], values[3:4400], matrix.T], [0, 1, 2], block)
 
 
-@pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("shape", [(7, 5), (3, 2, 33), (70, 32), (1, 50), (200, 16)], ids=str)
+@each("block", [16, 32])
+@each("shape", [(7, 5), (3, 2, 33), (70, 32), (1, 50), (200, 16)], ids=str)
 def test_measure_ragged_rows(shape: tuple[int, ...], block: int) -> None:
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-90, 30, shape, generator=generator)
@@ -209,7 +210,7 @@ def check_cast(
 
 
 @pytest.mark.parametrize("rounding", range(len(ROUNDINGS)), ids=ROUNDINGS)
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_cast_edge_values(name: str, rounding: int) -> None:
     fmt = get_element(name, "test")
     for saturate in saturations(fmt):
@@ -236,8 +237,8 @@ def test_cast_from_and_to_bytes(dtype: torch.dtype) -> None:
     check_cast(edge_values(torch.float32), CastSpec.of(FP16, NEAREST_EVEN, False), dtype)
 
 
-@pytest.mark.parametrize("out_dtype", WIDE_DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["e4m3", "tf32", "e9m4", "e8m0"])
+@each("out_dtype", WIDE_DTYPES, ids=str)
+@each("name", ["e4m3", "tf32", "e9m4", "e8m0"])
 def test_cast_with_scale_into_other_dtypes(name: str, out_dtype: torch.dtype) -> None:
     fmt = get_element(name, "test")
     spec = CastSpec.of(fmt, NEAREST_EVEN, fmt.saturates(None))
@@ -269,7 +270,7 @@ def test_cast_empty_scalar_and_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "e4m3fnuz", "e8m0", "e5m5", "fp16"])
-@pytest.mark.parametrize("shape", [(3, 7), (1, 9), (2, 8), (3, 1500)], ids=str)
+@each("shape", [(3, 7), (1, 9), (2, 8), (3, 1500)], ids=str)
 def test_pack(name: str, shape: tuple[int, int]) -> None:
     fmt = get_element(name, "test")
     x = torch.randn(shape, generator=torch.Generator().manual_seed(10))
@@ -326,15 +327,15 @@ def check_blocks(
     assert_same_bits(*scales)
 
 
-@pytest.mark.parametrize("rule", range(len(SCALE_RULES)), ids=SCALE_RULES)
-@pytest.mark.parametrize("fmt", [MXFP8_E4M3, MXFP8_E5M2, MXFP6_E2M3, MXFP4, NVFP4], ids=lambda fmt: fmt.name)
+@each("rule", range(len(SCALE_RULES)), ids=SCALE_RULES)
+@each("fmt", [MXFP8_E4M3, MXFP8_E5M2, MXFP6_E2M3, MXFP4, NVFP4], ids=lambda fmt: fmt.name)
 def test_blocks(fmt: BlockFormat, rule: int) -> None:
     for n in (64, 33, 50):
         check_blocks(blocks_to_try(7, n, torch.float32), BlockSpec.of(fmt, NEAREST_EVEN, rule))
 
 
-@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", [MXFP8_E4M3, NVFP4], ids=lambda fmt: fmt.name)
+@each("dtype", WIDE_DTYPES, ids=str)
+@each("fmt", [MXFP8_E4M3, NVFP4], ids=lambda fmt: fmt.name)
 def test_blocks_stochastic_scaled_any_dtype(fmt: BlockFormat, dtype: torch.dtype) -> None:
     spec = BlockSpec.of(fmt, STOCHASTIC, 0)
     for n in (96, 35):

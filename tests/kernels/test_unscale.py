@@ -14,6 +14,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.operators.tensor_checks import FLOATING
+from tests.support.cases import each
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FAST = [name for name in BACKENDS if name != "torch"]
@@ -101,7 +102,7 @@ def by_hand(x: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@each("dtype", FLOATING, ids=str)
 def test_values_and_found_inf_by_hand(backend, dtype, scale):
     x = some_values(300, dtype)
     expected = by_hand(x, scale)
@@ -110,7 +111,7 @@ def test_values_and_found_inf_by_hand(backend, dtype, scale):
     assert found_inf == float(not expected.isfinite().all())
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 0.1, 7.0, 2.0**-140])
+@each("scale", [1.0, 0.5, 0.1, 7.0, 2.0**-140])
 def test_float32_is_torchs_operator_bit_for_bit(backend, scale):
     bits = torch.randint(-(1 << 31), 1 << 31, (20_000,)).to(torch.int32)
     bits[:4] = torch.tensor([0, -(1 << 31), 0x7F80_0001, 0x7FC1_2345])
@@ -151,7 +152,7 @@ EDGES = {  # of each dtype: a value, and the scale at which its product is first
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@each("dtype", FLOATING, ids=str)
 def test_found_inf_at_the_edge_of_overflow(backend, dtype):
     value, edge = EDGES[dtype]
     below = float(np.nextafter(np.float32(edge), np.float32(0)))
@@ -266,7 +267,7 @@ SWEPT = {  # gradients long enough for the CPU's sweep, each of which asks somet
 }
 
 
-@pytest.mark.parametrize("name", SWEPT)
+@each("name", SWEPT)
 def test_long_gradients_on_the_cpu(name):
     x = SWEPT[name](torch.randn(COUNT))
     for scale in (2.0**-11, 0.3, 1.0):

@@ -11,6 +11,7 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import row_layout
 from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
+from tests.support.cases import each
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
@@ -65,13 +66,13 @@ def some_values(count: int, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES, ids=str)
 def test_nonfinite_of_each_dtype(backend, dtype):
     assert_counts(backend, [some_values(count, dtype) for count in (1, 100, 4096, 4097, 9000)])
     assert_counts(backend, [torch.zeros(5000).to(dtype), torch.empty(0, 3).to(dtype), torch.tensor(math.nan).to(dtype)])
 
 
-@pytest.mark.parametrize("dtype", [*EIGHT_BIT, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [*EIGHT_BIT, torch.bfloat16, torch.float16], ids=str)
 def test_nonfinite_of_each_code(backend, dtype):
     if dtype.itemsize == 1:
         codes = torch.arange(256, dtype=torch.uint8)
@@ -168,8 +169,8 @@ def step(count: int, dtype: torch.dtype, push: torch.dtype | None = None) -> tup
     return old, new, pushes.to(push or dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 31, 1024, 1025, 5003])
+@each("dtype", DTYPES, ids=str)
+@each("count", [1, 31, 1024, 1025, 5003])
 def test_update_of_each_dtype(backend, dtype, count):
     old, new, push = step(count, dtype)
     moves = assert_same_update(backend, [old], [new], [push])
@@ -178,13 +179,13 @@ def test_update_of_each_dtype(backend, dtype, count):
         assert count > pushed > unmoved > 0
 
 
-@pytest.mark.parametrize("push", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@each("push", DTYPES, ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_update_with_pushes_of_each_dtype(backend, dtype, push):
     assert_same_update(backend, *([x] for x in step(3000, dtype, push)))
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@each("dtype", FLOATING, ids=str)
 def test_update_of_every_pair_of_special_values(backend, dtype):
     special = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     old, new, push = (x.flatten() for x in torch.meshgrid(special, special, special, indexing="ij"))
@@ -274,8 +275,8 @@ def one_thread_of_torch():
 
 
 @pytest.mark.usefixtures("one_thread_of_torch")
-@pytest.mark.parametrize("flush", [False, True])
-@pytest.mark.parametrize("special", SPECIAL)
+@each("flush", [False, True])
+@each("special", SPECIAL)
 def test_update_of_many_values_among_which_one_is_special(special, flush, threads):
     """Long tensors are swept; what leaves the sweep's window is counted in another way, and the sweep goes on."""
     old, new, push = step(60_000, torch.float32)

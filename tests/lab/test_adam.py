@@ -16,6 +16,7 @@ from plimsoll_lab.experiments.adam.analysis import BOUND, EXPLODES
 from plimsoll_lab.experiments.adam.experiment import ADAM, claims, measure_with
 from plimsoll_lab.experiments.adam.training import KINDS, Data, Net, Setup, setup_for, train
 from plimsoll_lab.result import Measured
+from tests.support.cases import each
 
 SMALL = Setup(steps=66, spell=6, opening=48, inputs=8, width=8, batch=16)
 # What needs a longer training than this: an end to compare.
@@ -73,7 +74,7 @@ def test_gradients_are_zero_in_the_spell_and_grow_after_it(measured: Measured) -
     assert sizes[:2] == [0.0, 0.0] and 0 < sizes[2] < sizes[3] < sizes[4]
 
 
-@pytest.mark.parametrize(
+@each(
     ("who", "change", "breaks"),
     [
         (1, {"weights_lost": 0.9}, "epsilon-is-zero"),

@@ -26,6 +26,7 @@ from plimsoll_lab.experiments.amp.networks import Network, feed_forward, publish
 from plimsoll_lab.experiments.amp.timing import Timed, ratio, time_steps
 from plimsoll_lab.experiments.amp.training import FP8, Setup, rounds_of, setup_for, to_task
 from plimsoll_lab.statistics import Ratio
+from tests.support.cases import each
 
 SMALL_BERT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 2000,
@@ -244,7 +245,7 @@ def sound() -> dict[tuple[str, str], Footprint]:
     return {(name, level): found for name in BATCHES for level, found in levels.items()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "change", "breaks"),
     [
         (("unet", "amp-fp16"), {"per_sample": 80}, "unet-saves-most"),

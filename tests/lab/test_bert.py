@@ -43,6 +43,7 @@ from plimsoll_lab.experiments.bert.training import (
     to_task,
     train,
 )
+from tests.support.cases import each
 
 SMALL = Setup(masked_steps=6, span_steps=4, masked_batch=4, span_batch=4, accumulate=2**16, width=16, layers=1, every=2)
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -106,7 +107,7 @@ def test_masked_tokens_are_those_of_bert() -> None:
 FILL = "\n" + " ".join(["."] * 2 * LENGTH)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "answers"),
     [
         ("def go(a):\n return a + b", {"def": "go", "return": "a + b"}),
@@ -145,7 +146,7 @@ def test_held_out_questions_fit_and_are_of_every_kind() -> None:
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("predicted", "truth", "value"),
     [
         ("a b c", "a b c", 1.0),
@@ -267,7 +268,7 @@ def test_claims_hold_where_all_is_as_published() -> None:
     assert [claim.id for claim in found if not claim.holds] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "score", "breaks"),
     [
         ("fp32", Score(exact=1.0, f1=30.0, nats=5.0), {"fp32-answers"}),

@@ -22,6 +22,7 @@ from plimsoll_lab.experiments.clip.tasks import train_all
 from plimsoll_lab.experiments.clip.training import Setup, setup_for
 from plimsoll_lab.experiments.clip.variants import DEMO_KINDS, FP16
 from plimsoll_lab.running.workers import one_thread
+from tests.support.cases import each
 
 SMALL = Setup(
     steps=120, hard_at=70, warmup=10, width=32, heads=2, layers=1, batch=16, black=4, every=5, learning_rate=2e-3
@@ -164,7 +165,7 @@ def test_all_trainings_begin_alike(measured: Measured) -> None:
     assert first[0] == first[2] == first[3] == pytest.approx(first[1], rel=1e-2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("who", "change", "breaks"),
     [
         (0, {"nonfinite_steps": 9.0}, "fp16-nan"),

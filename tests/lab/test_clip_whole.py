@@ -14,6 +14,7 @@ from plimsoll_lab.experiments.clip.conclusions import said
 from plimsoll_lab.experiments.clip.experiment import CLIP, measure_with
 from plimsoll_lab.experiments.clip.training import Setup, setup_for
 from plimsoll_lab.experiments.clip.variants import ALL_KINDS, DEMO_KINDS, HIGH, SHORT
+from tests.support.cases import each
 
 TINY = Setup(
     steps=40, hard_at=24, hard_batches=6, warmup=5, width=16, heads=2, layers=1, batch=8, black=2, every=5,
@@ -148,7 +149,7 @@ def test_all_claims_hold_of_sound_numbers_and_have_names_of_their_own() -> None:
     assert set(SOUND) == set(ALL_KINDS) and len(DEMO_KINDS) == 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("who", "change", "breaks"),
     [
         ("fp16-high", {"scale_fell": 9.0}, "high-falls"),

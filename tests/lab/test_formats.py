@@ -16,6 +16,7 @@ from plimsoll_lab.experiments.formats.independent_check import by_witness, disag
 from plimsoll_lab.experiments.formats.measured_by_cast import by_cast
 from plimsoll_lab.experiments.formats.published_facts import FACTS, Fact
 from plimsoll_lab.result import Result
+from tests.support.cases import each
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_every_claim_holds_and_is_told_apart(result: Result) -> None:
     assert max(map(len, result.measured.said)) <= 79
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.id)
+@each("fact", FACTS, ids=lambda fact: fact.id)
 def test_both_ways_give_the_same_number(fact: Fact) -> None:
     assert by_cast(fact, "cpu") == by_witness(fact, "cpu")
 
@@ -46,7 +47,7 @@ def test_what_casting_finds_is_what_the_catalogue_says() -> None:
             assert by_cast(fact, "cpu") == getattr(fmt, name), fact.id
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.id)
+@each("fact", FACTS, ids=lambda fact: fact.id)
 def test_another_format_in_its_place_does_not_keep_the_figure(fact: Fact) -> None:
     low, high = fact.bounds
     wrong = [

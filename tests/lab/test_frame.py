@@ -23,6 +23,7 @@ from plimsoll_lab import (
     perform_all,
 )
 from plimsoll_lab.results_folder import MARK, clear
+from tests.support.cases import each
 
 
 def tiny(bench: Bench) -> Measured:
@@ -49,7 +50,7 @@ def tiny(bench: Bench) -> Measured:
 TINY = Experiment(name="tiny", claim="A loss is low.", source="T1", settings=lambda b: {"seed": b.seed}, measure=tiny)
 
 
-@pytest.mark.parametrize(
+@each(
     ("measured", "low", "high", "holds"),
     [(1.0, 1.0, None, True), (0.9, 1.0, None, False), (1.0, None, 1.0, True), (1.1, 0.0, 1.0, False),
      (math.nan, None, 1.0, False), (math.inf, 1.0, None, True), (math.inf, None, 1e9, False)],

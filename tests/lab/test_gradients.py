@@ -31,6 +31,7 @@ from plimsoll_lab.models.detector import training as trains
 from plimsoll_lab.models.detector.analysis import counted, lost, numbers_of, smoothed, steps_to, whole_spectrum
 from plimsoll_lab.models.detector.training import Job, Kind, Setup, rate_at, sized
 from plimsoll_lab.running.workers import one_thread
+from tests.support.cases import each
 
 TINY = Setup(steps=20, warmup=4, batch=2, width=4, seeds=2, every=10, held_out=4)
 # Nothing is learnt, updates are those of other sizes; and what does not hold at all.
@@ -178,7 +179,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("who", "change", "breaks"), CHANGES)
+@each(("who", "change", "breaks"), CHANGES)
 def test_each_claim_can_fail(measured: Measured, who: str, change: dict[str, float], breaks: str) -> None:
     numbers = {training.name: dict(training.numbers) for training in measured.trainings}
     numbers["fp32"] |= {"zero": 0.6, "wide": 0.04, "updates_small": 0.05}

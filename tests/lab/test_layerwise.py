@@ -28,6 +28,7 @@ from plimsoll_lab.models.detector import training as trains
 from plimsoll_lab.models.detector.analysis import lost
 from plimsoll_lab.models.detector.training import Job, train
 from plimsoll_lab.running.workers import one_thread
+from tests.support.cases import each
 
 TINY = replace(setup_for(None, full=False), steps=6, warmup=1, batch=1, width=4, seeds=1, every=3, held_out=2)
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -130,7 +131,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("who", "change", "breaks"), CHANGES)
+@each(("who", "change", "breaks"), CHANGES)
 def test_each_claim_can_fail(measured: Measured, who: str, change: dict[str, float], breaks: str) -> None:
     numbers = sound(measured)
     assert all(held(numbers).values()), held(numbers)

@@ -28,6 +28,7 @@ from plimsoll_lab.experiments.levels.training import (
     to_task,
     trained,
 )
+from tests.support.cases import each
 
 TINY = Setup(steps=4, warmup=1, batch=8, width=4, seeds=2, held_out=16, every=2)
 # What so few steps cannot show: there is nothing learnt that could be lost.
@@ -136,7 +137,7 @@ def sound() -> tuple[dict[str, list[float]], Numbers]:
     return found, numbers
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "change", "breaks"),
     [
         ("amp-fp16", {"convolutions_fp16": 2.0}, "o1-convolutions"),

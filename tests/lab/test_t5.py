@@ -18,6 +18,7 @@ from plimsoll_lab.experiments.t5.experiment import T5, claims, measure_with
 from plimsoll_lab.experiments.t5.model import LENGTH, VOCABULARY, Encoder, batch_of
 from plimsoll_lab.experiments.t5.training import KINDS, Setup, setup_for, task_of, trained
 from plimsoll_lab.result import Measured
+from tests.support.cases import each
 
 SMALL = Setup(steps=16, width=16, heads=2, layers=6, gain=5300.0, batch=8, held_out=64, settling=16, learning_rate=5e-3)
 PLACE = "layers.5.feed_forward:output"
@@ -100,7 +101,7 @@ def test_batches_follow_from_seed_and_step_and_name_the_frequent_token() -> None
     assert ((tokens == wanted).double().mean() - (1 / 3 + 2 / 3 / VOCABULARY)).abs() < 0.03
 
 
-@pytest.mark.parametrize(
+@each(
     ("who", "change", "breaks"),
     [
         (0, {"overflow_at": math.inf}, {"overflows"}),
@@ -122,7 +123,7 @@ def test_each_claim_of_trainings_can_fail(who: int, change: dict[str, float], br
     assert {claim.id for claim in found if not claim.holds} == breaks
 
 
-@pytest.mark.parametrize(
+@each(
     ("fault", "forward", "foretold", "breaks"),
     [
         ({}, {}, {PLACE: 1}, {"in-the-sum", "in-deep-layers", "foretold-by-bf16"}),

@@ -27,6 +27,7 @@ from plimsoll_lab.experiments.techniques.training import (
     task_of,
 )
 from plimsoll_lab.source_text import make_batch, standard_library
+from tests.support.cases import each
 
 SMALL = Setup(steps=24, pieces=4, length=4, accumulate=2**17, width=16, every=4, held_out=8)
 
@@ -132,7 +133,7 @@ def test_claims_hold_where_all_is_as_published() -> None:
     assert [claim.id for claim in found if not claim.holds] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "change", "breaks"),
     [
         ("all", {"of_fp32": 1.02}, "all-on-the-curve"),

@@ -22,6 +22,7 @@ from plimsoll_lab.experiments.tf32.loops import (
     tf32_loop,
 )
 from plimsoll_lab.experiments.tf32.products import Errors, errors
+from tests.support.cases import each
 
 OF_DEVICE = {"rate-half-of-fp16", "rate-above-fp32", "device-agrees"}
 RATE = {"fp32": 50.0, "tf32": 400.0, "fp16": 800.0, "bf16": 800.0}
@@ -76,7 +77,7 @@ def test_what_is_claimed_of_a_gpu_can_fail(
     assert {name for name, claim in told.items() if not claim.holds} == ({breaks} if breaks else set())
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "factor", "breaks"),
     [
         (("tf32", 0), 8.0, {"only-inputs", "digits-of-fp16", "digits-over-bf16", "range-of-bf16"}),

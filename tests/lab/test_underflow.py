@@ -22,6 +22,7 @@ from plimsoll_lab.experiments.underflow.analysis import Rate, came_true, early_v
 from plimsoll_lab.experiments.underflow.experiment import UNDERFLOW, claims, jobs_of, measure_with
 from plimsoll_lab.experiments.underflow.training import BY_NAME, KINDS, Job, Setup, captioned, setup_for, train, trained
 from plimsoll_lab.models.detector.model import detection_loss
+from tests.support.cases import each
 
 SMALL = Setup(
     steps=27, seeds=1, warmup=3, clip_batch=8, clip_width=16, clip_layers=1, detector_batch=2, detector_width=4,
@@ -163,7 +164,7 @@ def seen(values: list[float]) -> Rate:
     return Rate(steps=10 * at, layers=np.array(values), lost=np.zeros(len(values)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "verdict"),
     [
         ([0.0] * 15, "stay"),
@@ -282,7 +283,7 @@ def two_seeds(who: str = "", change: Mapping[str, float] | None = None) -> dict[
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("who", "change", "breaks"),
     [
         ("clip-fp16", {"rate": -0.1}, "clip-fp16-underflows"),

@@ -20,6 +20,7 @@ from plimsoll_lab.experiments.unit.tasks import from_task, to_task, train_all
 from plimsoll_lab.experiments.unit.training import KINDS, Job, Kind, Setup, make_model, make_optimizer, setup_for, train
 from plimsoll_lab.source_text import SYMBOLS, make_batch, standard_library
 from plimsoll_lab.statistics import Ratio, ratio
+from tests.support.cases import each
 
 SMALL = Setup(
     steps=40, warmup=4, pieces=8, length=32, accumulate=2048, width=32, heads=2, layers=1, plain_rates=(0.01,),
@@ -165,7 +166,7 @@ def test_each_claim_of_numbers_can_fail(measured: Measured, kind: str, change: d
     assert not by_id(claims(flat(), numbers))[breaks].holds
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "bits", "breaks"),
     [
         ("fp16", [3.0, 3.0, 3.1], "fp16-fails"),

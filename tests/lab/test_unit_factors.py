@@ -14,6 +14,7 @@ from plimsoll_lab import EXPERIMENTS, Bench
 from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.unit_factors.cases import Case, cases
 from plimsoll_lab.experiments.unit_factors.experiment import Row, claims, measured_rows
+from tests.support.cases import each
 
 RUNS = 32
 
@@ -31,7 +32,7 @@ def test_every_formula_holds(rows: list[Row]) -> None:
     assert len(set(ids)) == len(ids) == len({row.case.operation for row in rows}) + 1
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.operation} {case.shape}")
+@each("case", cases(), ids=lambda case: f"{case.operation} {case.shape}")
 def test_a_factor_that_is_a_fifth_off_is_found(case: Case, rows: list[Row]) -> None:
     own = [row for row in rows if row.case.operation == case.operation and row.case.shape == case.shape]
     assert own

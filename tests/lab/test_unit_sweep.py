@@ -45,6 +45,7 @@ from plimsoll_lab.experiments.unit_sweep.training import (
     trained,
 )
 from plimsoll_lab.source_text import SYMBOLS, make_batch, standard_library
+from tests.support.cases import each
 
 # Half a million characters a step take FP16's gradients in a hundred steps; so many more of them do it in twenty-four.
 SMALL = Setup(steps=24, warmup=2, pieces=8, length=8, accumulate=2**17, width=16, held_out=16, every=4)
@@ -134,8 +135,8 @@ def test_no_character_is_seen_before_its_time(sequence: str, parts: object) -> N
     assert (before[:, 5] != after[:, 5]).any() and (before[:, 6] != after[:, 6]).any()
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("norm", ["pre", "post", "no"])
+@each("sequence", SEQUENCES)
+@each("norm", ["pre", "post", "no"])
 def test_unit_scaled_gradients_begin_at_unit_scale_and_others_far_below(sequence: str, norm: str) -> None:
     design = dataclasses.replace(DESIGN, sequence=sequence, norm=norm)
     batch = make_batch(standard_library(), 0, 0, pieces=16, length=16)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.weights.master_weights import MasterWeights
 from plimsoll.precision.weights.split_bits import join, split
+from tests.support.cases import each
 
 # Lower halves at which something changes: the ends, the middle, each power of two and its neighbours.
 LOW = sorted({(edge + near) & 0xFFFF for edge in [0, *(1 << n for n in range(17))] for near in (-1, 0, 1)})
@@ -36,7 +37,7 @@ def nearest_away(values: np.ndarray) -> np.ndarray:
     return np.copysign(np.where(rounded >= 2.0**128, np.inf, rounded), values)
 
 
-@pytest.mark.parametrize("low", LOW)
+@each("low", LOW)
 def test_every_upper_half_comes_back_and_the_weight_is_the_nearest(low: int) -> None:
     bits = bits_of(HIGH, low)
     values = as_tensor(bits)
@@ -52,7 +53,7 @@ def test_every_upper_half_comes_back_and_the_weight_is_the_nearest(low: int) -> 
     assert np.array_equal(np.signbit(weight.float().numpy()[finite]), np.signbit(expected))
 
 
-@pytest.mark.parametrize("low", [-0x8000, -0x7FFF, -5, -1, 0, 1, 5, 0x7FFE, 0x7FFF])
+@each("low", [-0x8000, -0x7FFF, -5, -1, 0, 1, 5, 0x7FFE, 0x7FFF])
 def test_low_bits_of_another_weight_never_change_what_the_weight_is(low: int) -> None:
     weight = torch.from_numpy(HIGH.astype(np.uint16).view(np.int16).copy()).view(torch.bfloat16)
     value = join(weight, torch.full_like(weight, low, dtype=torch.int16))

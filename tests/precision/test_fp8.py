@@ -15,6 +15,7 @@ import plimsoll as pl
 from plimsoll import fp8, unit
 from plimsoll.precision import prepare
 from plimsoll.scaling import DynamicScaler, LayerScaler
+from tests.support.cases import each
 from tests.support.precision.training import batches, contents, counted, loss_of, run
 
 BF = torch.bfloat16
@@ -296,7 +297,7 @@ def test_a_clipped_step_has_the_bound() -> None:
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "arguments", "message"),
     [
         (plain_model, {"precision": "fp8-unit"}, "whose linear layers (0, 3) are not. Convert it with plimsoll.unit."),

@@ -7,6 +7,7 @@ import torch
 
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision import Policy, prepare
+from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, run, run_closures
 
 
@@ -40,7 +41,7 @@ def test_what_a_listener_raises_comes_out_of_a_step_that_is_done() -> None:
     loop.close()
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_a_step_that_is_left_out_changes_no_weight_and_no_state(name: str) -> None:
     model = net()
     optimizer = adamw(model, name)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.precision import LEVELS, levels_table, prepare
 from plimsoll.scaling import StaticScaler
+from tests.support.cases import each
 from tests.support.precision.training import CAST, HERE, SCALED, adamw, batches, loss_of, net, run
 
 HALF, BF, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -20,7 +21,7 @@ STATE = {"fp16-pure": HALF}
 INSIDE = {"amp-fp16": HALF, "amp-bf16": BF, "fp8-tensor": BF} | WEIGHTS
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_everything_is_in_the_dtype_that_the_level_says(name: str) -> None:
     model = net()
     seen: dict[str, torch.dtype] = {}
@@ -48,7 +49,7 @@ def test_everything_is_in_the_dtype_that_the_level_says(name: str) -> None:
     assert {p.dtype for p in model.parameters()} == {FULL} and {b.dtype for b in model.buffers()} == {FULL, torch.int64}
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_it_trains(name: str) -> None:
     model = net()
     loop = prepare(model, adamw(model, name), name)
@@ -138,7 +139,7 @@ def test_apex_names_are_aliases(alias: str, name: str) -> None:
     assert loop.precision == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "message"),
     [
         ("fp16", "which can mean several. Choose one of amp-fp16, fp16-master, fp16-pure."),
@@ -227,9 +228,9 @@ class Subclassed(nn.BatchNorm2d):
     """Another type, whose forward might do more: what goes in is cast to FP32, and what comes out is cast back."""
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("arguments", [{}, {"affine": False}, {"affine": False, "track_running_stats": False}])
-@pytest.mark.parametrize("name", ["fp16-master", "bf16-master"])
+@each("training", [True, False])
+@each("arguments", [{}, {"affine": False}, {"affine": False, "track_running_stats": False}])
+@each("name", ["fp16-master", "bf16-master"])
 def test_batch_norm_takes_16_bits_beside_fp32_and_gives_what_casts_would(
     name: str, arguments: dict[str, bool], training: bool
 ) -> None:

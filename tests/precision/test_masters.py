@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.precision.weights.master_weights import MasterWeights
+from tests.support.cases import each
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -79,8 +80,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) and a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("fmt", FORMATS)
+@each("name", OPTIMIZERS)
 def test_training_is_bit_for_bit_that_of_float32_masters(name: str, fmt: str) -> None:
     dtype, compact = FORMATS[fmt]
     expected, expected_masters = train_by_definition(dtype, OPTIMIZERS[name], range(8))

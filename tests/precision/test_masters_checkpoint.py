@@ -9,6 +9,7 @@ from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
+from tests.support.cases import each
 from tests.support.precision.masters import adamw, in_float32, network, same, train, weights
 
 KINDS: dict[str, Any] = {
@@ -26,8 +27,8 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("other_model", [False, True])
+@each("kind", KINDS)
+@each("other_model", [False, True])
 def test_a_resumed_training_is_the_same_bit_for_bit(kind: str, other_model: bool) -> None:
     model = network()
     optimizer = KINDS[kind](adamw(model))
@@ -57,8 +58,8 @@ def test_a_checkpoint_takes_no_memory_and_with_the_model_four_bytes() -> None:
     assert file.tell() < 4.2 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("source", KINDS)
-@pytest.mark.parametrize("target", KINDS)
+@each("source", KINDS)
+@each("target", KINDS)
 def test_every_kind_loads_every_others_checkpoint(source: str, target: str) -> None:
     model = network()
     optimizer = KINDS[source](adamw(model))

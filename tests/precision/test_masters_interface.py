@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision import KahanWeights, MasterWeights, StochasticWeights
 from plimsoll.scaling import DynamicScaler
+from tests.support.cases import each
 from tests.support.precision.masters import adamw, backward, formats, in_float32, network, same, train, weights
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ def test_it_can_be_copied_and_pickled() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: MasterWeights("AdamW"), "MasterWeights: expected a torch.optim.Optimizer; got str"),

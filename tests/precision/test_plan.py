@@ -12,6 +12,7 @@ import plimsoll as pl
 from plimsoll.formats import Plan
 from plimsoll.precision import prepare
 from plimsoll.scaling import DynamicScaler, LayerScaler
+from tests.support.cases import each
 
 EIGHT = {"weights": 2.0**6, "activations": 2.0**3, "gradients": 2.0**20}
 
@@ -238,7 +239,7 @@ def test_a_checkpoint_recomputes_modules_in_their_formats(reentrant: bool) -> No
 LAYERED = plan(formats={"0": "fp16"}, scales={"0": {"gradients": 8.0}})
 
 
-@pytest.mark.parametrize(
+@each(
     ("by_hand", "arguments", "message"),
     [
         (

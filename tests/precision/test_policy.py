@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import plimsoll as pl
 from plimsoll.formats import Plan
 from plimsoll.precision import Policy, PolicyRecord, prepare
+from tests.support.cases import each
 from tests.support.precision.training import adamw, batches, loss_of, net, run
 
 
@@ -170,7 +171,7 @@ def test_an_unknown_format_is_refused() -> None:
         Policy().with_module("head", "fp17")
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "name", "message"),
     [
         (Policy().with_module("haed", "fp32"), "amp-fp16", "got 'haed', which matches none. Names are like head"),

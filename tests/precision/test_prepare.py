@@ -12,6 +12,7 @@ import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.static import StaticScaler
+from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, loss_of, net, overflowing, run, run_closures
 
 
@@ -29,7 +30,7 @@ def calm(name: str) -> DynamicScaler | None:
     return DynamicScaler("cpu", init_scale=256.0) if LEVELS[name].scaled else None
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_accumulated_micro_batches_are_their_mean(name: str) -> None:
     (x, y), *_ = batches(1, rows=16)
     model = linear()
@@ -60,8 +61,8 @@ def test_accumulation_at_fp32_is_what_one_would_write_by_hand() -> None:
     assert all(a.equal(b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", HERE)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@each("name", HERE)
+@each("accumulate", [1, 2])
 def test_clipping_is_of_the_true_gradients(name: str, accumulate: int) -> None:
     model = linear()
     truth = sum(torch.autograd.grad(loss_of(model, b), model.weight)[0] for b in batches(accumulate)) / accumulate
@@ -175,7 +176,7 @@ def test_several_optimizers_at_fp32_are_the_plain_loop() -> None:
     assert all(a.equal(b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_an_evaluation_leaves_no_trace(name: str) -> None:
     model = net(0.5)
     loop = prepare(model, adamw(model, name), name)

@@ -13,6 +13,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.precision import LEVELS, prepare
 from plimsoll.scaling.dynamic import DynamicScaler
+from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, contents, loss_of, net, overflowing, run
 
 
@@ -73,8 +74,8 @@ def test_resumed_in_the_middle_of_a_burst(name: str) -> None:
     assert everything(other, twin) == everything(loop, model)
 
 
-@pytest.mark.parametrize("saved", ["fp32", "fp16-master", "bf16-master"])
-@pytest.mark.parametrize("loaded", ["fp32", "amp-bf16", "fp16-master", "bf16-master"])
+@each("saved", ["fp32", "fp16-master", "bf16-master"])
+@each("loaded", ["fp32", "amp-bf16", "fp16-master", "bf16-master"])
 def test_a_state_of_another_level_is_converted_exactly(saved: str, loaded: str) -> None:
     loop, model = prepared(saved)
     run(loop, batches(6))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.precision import LEVELS, prepare
+from tests.support.cases import each
 from tests.support.precision.training import HERE, SCALED, adamw
 
 # The input and the weight that the second linear layer keeps for its backward.
@@ -22,7 +23,7 @@ def model_on_meta() -> nn.Sequential:
     return nn.Sequential(*layers).to("meta")
 
 
-@pytest.mark.parametrize("level", HERE)
+@each("level", HERE)
 def test_a_level_keeps_for_the_backward_what_it_would_keep_on_a_gpu(level: str) -> None:
     model = model_on_meta()
     kept: list[Tensor] = []

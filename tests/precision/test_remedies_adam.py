@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.precision import MasterWeights
 from plimsoll.precision.workarounds.adam_guard import guard_adam, largest_ratio
+from tests.support.cases import each
 
 RATIO = largest_ratio(0.9, 0.999)
 EPSILON = 2.0**-24
@@ -64,8 +65,8 @@ def test_the_very_first_step_is_guarded(foreach: bool) -> None:
 
 
 @modes
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@each("amsgrad", [False, True])
+@each("decay", [0.0, 0.1])
 def test_no_update_is_ever_larger_than_the_bound(foreach: bool, amsgrad: bool, decay: float) -> None:
     torch.manual_seed(1)
     lr = 2.0**-8

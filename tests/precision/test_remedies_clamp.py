@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.workarounds.residual_clamp import Clamped, clamp_residuals
+from tests.support.cases import each
 
 FP16_MAX = 65504.0
 
@@ -45,7 +46,7 @@ def test_what_adds_up_past_the_largest_value_is_brought_back(dtype: torch.dtype)
     assert model(x)[0] > largest
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 65504.0, -65504.0, 65505.0, -0.0, 1e38])
+@each("value", [math.inf, -math.inf, math.nan, 65504.0, -65504.0, 65505.0, -0.0, 1e38])
 def test_every_kind_of_value(value: float) -> None:
     model = nn.Identity()
     with warnings.catch_warnings(), clamp_residuals(model, "model") as clamp:

@@ -10,6 +10,7 @@ from torch import nn
 
 import plimsoll as pl
 from plimsoll.precision import prepare
+from tests.support.cases import each
 from tests.support.precision.training import HERE, adamw, batches, contents, net, run
 
 FULL = torch.float32
@@ -31,7 +32,7 @@ def test_the_levels_change_at_their_steps() -> None:
     ]
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(EXACT, 2)))
+@each(("one", "other"), list(itertools.permutations(EXACT, 2)))
 def test_weights_and_state_pass_exactly(one: str, other: str) -> None:
     """Going to the other level and back, with no step there, changes nothing that training depends on."""
     model = net()
@@ -44,13 +45,13 @@ def test_weights_and_state_pass_exactly(one: str, other: str) -> None:
     run(twin, batches(3))
     loop._follow(loop._schedule.at(4))
     assert loop.precision == other
-    for each in (loop, twin):
-        each.close()
+    for item in (loop, twin):
+        item.close()
     assert contents(model.state_dict()) == contents(twin_model.state_dict())
     assert contents(optimizer.state_dict()) == contents(twin_optimizer.state_dict())
 
 
-@pytest.mark.parametrize("name", HERE)
+@each("name", HERE)
 def test_training_goes_on_through_every_level(name: str) -> None:
     model = net()
     loop = prepare(model, adamw(model, "fp16-pure"), [(0, "amp-bf16"), (10, name), (30, "fp32")])

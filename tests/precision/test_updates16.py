@@ -11,6 +11,7 @@ import plimsoll as pl
 from plimsoll.precision import KahanWeights, StochasticWeights
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.precision.weights.stochastic import mixed
+from tests.support.cases import each
 
 KINDS: dict[str, Callable[..., SixteenBitOptimizer]] = {"stochastic": StochasticWeights, "Kahan": KahanWeights}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -55,7 +56,7 @@ def test_the_state_is_float32_and_other_parameters_are_as_ever(kind: Callable[..
 
 
 @kinds
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, 3e38])
+@each("value", [math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, 3e38])
 def test_every_value_is_stepped(kind: Callable[..., SixteenBitOptimizer], value: float) -> None:
     weight = nn.Parameter(torch.tensor([value, 1.0], dtype=torch.bfloat16))
     expected = weight.detach().float() - 0.25

@@ -11,6 +11,7 @@ from plimsoll import report
 from plimsoll.diagnosis import View, plan
 from plimsoll.errors import ArgumentError, FormatError, MissingExtraError, NotRecordedError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.faults import A, B, falling, put
 from tests.support.diagnosis.stories import LAYERS, SOUND, constant, of_layer, since, told
 from tests.support.report.large_run import name_of, written
@@ -63,7 +64,7 @@ def test_until_is_a_run_that_has_come_so_far(name: str, tmp_path: Path) -> None:
     assert text != FIGURES[name](whole).to_json()
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@each("name", FIGURES)
 def test_a_view_has_an_end_of_its_own(name: str, sound: Path) -> None:
     view = View(Run(sound), 30)
     assert FIGURES[name](view).to_json() == FIGURES[name](sound, until=30).to_json()

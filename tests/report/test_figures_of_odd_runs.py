@@ -17,6 +17,7 @@ from plimsoll.errors import NotRecordedError
 from plimsoll.report import figure_for
 from plimsoll.report.labels import safe
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.stories import SOUND, told
 from tests.support.report import hostile_run as hostile
 from tests.support.report.large_run import name_of, rows_of, written
@@ -91,7 +92,7 @@ def test_a_run_without_gradients_is_told_of_by_its_error(name: str, tmp_path: Pa
         FIGURES[name](path)
 
 
-@pytest.mark.parametrize("name", [n for n in FIGURES if n not in ("updates", "loss_and_scale", "record")])
+@each("name", [n for n in FIGURES if n not in ("updates", "loss_and_scale", "record")])
 def test_a_large_run_makes_a_small_figure(name: str, large_run: Path) -> None:
     assert len(FIGURES[name](large_run).to_json()) < 300_000
 
@@ -138,7 +139,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hostile.write(tmp_path_factory.mktemp("hostile") / "run<b>")
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@each("name", FIGURES)
 def test_names_are_never_markup(name: str, hostile_run: Path) -> None:
     check(FIGURES[name](hostile_run))
 

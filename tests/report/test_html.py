@@ -18,6 +18,7 @@ from plimsoll.report import html
 from plimsoll.report.single_file import embedded_figures
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
 from plimsoll.runs import Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
 from tests.support.diagnosis.stories import SOUND, constant, of_layer, told
 from tests.support.report import hostile_run as hostile
@@ -293,20 +294,20 @@ def answers(wide: View) -> list[Offline]:
     return offline(wide, "gradients")
 
 
-@pytest.mark.parametrize("shift", [-20, -3, 0, 4, 11, 17, 30])
+@each("shift", [-20, -3, 0, 4, 11, 17, 30])
 def test_answers_lie_between_those_of_whatif(wide: View, answers: list[Offline], shift: int) -> None:
     at = shift - SHIFTS[0]
-    for each in answers:
-        below, here, above = (whatif(wide, each.answer.format, shift + d) for d in (-1, 0, 1))
+    for item in answers:
+        below, here, above = (whatif(wide, item.answer.format, shift + d) for d in (-1, 0, 1))
         rows = [{row.name: row for row in w.rows} for w in (below, here, above)]
-        for i, name in enumerate(each.names):
+        for i, name in enumerate(item.names):
             least, most = rows[2][name].fit.lost.low, rows[0][name].fit.lost.high
-            assert least - 1e-9 <= each.lost[i, at] <= most + 1e-9, (each.answer.format, name)
+            assert least - 1e-9 <= item.lost[i, at] <= most + 1e-9, (item.answer.format, name)
             least, most = rows[0][name].fit.overflow.low, rows[2][name].fit.overflow.high
-            assert least - 1e-9 <= each.overflow[i, at] <= most + 1e-9, (each.answer.format, name)
-            assert each.windows[i] == rows[1][name].window
-        assert each.overall["lost"][at] == pytest.approx(here.overall.fit.lost.estimate, abs=0.01)
-        assert each.overall["overflow"][at] == pytest.approx(here.overall.fit.overflow.estimate, abs=0.01)
+            assert least - 1e-9 <= item.overflow[i, at] <= most + 1e-9, (item.answer.format, name)
+            assert item.windows[i] == rows[1][name].window
+        assert item.overall["lost"][at] == pytest.approx(here.overall.fit.lost.estimate, abs=0.01)
+        assert item.overall["overflow"][at] == pytest.approx(here.overall.fit.overflow.estimate, abs=0.01)
 
 
 def test_every_value_is_counted_once(wide: View) -> None:
@@ -335,8 +336,8 @@ def test_what_it_says_beside_the_numbers(answers: list[Offline]) -> None:
 
 def test_layers_beyond_the_most_are_counted(wide: View, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plimsoll.report.single_file.offline_whatif.LAYERS", 5)
-    (each,) = offline(wide, "gradients", ["e4m3"])
-    assert (len(each.names), each.left_out) == (5, 7) and "blocks.2.attn.weight" in each.names
+    (item,) = offline(wide, "gradients", ["e4m3"])
+    assert (len(item.names), item.left_out) == (5, 7) and "blocks.2.attn.weight" in item.names
 
 
 def test_shares_in_16_bits_hide_no_loss() -> None:

@@ -9,6 +9,7 @@ from plimsoll.diagnosis import Finding, Spot, diagnose
 from plimsoll.report import markdown, summary
 from plimsoll.report.single_file.markdown_report import LONGEST_BYTES, code, escaped
 from plimsoll.runs import RunWriter
+from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
 from tests.support.diagnosis.stories import SOUND
 from tests.support.report import hostile_run as hostile
@@ -78,7 +79,7 @@ def test_few_findings_are_all_told(run: Path) -> None:
     assert "more: `plimsoll" not in text and text.count("| ⛔ alarm |") == 5
 
 
-@pytest.mark.parametrize("name", [*hostile.NAMES, "``", "`", "a``b`", "|", "\\|", " ", ""])
+@each("name", [*hostile.NAMES, "``", "`", "a``b`", "|", "\\|", " ", ""])
 def test_a_name_is_one_code_span_in_one_cell(name: str) -> None:
     span = code(name, in_table=True)
     assert len(cells(f"| {span} | b |")) == 2 and "\n" not in span

@@ -23,6 +23,7 @@ from plimsoll.report.live.server.answers import OFFERED
 from plimsoll.report.live.server.app import App, app
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
+from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, constant, told
 from tests.support.patience import HANG_SECONDS
 from tests.support.report import hostile_run as hostile
@@ -226,7 +227,7 @@ QUESTIONS = ("", "/whatif?format=fp16", "/whatif?format=e4m3&collection=weights&
              "/figure/record?finding=0")  # fmt: skip
 
 
-@pytest.mark.parametrize("run_id", RUNS)
+@each("run_id", RUNS)
 def test_any_run_gives_an_answer_or_a_refusal(served: App, run_id: str) -> None:
     asked = TestClient(served, base_url="http://localhost:8642")
     for question in QUESTIONS:

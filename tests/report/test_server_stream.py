@@ -14,6 +14,7 @@ from plimsoll.report.live import event_streams
 from plimsoll.report.live.event_streams import EventStream, Streams
 from plimsoll.report.live.server.app import App, app
 from plimsoll.runs import RunWriter
+from tests.support.cases import each
 from tests.support.patience import HANG_SECONDS
 from tests.support.runs import making
 
@@ -137,7 +138,7 @@ def test_a_browser_that_leaves_frees_its_stream_and_the_last_one_the_watching(tm
     streamed(check, tmp_path)
 
 
-@pytest.mark.parametrize("turns", range(-4, 9))
+@each("turns", range(-4, 9))
 def test_a_browser_may_leave_in_the_moment_in_which_it_is_told_something(turns: int) -> None:
     async def check() -> None:
         streams = Streams(lambda key: {"n": 0}, poll_seconds=3600)

@@ -11,6 +11,7 @@ from plimsoll import cast, kernels, pack, unpack
 from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from plimsoll.formats import BLOCKS, E4M3, Format
 from tests.support import processes
+from tests.support.cases import each
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -39,7 +40,7 @@ def test_names_formats_and_dtypes_mean_the_same(backend):
 
 
 @pytest.mark.parametrize("dtype", FLOATS + EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("fmt", EVERY_KIND)
+@each("fmt", EVERY_KIND)
 def test_a_value_is_cast_from_its_own_dtype(backend, dtype, fmt):
     x = torch.randn(3, 40).to(dtype)
     found = cast(x, fmt)
@@ -61,8 +62,8 @@ def test_another_carrier_rounds_once_more(backend):
     assert float(cast(tie, "fp64", dtype=torch.bfloat16)) == 1 + 2.0**-7
 
 
-@pytest.mark.parametrize("fmt", EVERY_KIND)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@each("fmt", EVERY_KIND)
+@each("dtype", FLOATS, ids=str)
 def test_out_is_written_and_returned(backend, fmt, dtype):
     x = torch.randn(5, 33).to(dtype)
     expected = cast(x, fmt)
@@ -77,7 +78,7 @@ def test_out_is_written_and_returned(backend, fmt, dtype):
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-@pytest.mark.parametrize("fmt", EVERY_KIND)
+@each("fmt", EVERY_KIND)
 def test_strides_change_nothing(backend, fmt, rounding):
     generator = {"generator": 3} if rounding == "stochastic" else {}
     x = torch.randn(6, 7, 40)
@@ -106,7 +107,7 @@ def test_large_tensors_in_pieces_and_threads(monkeypatch):
                 assert_same(unpack(pack(matrix, "mxfp4", **arguments)), expected)
 
 
-@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
+@each("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 def test_blocks_along_any_axis(backend, fmt):
     x = torch.randn(5, 35, 6) * torch.exp2(torch.randint(-20, 20, (5, 35, 6)).float())
     for axis in (0, 1, -2):
@@ -178,8 +179,8 @@ def test_compiled_equals_eager(fmt):
     assert not torch.equal(compiled[3], x)
 
 
-@pytest.mark.parametrize("fmt", EVERY_KIND)
-@pytest.mark.parametrize("dim", [0, 1])
+@each("fmt", EVERY_KIND)
+@each("dim", [0, 1])
 def test_vmap_equals_a_loop(fmt, dim):
     batch = torch.randn(3, 4, 40)
     found = torch.func.vmap(lambda x: cast(x, fmt), in_dims=dim)(batch)
@@ -242,7 +243,7 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+@each("name", BAD_ARGUMENTS)
 def test_bad_arguments_say_what_was_expected(name):
     arguments, error, message = BAD_ARGUMENTS[name]
     with pytest.raises(error, match=message):

@@ -5,6 +5,7 @@ import torch
 
 from plimsoll import cast, fake_quantize
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from tests.support.cases import each
 
 PAIRS = [
     ("e4m3", "e5m2"),
@@ -23,8 +24,8 @@ def directions(x, upstream, *arguments, **keywords):
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize(("forward", "backward"), PAIRS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@each(("forward", "backward"), PAIRS)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_each_direction_has_its_format(forward, backward, dtype):
     x, upstream = torch.randn(6, 40).to(dtype), torch.randn(6, 40).to(dtype)
     y, gradient = directions(x, upstream, forward, backward)

@@ -10,6 +10,7 @@ import torch
 from plimsoll import cast, kernels, pack, unpack
 from plimsoll.errors import ArgumentError, FormatError, UnsupportedTensorError
 from plimsoll.formats import BLOCKS, ELEMENTS, get, get_element
+from tests.support.cases import each
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 NARROW = [fmt for fmt in ELEMENTS if fmt.bits <= 16] + [get_element(name, "test") for name in ("e5m7", "e2m0", "e3m4")]
@@ -21,7 +22,7 @@ def backend(request):
         yield request.param
 
 
-@pytest.mark.parametrize("fmt", NARROW, ids=lambda fmt: fmt.name)
+@each("fmt", NARROW, ids=lambda fmt: fmt.name)
 def test_codes_are_the_formats_own(backend, fmt):
     x = torch.randn(3, 35).abs() if not fmt.signed else torch.randn(3, 35)
     packed = pack(x, fmt)
@@ -33,7 +34,7 @@ def test_codes_are_the_formats_own(backend, fmt):
 
 
 @pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("shape", [(3, 70), (64,), (), (2, 3, 16), (1, 1), (0, 5), (5, 0)])
+@each("shape", [(3, 70), (64,), (), (2, 3, 16), (1, 1), (0, 5), (5, 0)])
 def test_blocks_come_back_as_cast_makes_them(backend, fmt, shape):
     x = torch.randn(shape)
     for rule in ("floor", "ceil", "rceil", "even"):
@@ -107,8 +108,8 @@ def test_refusals():
         pack(torch.ones(2), "e4")
 
 
-@pytest.mark.parametrize("fmt", [fmt.name for fmt in (*ELEMENTS, *BLOCKS) if fmt.bits <= 16] + ["e3m0", "e2m0", "e5m7"])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (0, 4), (4, 0), (2, 0, 3), (2, 3, 5)])
+@each("fmt", [fmt.name for fmt in (*ELEMENTS, *BLOCKS) if fmt.bits <= 16] + ["e3m0", "e2m0", "e5m7"])
+@each("shape", [(), (0,), (1,), (3,), (0, 4), (4, 0), (2, 0, 3), (2, 3, 5)])
 def test_scalars_and_empty_tensors_keep_their_shape(fmt: str, shape: tuple[int, ...]) -> None:
     x = torch.rand(shape) + 1
     packed = pack(x, fmt)

@@ -11,13 +11,14 @@ from plimsoll.formats import E4M3
 from plimsoll.kernels import philox
 from plimsoll.kernels.numba_backend.casting import launch
 from plimsoll.kernels.operators.cast_spec import STOCHASTIC, CastSpec
+from tests.support.cases import each
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FORMATS = ["e4m3", "fp16", "bf16", "e2m1", "e5m7", "mxfp8_e5m2", "nvfp4"]
 SIGMAS = 5.0  # a right implementation fails such a test less than once in a million
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@each("fmt", FORMATS)
 def test_one_seed_gives_one_result_on_every_backend(fmt):
     x = torch.randn(37, 97)
     results = []
@@ -46,9 +47,9 @@ def test_seed_key_and_generator():
     assert torch.equal(default, draw()) and not torch.equal(default, draw())
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@each("backend", [name for name in BACKENDS if name != "triton"])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@each(
     ("fmt", "low", "high"),
     [
         ("e4m3", 1.0, 1.125),  # a normal spacing

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import EXTRAS, Batch
 from plimsoll.runs.columns.step_rows import StepRows, concatenated, from_batch, merged
+from tests.support.cases import each
 from tests.support.runs import making
 
 ROWS = making.rows_of(making.tensors(12))
@@ -73,7 +74,7 @@ def test_no_entries_are_no_rows() -> None:
     assert len(entries([], [])) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"index": np.array([12])}, r"Batch: expected indices below 12 rows; got up to 12\. Build it from one bank"),

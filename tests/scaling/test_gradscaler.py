@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.scaling import DynamicScaler, LossScaler, StaticScaler
+from tests.support.cases import each
 from tests.support.scaling.steps import weight
 
 SKIPPED = 2
@@ -115,9 +116,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("loop", LOOPS)
+@each("pickled", [False, True])
+@each("enabled", [True, False])
+@each("loop", LOOPS)
 @ours
 def test_a_scaled_loop_trains_as_one_without(make: Any, loop: str, enabled: bool, pickled: bool) -> None:
     step, control = LOOPS[loop]
@@ -131,8 +132,8 @@ def test_a_scaled_loop_trains_as_one_without(make: Any, loop: str, enabled: bool
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize(("kind", "arguments"), FUSED)
+@each("separate", [False, True])
+@each(("kind", "arguments"), FUSED)
 @ours
 def test_fused_optimizers_step_as_the_others_do(
     make: Any, kind: Any, arguments: dict[str, Any], separate: bool

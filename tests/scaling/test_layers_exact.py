@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.scaling.layerwise.scaler import LayerScaler
+from tests.support.cases import each
 from tests.support.scaling.layer_models import MODELS, D, made
 
 BATCH = 6
@@ -57,8 +58,8 @@ def scaled_gradients(name: str, seed: int, measuring: bool) -> dict[str, Tensor 
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad:UserWarning"
 )  # torch's, of nested checkpoints
-@pytest.mark.parametrize("measuring", [False, True], ids=["", "measured"])
-@pytest.mark.parametrize("name", MODELS)
+@each("measuring", [False, True], ids=["", "measured"])
+@each("name", MODELS)
 def test_gradients_are_the_same_to_the_bit(name: str, measuring: bool) -> None:
     model, x = made(name), inputs()
     loss_of(model(x)).backward()

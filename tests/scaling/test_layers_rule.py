@@ -12,6 +12,7 @@ from plimsoll.formats import get
 from plimsoll.scaling import LayerScaler
 from plimsoll.scaling.layerwise.rule import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
 from plimsoll.spectrum import Spectrum, measure
+from tests.support.cases import each
 from tests.support.scaling.layer_models import needs_wide_gradients
 
 FP16 = get("fp16")
@@ -57,7 +58,7 @@ def published(gradient: Tensor, weight: Tensor, carried: float) -> float:
     return min(max(lower, 1.0), 65504 / fan / largest)
 
 
-@pytest.mark.parametrize("exponent", [-40, -34, -30, -28, -26, -20, 0, 20])
+@each("exponent", [-40, -34, -30, -28, -26, -20, 0, 20])
 def test_the_published_rule_against_its_formulas(exponent: int) -> None:
     torch.manual_seed(0)
     gradient, weight = torch.randn(64, 48) * 2.0**exponent, torch.randn(48, 32) / 7

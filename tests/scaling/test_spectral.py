@@ -16,6 +16,7 @@ from plimsoll.kernels.device_value import Later
 from plimsoll.scaling import DynamicScaler, SpectralScaler
 from plimsoll.scaling.spectral.rule import Look, Memory
 from plimsoll.scaling.spectral.window_checks import Facts
+from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, mlp, scales, take, weight
 
 
@@ -116,8 +117,8 @@ def test_gradients_that_are_about_to_be_lost_raise_the_scale() -> None:
     assert scaler._memory.faint is True and scaler.get_scale() == 2.0**32
 
 
-@pytest.mark.parametrize("cut", [7, 41, 43, 50, 70])
-@pytest.mark.parametrize("late", [False, True])
+@each("cut", [7, 41, 43, 50, 70])
+@each("late", [False, True])
 def test_resume_in_the_middle_of_a_burst_is_bit_identical(cut: int, late: bool) -> None:
     def loudness(step: int) -> float:
         return 1e6 if 40 <= step < 46 else 1.0
@@ -415,7 +416,7 @@ def test_a_report_before_any_step_is_refused() -> None:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"margin": -1}, r"expected a margin of 0 to 16 binades; got -1"),

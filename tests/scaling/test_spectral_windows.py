@@ -3,13 +3,13 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from plimsoll import kernels
 from plimsoll.formats import E5M2, FP16, Format
 from plimsoll.scaling import ScaleReport, ScaleWindow
 from plimsoll.scaling.spectral.scale_windows import scale_report
+from tests.support.cases import each
 
 
 def report(*tensors: torch.Tensor, scale: float = 1.0, fmt: Format = FP16, tolerance: float = 0.01) -> ScaleReport:
@@ -24,8 +24,8 @@ def serves(gradient: torch.Tensor, exponent: int, tolerance: float) -> bool:
     return bool(held.isfinite().all()) and lost < tolerance
 
 
-@pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.2])
-@pytest.mark.parametrize("seed", range(4))
+@each("tolerance", [0.001, 0.01, 0.2])
+@each("seed", range(4))
 def test_the_window_is_what_scaling_the_gradient_shows(seed: int, tolerance: float) -> None:
     random = torch.Generator().manual_seed(seed)
     spread = torch.randn(5000, generator=random) * (1 + 2 * seed)
@@ -43,7 +43,7 @@ def test_the_scale_in_the_gradients_is_undone() -> None:
     assert bare == scaled
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "high"),
     [(65504.0, 0), (65519.99, 0), (65520.0, -1), (32760.0, 0), (32759.0, 1), (1.0, 15), (2.0**-140, 155)],
 )

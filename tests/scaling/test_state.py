@@ -14,6 +14,7 @@ from torch import nn
 from plimsoll.errors import StateError
 from plimsoll.scaling import DynamicScaler, Hysteresis, SpectralScaler, StaticScaler
 from plimsoll.scaling.state.saved_state import SCHEMA
+from tests.support.cases import each
 from tests.support.scaling.steps import mlp, same_tensors, scales, take, weight
 
 SETTINGS: dict[str, Any] = {
@@ -46,8 +47,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cut", [0, 1, 8, 10, 12, 14, 16])
+@each("way", WAYS)
+@each("cut", [0, 1, 8, 10, 12, 14, 16])
 def test_a_scaler_goes_on_from_any_moment_as_if_nothing_had_been(cut: int, way: str) -> None:
     rest = [False] * 9 + [True] + [False] * 60 + [True] * 2 + [False] * 60
     scaler = DynamicScaler("cpu", **SETTINGS)
@@ -209,9 +210,9 @@ def test_a_scaler_is_pickled_between_iterations_only_and_without_a_process_group
     assert not disabled.is_enabled() and disabled.get_scale() == 1.0
 
 
-@pytest.mark.parametrize("kind", [DynamicScaler, SpectralScaler])
-@pytest.mark.parametrize("scaled_before", [False, True])
-@pytest.mark.parametrize(
+@each("kind", [DynamicScaler, SpectralScaler])
+@each("scaled_before", [False, True])
+@each(
     ("broken", "healed"),
     [
         (0.0, 2.0**-10),

@@ -11,6 +11,7 @@ from torch import nn
 from plimsoll.errors import ArgumentError, PlimsollError, StateError, UnsupportedTensorError
 from plimsoll.scaling import DynamicScaler, Hysteresis, StaticScaler, StepOutcome
 from plimsoll.scaling.step import gradients
+from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, outcomes, same_tensors, scales, take, weight
 from tests.support.versions import only_from
 
@@ -33,7 +34,7 @@ def variants(kind: Any) -> list[dict[str, bool]]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "flags"), [(kind, flags) for kind in ALL for flags in variants(kind)])
+@each(("kind", "flags"), [(kind, flags) for kind in ALL for flags in variants(kind)])
 def test_every_optimizer_of_torch_skips_and_steps(kind: Any, flags: dict[str, bool]) -> None:
     def parameter() -> nn.Parameter:
         return nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -397,7 +398,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD)
+@each(("arguments", "message"), BAD)
 def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         DynamicScaler("cpu", **arguments)

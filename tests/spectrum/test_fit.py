@@ -9,6 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import E4M3
 from plimsoll.spectrum import SHIFT_LIMIT, Fit, Interval, Source, Spectrum, measure
+from tests.support.cases import each
 
 NONE = Interval(low=0.0, high=0.0, estimate=0.0)
 ALL = Interval(low=1.0, high=1.0, estimate=1.0)
@@ -59,8 +60,8 @@ def test_structural_zeros_of_fp16_do_not_forbid_a_best_shift() -> None:
     assert measure(x).window("fp16") is None
 
 
-@pytest.mark.parametrize("x", [[], [0.0, -0.0], [math.nan, math.inf]])
-@pytest.mark.parametrize("fmt", ["fp16", "mxfp4", "nvfp4"])
+@each("x", [[], [0.0, -0.0], [math.nan, math.inf]])
+@each("fmt", ["fp16", "mxfp4", "nvfp4"])
 def test_without_nonzero_finite_values_nothing_is_lost(x: list[float], fmt: str) -> None:
     s = measure(torch.tensor(x))
     assert s.fit(fmt, 3) == Fit(format=fmt, shift=3, lost=NONE, subnormal=NONE, overflow=NONE, snr_db=math.inf)
@@ -154,7 +155,7 @@ def test_values_that_share_a_block_with_a_nan_or_inf_count_as_overflow() -> None
     assert poisoned.overflow == ALL and poisoned.lost == NONE
 
 
-@pytest.mark.parametrize(
+@each(
     ("ask", "error", "message"),
     [
         (

@@ -30,6 +30,7 @@ from plimsoll.formats import (
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
 from plimsoll.kernels.torch_backend import casting
 from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
+from tests.support.cases import each
 
 ELEMENTS = (FP16, BF16, E4M3, E5M2, E4M3FNUZ, E2M1, FP32, get("e5m0"), get("e3m1"))
 MX = (MXFP4, MXFP6_E2M3, MXFP8_E4M3, MXFP8_E5M2)
@@ -183,9 +184,9 @@ EVEN = (
 GAUSSIAN = torch.randn(2**16, dtype=torch.float64, generator=GENERATOR)
 
 
-@pytest.mark.parametrize("fmt", [FP16, E4M3, E5M2, E2M1])
-@pytest.mark.parametrize("shift", [-28, -24, -14, -6, 0, 6, 14])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+@each("fmt", [FP16, E4M3, E5M2, E2M1])
+@each("shift", [-28, -24, -14, -6, 0, 6, 14])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, dtype: torch.dtype) -> None:
     x = EVEN.to(dtype)
     fit, truth = measure(x).fit(fmt, shift), element_truth(x, fmt, shift)
@@ -200,8 +201,8 @@ def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, 
     assert fit.snr_db == pytest.approx(truth_db, abs=tolerance)
 
 
-@pytest.mark.parametrize("fmt", [*MX, NVFP4, NVFP4_SINGLE])
-@pytest.mark.parametrize(("data", "fraction", "decibels"), [(EVEN, 0.02, 0.5), (GAUSSIAN, 0.025, 3.5)])
+@each("fmt", [*MX, NVFP4, NVFP4_SINGLE])
+@each(("data", "fraction", "decibels"), [(EVEN, 0.02, 0.5), (GAUSSIAN, 0.025, 3.5)])
 def test_estimates_and_noise_come_close_in_blocks(
     fmt: BlockFormat, data: torch.Tensor, fraction: float, decibels: float
 ) -> None:

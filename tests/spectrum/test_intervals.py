@@ -12,6 +12,7 @@ import torch
 
 import plimsoll as pl
 from plimsoll import ArgumentError, Interval
+from tests.support.cases import each
 
 wide = Interval(low=0.25, high=0.5, estimate=0.3)
 half = Interval(low=0.5, high=0.5, estimate=0.5)
@@ -37,7 +38,7 @@ def test_formats_take_the_estimate_and_text_shows_the_ends() -> None:
     assert f"{pl.measure(torch.ones(4)).fit('fp16').lost:.1%}" == "0.0%"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_comparison_where_every_value_of_the_interval_agrees(kind: type) -> None:
     below, low, high, above = (kind(value) for value in (0.125, 0.25, 0.5, 0.75))
     assert wide > below and wide >= below and wide >= low and wide < above and wide <= above and wide <= high
@@ -46,7 +47,7 @@ def test_comparison_where_every_value_of_the_interval_agrees(kind: type) -> None
     assert not below > wide and not below >= wide and not low > wide and not above < wide and not high < wide
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_comparison_that_the_interval_does_not_decide(kind: type) -> None:
     low, inside, high = (kind(value) for value in (0.25, 0.375, 0.5))
     undecidable = [

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
 from tests.support import processes
+from tests.support.cases import each
 from tests.support.spectra import same
 
 VALUES = [[0.0, 1.0, -2.0], [0.5, 448.0, -0.25]]
@@ -28,8 +29,8 @@ def measured_as(x: torch.Tensor) -> Spectrum:
     return measure(x.double())
 
 
-@pytest.mark.parametrize("dtype", [*FLOATING, *EIGHT_BIT])
-@pytest.mark.parametrize("kind", ["2-d", "0-d", "empty", "special", "subnormal"])
+@each("dtype", [*FLOATING, *EIGHT_BIT])
+@each("kind", ["2-d", "0-d", "empty", "special", "subnormal"])
 def test_every_dtype(dtype: torch.dtype, kind: str) -> None:
     smallest = torch.finfo(dtype).tiny / 4 if dtype != torch.float64 else 2.0**-140
     x = {
@@ -87,7 +88,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_every_kind_that_can_be_measured(kind: str) -> None:
     x = KINDS[kind]()
     with torch._C.DisableTorchFunctionSubclass():
@@ -179,7 +180,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@each("kind", REFUSED)
 def test_every_kind_that_is_refused_says_why_and_where(kind: str) -> None:
     make, message = REFUSED[kind]
     x = make()
@@ -238,7 +239,7 @@ def test_sources_that_fit_nothing(x: object, source: object, message: str) -> No
         measure(tensors, source=source)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("block", [0, 1, -16, 24, 16.0, True, "16"])
+@each("block", [0, 1, -16, 24, 16.0, True, "16"])
 def test_a_block_is_a_power_of_two(block: object) -> None:
     with pytest.raises(
         ArgumentError, match="measure: expected block to be None or a power of two of 2 or more; got block="

@@ -11,6 +11,7 @@ from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import E4M3, Format
 from plimsoll.spectrum import Grid, Source
 from plimsoll.spectrum.source_format import narrowest
+from tests.support.cases import each
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2", "e4m3fnuz", "e5m0", "e8m0")
 SOURCES = [None, *(Source(f, scale) for f in FORMATS for scale in (1.0, 1024.0, 1e-300, 3.0))]
@@ -47,7 +48,7 @@ def test_the_narrowest_is_associative_commutative_and_idempotent() -> None:
         assert narrowest(narrowest(a, b), c) == narrowest(a, narrowest(b, c))
 
 
-@pytest.mark.parametrize(
+@each(
     ("narrow", "wide"),
     [
         (Source("fp16"), Source("fp32")),
@@ -63,7 +64,7 @@ def test_what_is_narrower(narrow: Source, wide: Source | None) -> None:
     assert narrowest(narrow, wide) == narrowest(wide, narrow) == narrow
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "censors"),
     [
         (Source("fp16"), True), (Source("fp16", 2.0**65), True), (Source("e4m3"), True), (Source("e5m2"), True),

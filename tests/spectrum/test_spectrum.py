@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout, torch_backend
 from plimsoll.spectrum import BlockRecord, Grid, Source, Spectrum, measure
+from tests.support.cases import each
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SPECIAL = (0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-24, 1.0)
@@ -122,7 +123,7 @@ def test_values_of_known_tensors() -> None:
     assert {i - 149: int(n) for i, n in enumerate(s.binades) if n} == {-1: 1, 0: 1, 1: 1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "expected"),
     [
         ([2.0, 3.0], (2.0, 3.0, 2.0, 3.0)),
@@ -263,7 +264,7 @@ def nested(part: str, **changes: object) -> dict[str, object]:
     return {**data, part: {**data[part], **changes}}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "message"),
     [
         ("text", "expected a dictionary as to_dict writes it; got str"),

@@ -9,6 +9,7 @@ from scipy import integrate, special
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.nonlinear import gated, largest, nonlinear, off_centre
 from plimsoll.unit.factors.softmax_moments import along, attention_curves, log_variance, moments, softmax_curves
+from tests.support.cases import each
 
 MULTS = (0.05, 0.5, 1.0, 2.0, 5.0)
 
@@ -41,8 +42,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("mult", MULTS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("mult", MULTS)
+@each("name", FUNCTIONS)
 def test_factors_of_functions_agree_with_adaptive_quadrature(name: str, mult: float) -> None:
     f = FUNCTIONS[name]
     average, square = mean(lambda x: f(mult * x)), mean(lambda x: f(mult * x) ** 2)
@@ -87,8 +88,8 @@ def test_gates_and_largest_ones() -> None:
     assert largest(9) == pytest.approx(drawn.std(), rel=5 * math.sqrt(1 / 40_000))
 
 
-@pytest.mark.parametrize("mult", [0.25, 1.0, 2.0])
-@pytest.mark.parametrize("length", [2, 7, 40])
+@each("mult", [0.25, 1.0, 2.0])
+@each("length", [2, 7, 40])
 def test_moments_of_a_softmax_agree_with_draws(length: int, mult: float) -> None:
     rng, found = np.random.default_rng(1), moments(length, mult)
     e = np.exp(mult * rng.standard_normal((60_000, length)))

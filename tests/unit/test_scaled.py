@@ -6,12 +6,13 @@ from torch.utils.checkpoint import checkpoint
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit.functional import scaled
+from tests.support.cases import each
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 3.0), (1.0, 3.0), (0.5, 1.0), (2.0, 2.0), (1.0, 1.0), (-1.0, 0.0)])
+@each("dtype", DTYPES)
+@each(("alpha", "beta"), [(0.5, 3.0), (1.0, 3.0), (0.5, 1.0), (2.0, 2.0), (1.0, 1.0), (-1.0, 0.0)])
 def test_alpha_multiplies_forward_and_beta_backward(dtype: torch.dtype, alpha: float, beta: float) -> None:
     x = torch.randn(3, 4, dtype=dtype, requires_grad=True)
     gradient = torch.randn(3, 4, dtype=dtype)
@@ -108,7 +109,7 @@ def test_other_kinds_of_tensors_are_refused(dtype: torch.dtype) -> None:
         scaled(torch.zeros(2, dtype=dtype), 2.0, 1.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("factors", "told"),
     [
         ((float("nan"), 1.0), "scaled: expected alpha to be finite; got nan"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import each
 from tests.support.precision.ranks import scenarios
 from tests.support.precision.ranks.launch import torchrun
 from tests.support.precision.ranks.scenarios import Net, trained
@@ -78,7 +79,7 @@ def test_no_rank_repeats_where_one_has_no_finite_loss(found: dict[str, list[Any]
     assert found["one_ranks_loss_is_nan"] == [{"stepped": False, "retries": 0, "scale": 32768.0}] * 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "message"),
     [
         ("cast_under_ddp", "Prepare the module first, then set loop.model = DistributedDataParallel(loop.model)"),

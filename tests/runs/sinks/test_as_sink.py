@@ -13,6 +13,7 @@ from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.sinks import MLflow, SinkRunner, TensorBoard, WandB, as_sink, resolve
 from tests.support import processes
+from tests.support.cases import each
 from tests.support.runs.sinks import Recorder, record
 
 # Asked without importing: MLflow alone takes seconds.
@@ -133,7 +134,7 @@ def test_a_broken_package_is_named_when_its_sink_is_asked_for(tmp_path: Path, mo
 async def _later(record: StepRecord) -> None: ...
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ("comet", "as_sink: expected .*'tensorboard', 'wandb', 'mlflow'; got 'comet'. Choose one of these."),

@@ -4,6 +4,7 @@ import pytest
 
 from plimsoll.runs.sinks.tensorboard import event_file as _crc32c
 from plimsoll.runs.sinks.tensorboard.event_file import crc32c
+from tests.support.cases import each
 
 tensorboard = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow", reason="the oracle")
 
@@ -12,7 +13,7 @@ def test_the_check_value_of_the_standard() -> None:
     assert crc32c(b"123456789") == 0xE3069283
 
 
-@pytest.mark.parametrize("length", [*range(10), 255, 256, 257, 511, 512, 513, 5000])
+@each("length", [*range(10), 255, 256, 257, 511, 512, 513, 5000])
 def test_equals_tensorboards_own(length: int) -> None:
     for data in (bytes(length), b"\xff" * length, random.randbytes(length)):
         assert crc32c(data) == tensorboard.u32(tensorboard.crc32c(data))

@@ -15,6 +15,7 @@ from plimsoll.unit.capture.fused_functions import clusters, free_edges
 from plimsoll.unit.changes import ONE, Factor, NodeChange
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.nonlinear import nonlinear, off_centre
+from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, captured
 from tests.support.unit.models import MODELS
 
@@ -49,7 +50,7 @@ def test_a_linear_layer_by_itself_has_its_own_factors_each_way() -> None:
     assert change.inputs[1].backward == rows and change.inputs[2].backward == rows
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "shape"),
     [
         (lambda m, x: x @ m.w, (64, 16)),
@@ -165,7 +166,7 @@ def test_the_weight_of_a_branch_may_be_given(tau: Any, expected: list[float]) ->
     assert [float(why.split()[-1]) for why in found] == expected
 
 
-@pytest.mark.parametrize("tau", [0, 1, -0.5, 2.0, True, "half", float("nan")])
+@each("tau", [0, 1, -0.5, 2.0, True, "half", float("nan")])
 def test_a_weight_outside_its_range_is_refused(tau: Any) -> None:
     with pytest.raises(ArgumentError, match="expected residual_tau to lie between 0 and 1; got"):
         analyse(captured("linear"), residual_tau=tau)

@@ -10,6 +10,7 @@ from torch import Tensor
 from plimsoll.unit.analysis.analyzer import Analysis, analyse
 from plimsoll.unit.capture.captured_program import Captured, capture
 from plimsoll.unit.changes import NodeChange
+from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
 from tests.support.unit.models import MODELS
 
@@ -41,8 +42,8 @@ def assert_true_but_for_scale(ours: dict[str, Tensor], truth: dict[str, Tensor],
         torch.testing.assert_close(gradient, true * ratio, rtol=tolerance, atol=atol, msg=leaf)
 
 
-@pytest.mark.parametrize("constraint", ["gmean", None])
-@pytest.mark.parametrize("name", MODELS)
+@each("constraint", ["gmean", None])
+@each("name", MODELS)
 def test_every_gradient_is_the_true_one_times_a_positive_number(name: str, constraint: Any) -> None:
     graph, analysis = captured(name), analysed(name, constraint)
     ours, truth = (gradients(graph, analysis, analysis.changes, inputs_of(graph), true=true) for true in (False, True))
@@ -50,16 +51,16 @@ def test_every_gradient_is_the_true_one_times_a_positive_number(name: str, const
     assert_true_but_for_scale(ours, truth, 1e-4 if name == "gpt2" else 1e-7)
 
 
-@pytest.mark.parametrize("constraint", ["hmean", "amean", "to_output_scale", "to_grad_input_scale"])
-@pytest.mark.parametrize("name", ["gpt_by_hand", "tied", "two_losses"])
+@each("constraint", ["hmean", "amean", "to_output_scale", "to_grad_input_scale"])
+@each("name", ["gpt_by_hand", "tied", "two_losses"])
 def test_so_it_is_under_other_constraints(name: str, constraint: Any) -> None:
     graph, analysis = captured(name), analysed(name, constraint)
     ours, truth = (gradients(graph, analysis, analysis.changes, inputs_of(graph), true=true) for true in (False, True))
     assert_true_but_for_scale(ours, truth)
 
 
-@pytest.mark.parametrize("constraint", ["gmean", None])
-@pytest.mark.parametrize("name", ["gpt", "gpt_by_hand", "tied", "encoder_layer", "multihead", "unet"])
+@each("constraint", ["gmean", None])
+@each("name", ["gpt", "gpt_by_hand", "tied", "encoder_layer", "multihead", "unet"])
 def test_so_it_is_at_other_sizes_than_the_example_s(name: str, constraint: Any) -> None:
     graph, analysis = captured(name), analysed(name, constraint)
     inputs = inputs_of(graph)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit.analysis.analyzer import analyse
 from plimsoll.unit.capture.captured_program import capture
+from tests.support.cases import each
 from tests.support.unit.interpreter import back, drawn, inputs_of, run
 
 IMAGES, ROWS, SEQUENCES = (16, 8, 12, 12), (512, 24), (32, 12, 16)
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, tuple[int, ...]], float]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_rule_brings_its_operation_to_unit_scale(name: str) -> None:
     function, shape, shapes, tolerance = CASES[name]
     model = After(function, **shapes).double()

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from plimsoll.unit.changes import ParameterChange
+from tests.support.cases import each
 from tests.support.unit.interpreter import analysed, back, captured, drawn, inputs_of, run
 from tests.support.unit.models import MODELS
 
@@ -69,8 +69,8 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("constraint", ["gmean", None])
-@pytest.mark.parametrize("name", MODELS)
+@each("constraint", ["gmean", None])
+@each("name", MODELS)
 def test_every_tensor_starts_near_unit_scale(name: str, constraint: Any) -> None:
     scales = measure(name, constraint)
     assert scales.outside(2.0) <= OUTSIDE[constraint].get(name, 0.0), scales
@@ -78,9 +78,7 @@ def test_every_tensor_starts_near_unit_scale(name: str, constraint: Any) -> None
     assert max(abs(one) for one in scales.parameters.values()) < 4, scales
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "gpt_by_hand", "encoder_layer", "resnet", "unet", "bert", "gpt2", "two_losses"]
-)
+@each("name", ["gpt", "gpt_by_hand", "encoder_layer", "resnet", "unet", "bert", "gpt2", "two_losses"])
 def test_as_it_was_most_tensors_are_orders_of_magnitude_off(name: str) -> None:
     """What conversion changes: so that the test above is not one that any model passes."""
     plain, converted = measure(name, "gmean", plain=True), measure(name, "gmean")

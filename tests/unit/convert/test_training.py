@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import plimsoll as pl
 from plimsoll.unit import functional as U  # noqa: N812
+from tests.support.cases import each
 from tests.support.unit.models import MODELS
 
 STEPS = 20
@@ -41,7 +42,7 @@ def losses(model: nn.Module, case: Any, optimizer: torch.optim.Optimizer, precis
 
 
 @pytest.mark.parametrize("precision", [None, "fp16"])
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_the_loss_falls(name: str, precision: str | None) -> None:
     case = MODELS[name]()
     model = pl.unit.convert(case.model, case.example, seed=0)

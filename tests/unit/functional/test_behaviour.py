@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from tests.support.cases import each
 
 CONSTRAINTS = ("gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale")
 Function = Callable[..., Tensor]
@@ -86,8 +87,8 @@ def gradients(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
     return (out.detach(), *torch.autograd.grad(out, given, torch.full_like(out, 0.5)))
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each("name", ALL)
+@each("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes_stay_and_values_are_those_of_wide_ones(name: str, dtype: torch.dtype) -> None:
     function, given = ALL[name][0], tensors(name, dtype)
     wide = gradients(function, [x.detach().double().requires_grad_() for x in given])
@@ -97,8 +98,8 @@ def test_dtypes_stay_and_values_are_those_of_wide_ones(name: str, dtype: torch.d
         torch.testing.assert_close(found.double(), expected, rtol=close, atol=close * (1 + expected.abs().max().item()))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("batch", [0, 1])
+@each("name", FUNCTIONS)
+@each("batch", [0, 1])
 def test_batches_of_none_and_of_one(name: str, batch: int) -> None:
     if batch == 0 and name == "batch_norm":
         pytest.skip("torch's own batch norm has no batch of none")
@@ -116,7 +117,7 @@ def test_losses_of_no_rows_are_torchs_nan(name: str) -> None:
     assert loss.isnan() and x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_strides_do_not_matter(name: str) -> None:
     function, (x, *rest) = ALL[name][0], tensors(name)
     strided = torch.randn(*x.shape[::-1]).permute(*range(x.dim() - 1, -1, -1)).copy_(x.detach()).requires_grad_()
@@ -125,7 +126,7 @@ def test_strides_do_not_matter(name: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_nan_is_seen(name: str) -> None:
     function, given = ALL[name][0], tensors(name)
     with torch.no_grad():
@@ -133,14 +134,14 @@ def test_nan_is_seen(name: str) -> None:
     assert function(*given).isnan().any()
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("name", SHARED)
+@each("constraint", CONSTRAINTS)
+@each("name", SHARED)
 def test_with_a_constraint_the_gradient_is_exact(name: str, constraint: str) -> None:
     function, given = SHARED[name][0], tensors(name, torch.float64)
     assert gradcheck(lambda *x: function(*x, constraint=constraint), given)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@each("name", PARAMETERS)
 def test_with_a_constraint_the_inputs_gradient_is_exact_and_the_parameters_is_in_proportion(name: str) -> None:
     function, (x, *rest) = PARAMETERS[name][0], tensors(name, torch.float64)
     shared = {} if "norm" in name else {"constraint": "gmean"}
@@ -203,7 +204,7 @@ def test_losses_compile(name: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", FUNCTIONS)
 def test_vmap(name: str) -> None:
     if name in ("batch_norm", "max_pool1d", "max_pool2d", "attention"):
         pytest.skip("torch's own function has no rule, or warns, under vmap")
@@ -240,8 +241,8 @@ def test_a_long_product_does_not_overflow_in_fp16() -> None:
     assert (logits.grad == 0).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(
+@each("reduction", ["mean", "sum", "none"])
+@each(
     "arguments",
     [
         {},
@@ -251,7 +252,7 @@ def test_a_long_product_does_not_overflow_in_fp16() -> None:
         {"weight": torch.tensor([1.0, 2.0, 0.5]), "ignore_index": 2, "label_smoothing": 0.1},
     ],
 )
-@pytest.mark.parametrize("extra", [(), (4,)])
+@each("extra", [(), (4,)])
 def test_a_loss_has_torchs_value(reduction: str, arguments: dict[str, Any], extra: tuple[int, ...]) -> None:
     x, target = torch.randn(7, 3, *extra), torch.randint(3, (7, *extra))
     expected = torch.nn.functional.cross_entropy(2 * x, target, reduction=reduction, **arguments)
@@ -289,15 +290,15 @@ def test_given_factors_stand_in_for_the_ideal_ones() -> None:
     torch.testing.assert_close(found, 2 * torch.nn.functional.scaled_dot_product_attention(q, q, q))
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+@each("name", ALL)
+@each("dtype", [torch.int32, torch.complex64])
 def test_other_kinds_of_tensors_are_refused(name: str, dtype: torch.dtype) -> None:
     function, shape, more = ALL[name]
     with pytest.raises((UnsupportedTensorError), match=r"expected a floating-point tensor; got"):
         function(torch.ones(shape, dtype=dtype), *[torch.ones(each) for each in more])
 
 
-@pytest.mark.parametrize("name", [*SHARED, "linear", "conv1d", "conv2d", "conv_transpose2d", "linear_readout"])
+@each("name", [*SHARED, "linear", "conv1d", "conv2d", "conv_transpose2d", "linear_readout"])
 def test_other_constraints_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=r"\w+: expected constraint to be None or one of gmean, .*; got 'mean'"):
         ALL[name][0](*tensors(name), constraint="mean")
@@ -387,7 +388,7 @@ def test_what_is_no_number_is_not_added(other: object) -> None:
         U.add(X, other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("call", "told"), REFUSED)
+@each(("call", "told"), REFUSED)
 def test_arguments_that_are_refused(call: Callable[[], object], told: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(told)):
         call()

@@ -16,6 +16,7 @@ import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.measured_scales import Scale, scales
 from plimsoll.unit.factors.softmax_moments import moments
+from tests.support.cases import each
 
 RUNS = 24
 BOUND = float(stats.t.ppf(1 - 1e-6 / 2, RUNS - 1))
@@ -194,7 +195,7 @@ case("max_pool1d", lambda x: U.max_pool1d(x, 3, constraint=None), (8, 8, 126))
 case("max_pool2d", lambda x: U.max_pool2d(x, 2, constraint=None), (4, 8, 32, 32))
 
 
-@pytest.mark.parametrize(("function", "shapes", "known"), CASES)
+@each(("function", "shapes", "known"), CASES)
 def test_unit_scale_forward_and_backward(
     function: Callable[..., Tensor], shapes: Shapes, known: dict[str, Any]
 ) -> None:
@@ -207,9 +208,9 @@ def test_unit_scale_forward_and_backward(
         assert_unit(scale, expected, short)
 
 
-@pytest.mark.parametrize("classes", [2, 5, 64])
-@pytest.mark.parametrize("mult", [1.0, 2.0])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@each("classes", [2, 5, 64])
+@each("mult", [1.0, 2.0])
+@each("reduction", ["mean", "sum"])
 def test_a_loss_of_unit_logits_has_the_gradient_that_integration_says(
     classes: int, mult: float, reduction: str
 ) -> None:

@@ -13,6 +13,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit import nn as unn
 from plimsoll.unit.factors.formulas import Factors
 from plimsoll.unit.optim.parameter_kinds import kinds_of
+from tests.support.cases import each
 
 # Name to a module and an input of unit scale, large enough that a standard deviation is sure to 3 %.
 MODULES = {
@@ -66,7 +67,7 @@ def test_every_tensor_is_at_unit_scale(name):
         assert rms(parameter.grad) == pytest.approx(1.0, rel=0.1 if parameter.dim() > 1 else 0.5)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@each("name", PLAIN)
 def test_it_is_torchs_module_with_torchs_arguments_and_state(name):
     torchs, ours = getattr(nn, name), getattr(unn, name)
     assert issubclass(ours, torchs)
@@ -91,14 +92,14 @@ def test_it_is_torchs_module_with_torchs_arguments_and_state(name):
         torch.testing.assert_close(module.eval()(x), theirs.eval()(x) * scale, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", WITH_PARAMETERS)
+@each("name", WITH_PARAMETERS)
 def test_parameters_are_drawn_by_kind_also_after_the_meta_device(name):
     module, x = made(name, device="meta")
     assert all(p.is_meta for p in module.parameters())
     module = module.to_empty(device="cpu")
-    for each in module.modules():
-        if hasattr(each, "reset_parameters"):
-            each.reset_parameters()
+    for item in module.modules():
+        if hasattr(item, "reset_parameters"):
+            item.reset_parameters()
     kinds = kinds_of(module)
     assert set(kinds) == {n for n, _ in module.named_parameters()}
     for parameter_name, parameter in module.named_parameters():
@@ -115,13 +116,13 @@ def test_copies_and_compiled_ones_compute_the_same(name):
     module, x = made(name)
     twins = {"copy": copy.deepcopy(module), "pickle": pickle.loads(pickle.dumps(module))}
     results = {}
-    for key, each in {"own": module, **twins, "compiled": module}.items():
-        call = torch.compile(each, fullgraph=True, backend="aot_eager") if key == "compiled" else each
+    for key, item in {"own": module, **twins, "compiled": module}.items():
+        call = torch.compile(item, fullgraph=True, backend="aot_eager") if key == "compiled" else item
         leaf = x[:4].clone().requires_grad_()
         torch.manual_seed(3)
         y = call(leaf)
         (y * torch.arange(y.numel()).reshape(y.shape)).sum().backward()
-        results[key] = (y.detach(), leaf.grad, kinds_of(each))
+        results[key] = (y.detach(), leaf.grad, kinds_of(item))
     for key, (y, gradient, kinds) in results.items():
         if name == "Dropout" and key == "compiled":
             continue  # other random numbers
@@ -132,7 +133,7 @@ def test_copies_and_compiled_ones_compute_the_same(name):
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_other_dtypes(name, dtype):
     module, x = made(name)
     module, x = module.to(dtype), x[:4].to(dtype).requires_grad_()
@@ -168,7 +169,7 @@ def test_nan_is_seen(name):
     assert module(x).isnan().any()
 
 
-@pytest.mark.parametrize("name", WITH_PARAMETERS)
+@each("name", WITH_PARAMETERS)
 def test_frozen_parameters_stay_and_let_gradients_through(name):
     module, x = made(name)
     module.requires_grad_(False)
@@ -263,7 +264,7 @@ def test_the_chain_of_an_mlp_has_one_product_each_way():
     assert free.output == 1 / 8 and free.inputs[0] == pytest.approx(96**-0.5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (

@@ -14,6 +14,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.unit import nn as unn
 from plimsoll.unit.optim import AdamW
 from plimsoll.unit.optim.parameter_kinds import kinds_of, traits_of
+from tests.support.cases import each
 
 WIDTH, HEADS, LENGTH, BATCH = 16, 4, 6, 3
 LAYER = {"dim_feedforward": 32, "dropout": 0.0, "activation": "gelu", "batch_first": True}
@@ -48,9 +49,9 @@ def ratio(ours, theirs):
     return found.item() if torch.allclose(ours, theirs * found, rtol=1e-7, atol=1e-9) else float("nan")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("same", [True, False], ids=["self", "cross"])
-@pytest.mark.parametrize("weights", [True, False])
+@each("mask", MASKS)
+@each("same", [True, False], ids=["self", "cross"])
+@each("weights", [True, False])
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
 def test_attention_is_torchs_times_a_factor(mask, same, weights):
     ours, theirs = pair(batch_first=True)
@@ -242,14 +243,14 @@ def test_unit_stacks_of_ones_own():
     assert [layer.taus for layer in nested[0]] == [[1 / 2], [1 / 3]]
 
 
-@pytest.mark.parametrize("activation", ["relu", F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, unn.SiLU(mult=2.0)])
+@each("activation", ["relu", F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, unn.SiLU(mult=2.0)])
 def test_activations_by_name_function_or_module(activation):
     layer = unn.TransformerEncoderLayer(WIDTH, HEADS, 32, activation=activation)
     wanted = activation if isinstance(activation, str) else getattr(activation, "__name__", "silu")
     assert type(layer.activation).__name__.lower() == wanted
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: unn.MultiheadAttention(8, 2, add_bias_kv=True), "MultiheadAttention: expected add_bias_kv=False"),

@@ -12,6 +12,7 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.unit import nn as unn
 from plimsoll.unit.optim import SGD, Adam, AdamW
+from tests.support.cases import each
 
 TORCH = {SGD: torch.optim.SGD, Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 OPTIMIZERS = list(TORCH)
@@ -44,8 +45,8 @@ def weights(network):
     return torch.cat([p.detach().flatten() for p in network.parameters()])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@each("optimizer", OPTIMIZERS)
+@each("mode", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_a_step_is_torchs_with_each_groups_own_rate(optimizer, mode):
     mine, theirs = model(), model()
     decay = 0.0 if optimizer is Adam else 0.02
@@ -100,8 +101,8 @@ def test_adams_decay_is_torchs_penalty():
     torch.testing.assert_close(weights(mine), weights(theirs))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
+@each("optimizer", OPTIMIZERS)
+@each(
     "schedule",
     [
         lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -151,11 +152,11 @@ def test_state_and_copies_go_on_as_before(optimizer):
     assert [g["reference_lr"] for g in second.param_groups] == [0.5] * len(first.param_groups)
     third_network, third = copy.deepcopy((network, first))
     fourth_network, fourth = pickle.loads(pickle.dumps((network, first)))
-    for each, stepper in ((network, first), (twin, second), (third_network, third), (fourth_network, fourth)):
-        put_gradients(each, 7)
+    for item, stepper in ((network, first), (twin, second), (third_network, third), (fourth_network, fourth)):
+        put_gradients(item, 7)
         stepper.step()
-    for each in (twin, third_network, fourth_network):
-        assert torch.equal(weights(each), weights(network))
+    for item in (twin, third_network, fourth_network):
+        assert torch.equal(weights(item), weights(network))
 
 
 def test_a_state_of_other_factors_is_refused():
