@@ -3,21 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord, moved, read_only
+from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source, narrowest
 
-if TYPE_CHECKING:
-    from plimsoll.spectrum.spectrum import Spectrum
-
+Record = TypeVar("Record", bound=SpectrumRecord)
 LOWEST = math.ldexp(1.0, row_layout.LOWEST_BINADE)
 BEYOND = math.ldexp(1.0, row_layout.LOWEST_BINADE + row_layout.BINADES)
 
 
-def merged(a: "Spectrum", b: "Spectrum") -> "Spectrum":
+def merged(a: Record, b: SpectrumRecord) -> Record:
     """The spectrum of the values of both."""
     return replace(
         a,
@@ -40,7 +39,7 @@ def merged(a: "Spectrum", b: "Spectrum") -> "Spectrum":
     )
 
 
-def scaled(s: "Spectrum", shift: int) -> "Spectrum":
+def scaled(s: Record, shift: int) -> Record:
     """The spectrum of the values times ``2**shift`` (`Spectrum.scaled`)."""
     _check_scalable(s, shift)
     return replace(
@@ -66,20 +65,20 @@ def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> flo
     return a if math.isnan(b) else choose(a, b)
 
 
-def _merged_blocks(a: "Spectrum", b: "Spectrum") -> BlockRecord | None:
+def _merged_blocks(a: SpectrumRecord, b: SpectrumRecord) -> BlockRecord | None:
     """No values say nothing about blocks; values without a record, or of another block length, spoil it for good."""
     if not a.count or not b.count:
         return a.blocks if a.count else b.blocks
     return None if a.blocks is None or b.blocks is None else a.blocks.merged(b.blocks)
 
 
-def _merged_grids(a: "Spectrum", b: "Spectrum") -> Grid | None:
+def _merged_grids(a: SpectrumRecord, b: SpectrumRecord) -> Grid | None:
     if not a.nonzero or not b.nonzero:
         return a.grid if a.nonzero else b.grid
     return None if a.grid is None or b.grid is None else a.grid.union(b.grid)
 
 
-def _check_scalable(s: "Spectrum", shift: int) -> None:
+def _check_scalable(s: SpectrumRecord, shift: int) -> None:
     returning = (shift > 0 and s.absmin < LOWEST) or (shift < 0 and s.absmax >= BEYOND)
     if returning:
         raise ArgumentError(

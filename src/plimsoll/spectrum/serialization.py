@@ -7,7 +7,7 @@ for. Arrays of counts are lists of pairs: exponent (or depth) and count, ascendi
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord, read_only
+from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source
 
-if TYPE_CHECKING:
-    from plimsoll.spectrum.spectrum import Spectrum
-
+Record = TypeVar("Record", bound=SpectrumRecord)
 VERSION = 1
 _READING = "Spectrum.from_dict"
 _FLOATS = ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq")
@@ -32,7 +31,7 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST = 2**63 - 1
 
 
-def to_dict(s: "Spectrum") -> dict[str, object]:
+def to_dict(s: SpectrumRecord) -> dict[str, object]:
     """The spectrum as plain data (`Spectrum.to_dict`)."""
     return {
         "version": VERSION,
@@ -49,7 +48,7 @@ def to_dict(s: "Spectrum") -> dict[str, object]:
     }
 
 
-def from_dict(data: object, blank: "Spectrum") -> "Spectrum":
+def from_dict(data: object, blank: Record) -> Record:
     """The spectrum in plain data, checked; every field of `blank` is replaced."""
     reader = _Reader(data, _FIELDS, _READING)
     source, grid, blocks = (reader.part(name) for name in ("source", "grid", "blocks"))
@@ -76,7 +75,7 @@ def from_dict(data: object, blank: "Spectrum") -> "Spectrum":
     return spectrum
 
 
-def check(s: "Spectrum", operation: str) -> None:
+def check(s: SpectrumRecord, operation: str) -> None:
     """Raises `ArgumentError`, in the name of `operation`, where the fields contradict one another."""
     held = int(s.binades.sum())
     if s.zeros + s.nonfinite + held != s.count:
@@ -92,7 +91,7 @@ def check(s: "Spectrum", operation: str) -> None:
         )
 
 
-def _why_impossible(s: "Spectrum") -> str | None:
+def _why_impossible(s: SpectrumRecord) -> str | None:
     if any(math.isnan(x) == bool(s.finite) for x in (s.min, s.max, s.absmax)):
         return "min, max and absmax where there are finite values, and NaN where there are none"
     if math.isnan(s.absmin) == bool(s.nonzero):

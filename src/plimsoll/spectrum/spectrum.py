@@ -17,13 +17,14 @@ from plimsoll.kernels import row_layout
 from plimsoll.spectrum import merging, serialization
 from plimsoll.spectrum.block_record import BlockRecord, read_only
 from plimsoll.spectrum.fit import block_fit, element_fit
+from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source
 
 _NO_BINADES = read_only(np.zeros(row_layout.BINADES, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Spectrum:
+class Spectrum(SpectrumRecord):
     """What a tensor, or any number of them together, holds.
 
     - `count` values in all: `zeros` (either sign), `nans`, `pos_infs`, `neg_infs`, and `binades`, int64[277],
@@ -43,23 +44,6 @@ class Spectrum:
     >>> sum([one, one]).zeros
     2
     """
-
-    count: int
-    zeros: int
-    nans: int
-    pos_infs: int
-    neg_infs: int
-    binades: NDArray[np.int64]
-    min: float
-    max: float
-    absmin: float
-    absmax: float
-    sum: float
-    abssum: float
-    sumsq: float
-    source: Source | None = None
-    blocks: BlockRecord | None = None
-    grid: Grid | None = None
 
     @classmethod
     def empty(cls) -> "Spectrum":
@@ -88,21 +72,6 @@ class Spectrum:
             grid = source.grid
         grid = _plausible(grid, spectrum)
         return spectrum if grid is None else replace(spectrum, grid=grid)
-
-    @property
-    def finite(self) -> int:
-        """Number of finite values, zeros included."""
-        return self.count - self.nonfinite
-
-    @property
-    def nonzero(self) -> int:
-        """Number of finite nonzero values."""
-        return self.finite - self.zeros
-
-    @property
-    def nonfinite(self) -> int:
-        """Number of NaN and infinite values."""
-        return self.nans + self.pos_infs + self.neg_infs
 
     @property
     def zero_fraction(self) -> float:

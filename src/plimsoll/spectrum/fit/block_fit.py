@@ -7,8 +7,6 @@ where the plain binades say. With a scale that has a mantissa (NVFP4) a depth co
 rounding besides (`tensor_scale_fit`).
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from plimsoll.errors import NotRecordedError
@@ -19,13 +17,11 @@ from plimsoll.spectrum.fit import element_fit, tensor_scale_fit
 from plimsoll.spectrum.fit.block_overflow import overflowing
 from plimsoll.spectrum.fit.population import BINADE, Population, Tally, ordinal, snr_db
 from plimsoll.spectrum.merging import BEYOND, LOWEST
+from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid
 
-if TYPE_CHECKING:
-    from plimsoll.spectrum.spectrum import Spectrum
 
-
-def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> element_fit.Fit:
+def fit_blocks(s: SpectrumRecord, fmt: BlockFormat, shift: int) -> element_fit.Fit:
     """The fit of a block format (`Spectrum.fit`), with the scale rule "floor" and rounding to nearest even."""
     if not s.nonzero:
         return element_fit.nothing_to_lose(s, fmt.name, shift)
@@ -48,7 +44,7 @@ def fit_blocks(s: "Spectrum", fmt: BlockFormat, shift: int) -> element_fit.Fit:
     )
 
 
-def _record(s: "Spectrum", fmt: BlockFormat) -> BlockRecord:
+def _record(s: SpectrumRecord, fmt: BlockFormat) -> BlockRecord:
     if s.blocks is not None and s.blocks.block == fmt.block:
         return s.blocks
     got = "one without a block record" if s.blocks is None else f"one measured with block={s.blocks.block}"
@@ -58,7 +54,7 @@ def _record(s: "Spectrum", fmt: BlockFormat) -> BlockRecord:
     )
 
 
-def _misplaced(s: "Spectrum", record: BlockRecord) -> int:
+def _misplaced(s: SpectrumRecord, record: BlockRecord) -> int:
     """How many values may lie deeper than recorded: float64 ones in the end binades, and below a maximum there."""
     low = int(s.binades[0]) if s.absmin < LOWEST else 0
     high = int(record.maxima[-1]) * record.block if s.absmax >= BEYOND else 0
@@ -66,7 +62,7 @@ def _misplaced(s: "Spectrum", record: BlockRecord) -> int:
 
 
 def _with_mantissa(
-    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+    s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
 ) -> tuple[Tally, Tally, Tally, float]:
     lost, subnormal, overflow, noise_db = tensor_scale_fit.tallies(s, record, fmt, shift, misplaced)
     if fmt.tensor_scale:
@@ -83,7 +79,7 @@ def _with_mantissa(
 
 
 def _power_of_two(
-    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+    s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
 ) -> tuple[Tally, Tally, Tally, float]:
     element, scale = fmt.element, fmt.scale
     landed = _landed(s, record, fmt)
@@ -118,7 +114,7 @@ def _power_of_two(
     return lost, subnormal, overflow, noise_db
 
 
-def _landed(s: "Spectrum", record: BlockRecord, fmt: BlockFormat) -> Population:
+def _landed(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat) -> Population:
     """The values of finite blocks where they land in the element format: depth d is its top binade minus d."""
     top = fmt.element.max_exponent
     lowest = top - (row_layout.BINADES - 1)
@@ -137,7 +133,7 @@ def _landed(s: "Spectrum", record: BlockRecord, fmt: BlockFormat) -> Population:
     )
 
 
-def _overflowing(s: "Spectrum", record: BlockRecord, element: Format, landed: Population) -> float:
+def _overflowing(s: SpectrumRecord, record: BlockRecord, element: Format, landed: Population) -> float:
     """The estimate of `block_overflow`, of one record."""
     found = overflowing(
         element,
@@ -152,7 +148,7 @@ def _overflowing(s: "Spectrum", record: BlockRecord, element: Format, landed: Po
     return float(found[0])
 
 
-def _relative_grid(s: "Spectrum", lowest: int) -> Grid | None:
+def _relative_grid(s: SpectrumRecord, lowest: int) -> Grid | None:
     """The grid after a power-of-two scale that differs from block to block: known if all values are normal numbers."""
     if s.grid is None or not s.absmin >= 2.0 ** max(s.grid.quantum_exponent + s.grid.mantissa_bits, -1074):
         return None

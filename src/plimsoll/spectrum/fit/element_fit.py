@@ -7,7 +7,6 @@ spectrum's extremes and the source's grid may decide, and if not, the answer is 
 import bisect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
@@ -24,10 +23,8 @@ from plimsoll.spectrum.fit.population import (
     snr_db,
 )
 from plimsoll.spectrum.intervals import Interval
+from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.text import percent
-
-if TYPE_CHECKING:
-    from plimsoll.spectrum.spectrum import Spectrum
 
 SHIFT_LIMIT = 276  # what `window` answers where every shift serves: from one end of the binades to the other
 _LARGEST_SHIFT = 2200  # beyond float64's whole range, subnormals included
@@ -92,7 +89,7 @@ def resolve(fmt: object, shift: int, operation: str) -> Format | BlockFormat:
     return resolved
 
 
-def fit_elements(s: "Spectrum", fmt: Format, shift: int) -> Fit:
+def fit_elements(s: SpectrumRecord, fmt: Format, shift: int) -> Fit:
     """The fit of an element format (`Spectrum.fit`)."""
     if not s.nonzero:
         return nothing_to_lose(s, fmt.name, shift)
@@ -108,7 +105,7 @@ def fit_elements(s: "Spectrum", fmt: Format, shift: int) -> Fit:
     )
 
 
-def window(s: "Spectrum", fmt: object, tolerance: float) -> tuple[int, int] | None:
+def window(s: SpectrumRecord, fmt: object, tolerance: float) -> tuple[int, int] | None:
     """The shifts that serve (`Spectrum.window`)."""
     element = _element(fmt, "Spectrum.window")
     if not 0 < tolerance <= 1:
@@ -130,7 +127,7 @@ def window(s: "Spectrum", fmt: object, tolerance: float) -> tuple[int, int] | No
     return (candidates[found], highest) if found < len(candidates) else None
 
 
-def best_shift(s: "Spectrum", fmt: object, margin_binades: int) -> int | None:
+def best_shift(s: SpectrumRecord, fmt: object, margin_binades: int) -> int | None:
     """The highest shift with a margin (`Spectrum.best_shift`)."""
     element = _element(fmt, "Spectrum.best_shift")
     if isinstance(margin_binades, bool) or not isinstance(margin_binades, int) or margin_binades < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -146,7 +143,7 @@ def best_shift(s: "Spectrum", fmt: object, margin_binades: int) -> int | None:
     return shift if lost < _BEST_SHIFT_TOLERANCE else None
 
 
-def population(s: "Spectrum") -> Population:
+def population(s: SpectrumRecord) -> Population:
     """The nonzero finite values of a spectrum that has some."""
     return Population(
         counts=s.binades,
@@ -175,7 +172,7 @@ def interval(tally: Tally, total: int) -> Interval:
     return Interval(low=tally.low / total, high=tally.high / total, estimate=tally.estimate / total)
 
 
-def lost_interval(s: "Spectrum", lost: Tally) -> Interval:
+def lost_interval(s: SpectrumRecord, lost: Tally) -> Interval:
     """The lost fraction; the zeros of a censored spectrum may have been values once."""
     known = interval(lost, s.nonzero)
     if s.source is None or not s.source.censors:
@@ -184,7 +181,7 @@ def lost_interval(s: "Spectrum", lost: Tally) -> Interval:
     return Interval(low=known.low, high=high, estimate=known.estimate)
 
 
-def nothing_to_lose(s: "Spectrum", name: str, shift: int) -> Fit:
+def nothing_to_lose(s: SpectrumRecord, name: str, shift: int) -> Fit:
     """The fit of a spectrum without nonzero finite values: nothing is lost, unless its source lost all there was."""
     lost = Interval(low=0.0, high=1.0, estimate=0.0) if s.zeros and s.source and s.source.censors else NOTHING
     return Fit(format=name, shift=shift, lost=lost, subnormal=NOTHING, overflow=NOTHING, snr_db=math.inf)

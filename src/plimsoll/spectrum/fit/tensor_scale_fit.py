@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +20,7 @@ from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord
 from plimsoll.spectrum.fit.population import Tally
 from plimsoll.spectrum.merging import BEYOND, LOWEST, times_power
-
-if TYPE_CHECKING:
-    from plimsoll.spectrum.spectrum import Spectrum
+from plimsoll.spectrum.record import SpectrumRecord
 
 _SLACK = 2.0**-20  # FP32 rounding of t, and of our own arithmetic
 _PLACES = 24  # per averaged variable
@@ -32,7 +29,7 @@ _Floats = NDArray[np.float64]
 
 
 def tallies(
-    s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
+    s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int, misplaced: int
 ) -> tuple[Tally, Tally, Tally, float]:
     """Lost, subnormal and overflowing values of the finite blocks, and the signal-to-noise ratio."""
     depths, total = record.depths, int(record.depths.sum())
@@ -64,7 +61,7 @@ class _SmallScales:
     dead_share: float
 
 
-def _small_scales(s: "Spectrum", record: BlockRecord, fmt: BlockFormat, shift: int) -> _SmallScales:
+def _small_scales(s: SpectrumRecord, record: BlockRecord, fmt: BlockFormat, shift: int) -> _SmallScales:
     total = int(record.depths.sum())
     tensor_scale = times_power(s.absmax, shift) / (fmt.element.max * fmt.scale.max)
     if fmt.tensor_scale and not FP32.smallest_normal * (1 + _SLACK) <= tensor_scale <= FP32.max * (1 - _SLACK):

@@ -1,0 +1,46 @@
+"""The fields of a spectrum. Merging, fitting and serialization work on them; `Spectrum` adds the methods."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.spectrum.block_record import BlockRecord
+from plimsoll.spectrum.source_format import Grid, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class SpectrumRecord:
+    """The counts, extremes and sums of a tensor's values; see `Spectrum` for each field."""
+
+    count: int
+    zeros: int
+    nans: int
+    pos_infs: int
+    neg_infs: int
+    binades: NDArray[np.int64]
+    min: float
+    max: float
+    absmin: float
+    absmax: float
+    sum: float
+    abssum: float
+    sumsq: float
+    source: Source | None = None
+    blocks: BlockRecord | None = None
+    grid: Grid | None = None
+
+    @property
+    def finite(self) -> int:
+        """Number of finite values, zeros included."""
+        return self.count - self.nonfinite
+
+    @property
+    def nonzero(self) -> int:
+        """Number of finite nonzero values."""
+        return self.finite - self.zeros
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of NaN and infinite values."""
+        return self.nans + self.pos_infs + self.neg_infs
