@@ -19,7 +19,6 @@ from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
 from plimsoll.report.labels import joined, power, powers, safe
 from plimsoll.text import counted
 from plimsoll.unit import Audit, Reading
-from plimsoll.unit.auditing.figure_hook import register
 from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction
 
 if TYPE_CHECKING:
@@ -59,9 +58,6 @@ def audit(before: Audit, after: Audit | None = None) -> "Figure":
     shown = before if after is None else after
     return made("audit figure", _title(before, after), _said(before, after), traces,
                 _layout(lines, ticks, low, high, shown), meta)  # fmt: skip
-
-
-register(audit)
 
 
 def _each_once(traces: list[Trace]) -> list[Trace]:

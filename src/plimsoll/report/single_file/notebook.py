@@ -16,7 +16,7 @@ from plimsoll.report.drawing.theme import GREEN, SEVERITY
 from plimsoll.report.figures.loss_and_scale import loss_and_scale
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, summary
-from plimsoll.runs import Run, notebook_hook
+from plimsoll.runs import Run
 from plimsoll.text import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -73,6 +73,3 @@ def _page(told: Summary) -> str:
 
 def _text(text: str) -> str:
     return html.escape(summary_text.cut(text, 300))
-
-
-notebook_hook.register(shown)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import display
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.runs import notebook_hook
 from plimsoll.runs.columns import row_order, statistics
 from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.reading import module_casts, name_matching, rank_merge, spectra as _spectra
@@ -321,9 +321,9 @@ class Run:
                 time.sleep(poll_seconds)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """What a notebook shows: the verdict, and the figure of loss and scale where it can draw it."""
+        """Return what a notebook shows: the verdict, and the figure of loss and scale if it can draw that."""
         del include, exclude
-        return {"text/plain": repr(self), **notebook_hook.shown(self)}
+        return {"text/plain": repr(self), **display.function("run")(self)}
 
     def __repr__(self) -> str:
         series = sum(len(names) for names in self.tensors.values())

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from plimsoll import display
 from plimsoll.errors import ArgumentError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
-from plimsoll.unit.auditing import figure_hook, text_table
+from plimsoll.unit.auditing import text_table
 from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction, Kind, Pair, Reading, Row
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Comparison(NotebookRepr):
 
     def figure(self) -> Any:
         """A Plotly figure: each operation's scale before (hollow) and after (solid). Needs the extra `report`."""
-        return figure_hook.figure(self.before, self.after)
+        return display.function("audit")(self.before, self.after)
 
     def __str__(self) -> str:
         alone = len(self.only_before), len(self.only_after)
@@ -198,7 +199,7 @@ class Audit(NotebookRepr):
 
         Needs the extra `report`.
         """
-        return figure_hook.figure(self, None)
+        return display.function("audit")(self, None)
 
     def __str__(self) -> str:
         return text_table.text(self, self._ordered("worst"))

@@ -1,11 +1,11 @@
 """The actions on the run: leaving out a step, going back to a checkpoint, and the end."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from plimsoll import display
 from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.guard.actions.base import Remedy
 from plimsoll.diagnosis.guard.records import Look, Order
@@ -112,14 +112,13 @@ class Stop(Remedy):
 
 
 def html_writer() -> Callable[[Path, Path], object]:
-    """What writes a run as HTML. The room of reports lies above this one, so it is found by its name, when needed."""
+    """Return the function that writes a run as HTML."""
     missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(
             f"Guard: expected the package {missing[0]} for report=; got none. Install it: {install_line('report')}"
         )
-    room: Any = importlib.import_module("plimsoll.report")
-    return room.html
+    return display.function("report")
 
 
 def reporting(given: "str | Path | Callable[[Path], object]") -> Callable[[Path], object]:
