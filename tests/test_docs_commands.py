@@ -1,6 +1,7 @@
 """Shell blocks of pages run as pasted, in order, in a project with a training script and the runs they name."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -98,3 +99,20 @@ def test_commands_run_as_pasted(page: str, project: Path, tmp_path: Path) -> Non
         (folder / "runs").mkdir(exist_ok=True)
         carry_out(line, folder)
     assert mine
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/five-minutes.md"])
+def test_the_verdict_shown_is_the_verdict_printed(page: str, diagnosed: str) -> None:
+    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (shown,) = (block for block in blocks if "Problem:" in block)
+    assert " ".join(shown.split()) in " ".join(diagnosed.split())
+
+
+@pytest.fixture(scope="module")
+def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `plimsoll check` prints of the script of the tutorial."""
+    folder = tmp_path_factory.mktemp("five-minutes")
+    tutorial = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
+    (folder / "train.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
+    carry_out("plimsoll run --out runs/first train.py", folder)
+    return processes.python("-m", "plimsoll", "check", "runs/first", cwd=folder).stdout
