@@ -16,6 +16,7 @@ Gradients are the same under every scaler: what a training would have become aft
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from _rival_scalers import ApexRule, DeepSpeedRule, FromTorch, MegatronRule
 from _traces import FOLDER, Population, Trace, recorded
 
 from plimsoll.formats import FP16
-from plimsoll.scaling import DynamicScaler, SpectralScaler
+from plimsoll.scaling import SCALERS, LossScaler, SpectralScaler
 from plimsoll.scaling.spectral.rule import Look, Memory
 
 BURST = 20
@@ -59,9 +60,17 @@ def contenders(start: float | None = None) -> dict[str, Callable[[], Contender]]
         "DeepSpeed": lambda: DeepSpeedRule(**given),
         "Megatron-LM": lambda: MegatronRule(**given),
         "Apex": lambda: ApexRule(**given),
-        "ours, dynamic": lambda: FromTorch(DynamicScaler("cpu", **torch_given)),
-        "ours, spectral": lambda: Spectral(SpectralScaler("cpu", **torch_given)),
+        **{
+            f"ours, {name}": functools.partial(_ours, kind, torch_given)
+            for name, kind in SCALERS.items()
+            if kind.lowers_scale and not kind.scales_layers  # a trace has nothing of the layers of a model
+        },
     }
+
+
+def _ours(kind: type[LossScaler], given: dict[str, float]) -> Contender:
+    scaler = kind("cpu", **given)
+    return Spectral(scaler) if isinstance(scaler, SpectralScaler) else FromTorch(scaler)
 
 
 class Replay:

@@ -157,3 +157,16 @@ def test_raising_a_layer_scalers_loss_scale_is_refused(tmp_path: Path) -> None:
         Guard(watch, ["raise_scale"], scaler=scaler)
     watch.close()
     scaler.close()
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_custom_scaler_declares_why_its_scale_is_not_set(layers: bool, tmp_path: Path) -> None:
+    class Stubborn(DynamicScaler):
+        scales_layers = layers
+        set_scale_refusal = "this scaler keeps its scale"
+
+    model = net()
+    watch = pl.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run=tmp_path / "run")
+    with pytest.raises(ArgumentError, match="keeps its scale; allow layer_scale" if layers else "keeps its scale"):
+        Guard(watch, ["raise_scale"], scaler=Stubborn("cpu"))
+    watch.close()

@@ -13,7 +13,6 @@ from plimsoll.precision.levels.catalogue import Level
 from plimsoll.precision.levels.placement import has_borders
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
-from plimsoll.scaling.static import StaticScaler
 from plimsoll.watch.names import unwrapped
 
 Optimizer = torch.optim.Optimizer
@@ -126,9 +125,9 @@ def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> N
             f"prepare: expected a scaler with torch.amp.GradScaler's interface; got {type(scaler).__name__}. Use one "
             "of plimsoll.scaling."
         )
-    if max_retries and isinstance(scaler, StaticScaler):
+    if max_retries and not getattr(scaler, "lowers_scale", True):  # torch's scaler declares nothing, and does
         raise ArgumentError(
-            "prepare: expected max_retries with a scaler that can lower its scale; got a StaticScaler. "
+            f"prepare: expected max_retries with a scaler that can lower its scale; got a {type(scaler).__name__}. "
             "Use DynamicScaler."
         )
     pure = [level.name for level in levels if level.weights == "fp16" and level.update == "plain"]

@@ -17,6 +17,7 @@ from plimsoll.precision.arguments import (
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.levels.schedule import Precision, Schedule, schedule_of
 from plimsoll.precision.training.loop import PREPARED, Loop
+from plimsoll.scaling.base import scaler_for
 from plimsoll.watch import Watch
 from plimsoll.watch.handle import watch as begin_watch
 
@@ -44,7 +45,8 @@ def prepare(
         optimizer: An optimizer of the model's parameters. Several in a list step together or not at all.
         precision: A level (`plimsoll.precision.levels_table` shows them), a plan file, or a schedule of (step,
             precision).
-        scaler: A loss scaler in place of the level's own, used at every level. Default: the level's own.
+        scaler: A loss scaler in place of the level's own, used at every level. Or a name in
+            `plimsoll.scaling.SCALERS`, for a scaler with its defaults. Default: the level's own.
         clip_norm: Largest norm of all unscaled gradients, computed in FP32. With `inf` the norm is reported but not
             clipped. Default: no norm.
         accumulate: Number of `step` calls that make one optimizer step, with the mean of their gradients. Default: 1.
@@ -73,6 +75,7 @@ def prepare(
     schedule = schedule_of(precision)
     optimizers = optimizers_of(optimizer, root)
     check_numbers(clip_norm, accumulate, max_retries)
+    scaler = scaler_for("prepare", scaler, model)
     check_scaler(scaler, [stage.level for stage in schedule.stages], max_retries)
     _check_policy(policy, schedule)
     loop = Loop(

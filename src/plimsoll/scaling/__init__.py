@@ -1,6 +1,6 @@
-"""Loss scalers: what multiplies the loss so that small gradients survive, and what it does when large ones do not."""
+"""Loss scalers: they multiply the loss so that small gradients do not underflow, and react to overflow."""
 
-from plimsoll.scaling.base import LossScaler as LossScaler
+from plimsoll.scaling.base import SCALERS as SCALERS, LossScaler as LossScaler
 from plimsoll.scaling.dynamic import DynamicScaler as DynamicScaler
 from plimsoll.scaling.hysteresis import Hysteresis as Hysteresis
 from plimsoll.scaling.layerwise.scaler import LayerScaler as LayerScaler

@@ -1,21 +1,17 @@
-"""What all loss scalers share: the interface of `torch.amp.GradScaler`, and the promises that it does not make.
+"""Base class of all loss scalers, and the registry of their names."""
 
-One class, whose every method is the interface's or a hook of it, so more than 300 lines; what a method does beyond
-keeping order lies in the modules beside this one.
-"""
-
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from plimsoll import kernels
+from plimsoll import checks, kernels
 from plimsoll.errors import ArgumentError, NotRecordedError, StateError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.state.persistence import LOSSES, SavedScaler, fresh_state
@@ -26,9 +22,13 @@ from plimsoll.scaling.step.rank_agreement import agree, combined
 from plimsoll.scaling.step.skip_reason import blame
 from plimsoll.scaling.step_outcome import StepOutcome
 from plimsoll.text import power
+from plimsoll.watch.hooks import torch_hooks
 
 FLOOR = 2.0**-14  # where gradients of 1 are still normal numbers of float16
 
+_by_name: "dict[str, type[LossScaler]]" = {}
+SCALERS: "Mapping[str, type[LossScaler]]" = MappingProxyType(_by_name)
+"""The classes of scalers by name: those of Plimsoll, and those of other packages once they are imported."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -42,26 +42,52 @@ def _eager(method: _Method) -> _Method:
 
 
 class LossScaler(SavedScaler, ABC):
-    """The base of all scalers: a `torch.amp.GradScaler` to every ``isinstance``, with each method of its own.
+    """Base class of all loss scalers, with the interface of `torch.amp.GradScaler`.
 
-    Only this class defines `scale`, `unscale_`, `step` and `update`, so that a watch hears of each call once. What
-    scalers differ in are a few hooks:
+    A scaler passes ``isinstance(scaler, torch.amp.GradScaler)``. The class keyword `name` registers a subclass in
+    `SCALERS`, so that ``prepare(scaler="name")`` creates it. A subclass defines `_next_scale`, and may define other
+    hooks:
 
-    - `_next_scale(found_inf)`: the scale after a step, as a float or a one-element tensor; `found_inf` is a float32
-      tensor of no dimension on the scale's device, above 0 where a gradient of any optimizer, on any rank, was not
-      finite. The base keeps it within the bounds, whatever is returned. The one hook that every scaler defines.
-    - `_start(device)`: makes further tensors of state; called when the scale's tensor is made.
-    - `_scale_set()`: the scale was set by hand, with ``update(new_scale)``.
-    - `_bank(optimizer, gradients)`: the bank and the row for each gradient that the unscale pass fills, before it
-      multiplies, with their spectra. Called once for each device that holds gradients.
-    - `_observe(optimizer, found_inf)`: the optimizer's gradients are unscaled, and the ranks agree.
-    - `_grad_norm(optimizer)`: the norm of the unscaled gradients, where it is known for nothing; goes to the outcome.
-    - `_save()` and `_load(extra)`: what the state has beside GradScaler's entries.
+    - `_next_scale(found_inf)`: Return the scale after a step, as a float or a one-element tensor. `found_inf` is a 0-d
+      float32 tensor on the scale's device, above 0 if a gradient of any optimizer on any rank was not finite. The base
+      class clamps the result to the bounds.
+    - `_start(device)`: Create further state tensors. Called when the tensor of the scale is created.
+    - `_scale_set()`: A caller has set the scale, with `update(new_scale)` or `set_scale`.
+    - `_bank(optimizer, gradients)`: Return the bank and the row of each gradient, which the unscale pass fills with
+      spectra of the scaled gradients. Called once for each device that has gradients.
+    - `_observe(optimizer, found_inf)`: The optimizer's gradients are unscaled, and the ranks agree.
+    - `_grad_norm(optimizer)`: Return the norm of the unscaled gradients if it costs nothing. The outcome has it.
+    - `_save()` and `_load(extra)`: State beyond the entries of GradScaler.
+    - `for_model(model)`: Create the scaler with its defaults.
 
-    The promises: the scale is never 0, Inf or NaN, and has a finite reciprocal; a non-finite gradient is never given to
-    an optimizer, nor one that would be non-finite after unscaling; every step leaves an `outcome`; ranks of
-    `process_group`, and those that hold shards of a DTensor gradient, take the same decision.
+    Three attributes declare what others need to know: `lowers_scale`, `scales_layers` and `set_scale_refusal`.
+
+    Guarantees: The scale is never 0, Inf or NaN, and its reciprocal is finite. No optimizer receives a gradient that
+    is not finite, before or after unscaling. Every step has an `outcome`. Ranks of `process_group`, and ranks that hold
+    shards of a DTensor gradient, take the same decision.
     """
+
+    lowers_scale: ClassVar[bool] = True
+    """Whether an overflow lowers the scale, so that a repeated batch may succeed."""
+
+    scales_layers: ClassVar[bool] = False
+    """Whether layers have scales of their own: the scaler then has `scales` and `look_again` like `LayerScaler`."""
+
+    set_scale_refusal: ClassVar[str | None] = None
+    """Reason why a scale that a caller sets has no lasting effect. None: it has."""
+
+    def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if name is None:
+            return
+        known = _by_name.get(name)
+        # A notebook cell that runs again defines the same class again: that one takes the place of the first.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ArgumentError(
+                f"LossScaler: expected a name that no other scaler has; got name={name!r}, which is that of "
+                f"{known.__module__}.{known.__qualname__}. Choose another."
+            )
+        _by_name[name] = cls
 
     def __init__(
         self,
@@ -96,6 +122,12 @@ class LossScaler(SavedScaler, ABC):
         self._outcomes = {}
         self._begins = True  # the next step is the first of an iteration
         self._losses = deque(maxlen=LOSSES)
+
+    @classmethod
+    def for_model(cls, model: nn.Module) -> Self:
+        """Create a scaler with its defaults, on the device of the model's first parameter."""
+        first = next(model.parameters(), None)
+        return cls("cpu" if first is None else first.device.type)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -329,43 +361,74 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends the iteration: the scale follows from what was found in it, or is set to `new_scale`.
+        """End the iteration: compute the next scale, or set it to `new_scale`. Does not wait for the device.
 
-        `new_scale` is a number within the scaler's bounds, else `ArgumentError`; or a one-element tensor on the
-        scaler's device, which is brought within them without being read. Waits for nothing.
+        Args:
+            new_scale: A number within the scaler's bounds. Or a one-element tensor on the scaler's device, which is
+                clamped to the bounds without being read. Default: the scaler's rule decides.
+
+        Raises:
+            ArgumentError: `new_scale` is out of bounds, or a tensor of another shape or device.
+            StateError: No optimizer has stepped since the last update.
         """
         self._begins = True
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._write(self._given(new_scale))
+            self._write(self._checked_scale("update", new_scale))
             self._scale_set()
         else:
-            founds = [
-                f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()
-            ]
-            if not founds:
+            flags = [f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()]
+            if not flags:
                 raise StateError(
                     "update: expected a step of some optimizer before it; got none since the last update. Call "
                     "scaler.step(optimizer) first, or give update(new_scale)."
                 )
-            self._write(self._next_scale(combined(founds, scale.device)))
+            self._write(self._next_scale(combined(flags, scale.device)))
+        self._end_iteration()
+
+    @property
+    def scale_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest scale that the scaler may have."""
+        return self._min_scale, self._max_scale
+
+    def set_scale(self, scale: float) -> None:
+        """Set the scale between two iterations, from outside of the training loop, as a guard does.
+
+        The effect is that of `update(scale)`, but a watch does not record the end of a step. `set_scale_refusal` gives
+        the reason if the scaler's rule replaces the scale at once.
+
+        Args:
+            scale: A number within `scale_bounds`.
+
+        Raises:
+            ArgumentError: `scale` is no number, or is out of bounds.
+            StateError: No loss was scaled yet.
+        """
+        if self._enabled:
+            self._check_scale_growth_tracker("set_scale")
+            self._write(self._checked_scale("set_scale", scale))
+            self._scale_set()
+            self._begins = True
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(fresh_state)
         self._losses.clear()
 
-    def _given(self, new_scale: float | Tensor) -> float | Tensor:
-        if not isinstance(new_scale, Tensor):
-            number = arguments.check_scale("update", "new_scale", new_scale)
-            arguments.check_within("update", self._min_scale, number, self._max_scale)
+    def _checked_scale(self, operation: str, scale: float | Tensor) -> float | Tensor:
+        if not isinstance(scale, Tensor):
+            number = arguments.check_scale(operation, "new_scale", scale)
+            arguments.check_within(operation, self._min_scale, number, self._max_scale)
             return number
-        if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
+        if scale.device.type != self._device or scale.numel() != 1 or scale.requires_grad:
             raise ArgumentError(
-                f"update: expected new_scale as a number, or a one-element tensor on {self._device} without gradient; "
-                f"got one of shape {tuple(new_scale.shape)} on {new_scale.device}, requires_grad="
-                f"{new_scale.requires_grad}. Give a float."
+                f"{operation}: expected new_scale as a number, or a one-element tensor on {self._device} without "
+                f"gradient; got one of shape {tuple(scale.shape)} on {scale.device}, requires_grad="
+                f"{scale.requires_grad}. Give a float."
             )
-        return new_scale.reshape(())
+        return scale.reshape(())
 
     def _write(self, value: float | Tensor) -> None:
         """Sets the scale, within its bounds whatever comes; NaN becomes the lower one."""
@@ -381,6 +444,21 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
-# A watch that is open already hears of these methods from here on; one that opens later finds the class by itself.
-if _seams := sys.modules.get("plimsoll.watch.hooks.torch_hooks"):
-    _seams.look_for_scalers()
+def scaler_for(operation: str, scaler: object, model: nn.Module) -> Any:
+    """Return `scaler`, or a new scaler for the model if it is a name in `SCALERS`.
+
+    Args:
+        operation: The operation that the user called, for the message.
+        scaler: A scaler, or a name. Anything else is returned as it is.
+        model: The model to be trained.
+
+    Raises:
+        ArgumentError: No scaler has this name, or the scaler of this name has no defaults.
+    """
+    if not isinstance(scaler, str):
+        return scaler
+    return SCALERS[checks.one_of(operation, "scaler", scaler, tuple(SCALERS))].for_model(model)
+
+
+# Plimsoll's scalers define `scale`, `step` and `update` themselves, so the patches of GradScaler do not reach them.
+torch_hooks.add_scaler_class(LossScaler)

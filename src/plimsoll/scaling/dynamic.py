@@ -12,7 +12,7 @@ from plimsoll.scaling.hysteresis import Hysteresis
 from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
 
 
-class DynamicScaler(LossScaler):
+class DynamicScaler(LossScaler, name="dynamic"):
     """`torch.amp.GradScaler`'s rule with a floor, a ceiling, hysteresis, and a fast way back after a burst.
 
     The scale is multiplied by `backoff_factor` after a step with a non-finite gradient, which is skipped, and by

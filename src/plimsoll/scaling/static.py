@@ -1,15 +1,16 @@
 """A scale that stays."""
 
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from plimsoll.errors import ArgumentError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.state.persistence import SavedState
 
 
-class StaticScaler(LossScaler):
+class StaticScaler(LossScaler, name="static"):
     """Multiplies by a constant, and skips, as every scaler does, a step whose gradients are not finite.
 
     The outcome says so; the scale does not follow, so that a scale that is too large skips every step. `update` takes
@@ -21,6 +22,9 @@ class StaticScaler(LossScaler):
     >>> pl.scaling.StaticScaler(1024.0, device="cpu").get_scale()
     1024.0
     """
+
+    lowers_scale = False
+    set_scale_refusal = "a StaticScaler's scale stays; use DynamicScaler"
 
     def __init__(
         self,
@@ -38,6 +42,14 @@ class StaticScaler(LossScaler):
         )  # fmt: skip
         self._growth_factor = self._backoff_factor = 1.0
         self._growth_interval = 1
+
+    @classmethod
+    def for_model(cls, model: nn.Module) -> NoReturn:  # noqa: ARG003
+        """Raise `ArgumentError`: a constant scale has no default that suits every model."""
+        raise ArgumentError(
+            "StaticScaler: expected a scale; got only the scaler's name. Give plimsoll.scaling.StaticScaler(2.0**10), "
+            "for example, or use DynamicScaler."
+        )
 
     def _next_scale(self, found_inf: Tensor) -> float:  # noqa: ARG002
         return self._min_scale

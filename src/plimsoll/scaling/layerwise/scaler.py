@@ -6,7 +6,7 @@ One class, whose every method is the interface's or a hook of it, so more than 3
 import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from plimsoll.spectrum import Spectrum
 _RULES = ("spectra", "zhao")
 
 
-class LayerScaler(LossScaler):
+class LayerScaler(LossScaler, name="layer"):
     """A loss scaler that also gives each layer's backward a power of two of its own.
 
     One loss scale moves all gradients alike. Where they span more binades than the format has, from layer to layer, no
@@ -81,6 +81,9 @@ class LayerScaler(LossScaler):
     >>> scaler.outcome.stepped, sorted(scaler.scales)
     (True, ['0', '2'])
     """
+
+    scales_layers = True
+    set_scale_refusal = "a LayerScaler's layers keep their scales when the loss scale changes"
 
     def __init__(
         self,
@@ -128,6 +131,11 @@ class LayerScaler(LossScaler):
         self._handles: list[Any] = []
         if self._enabled:
             self._attach(inner, wrapped=inner is not model)
+
+    @classmethod
+    def for_model(cls, model: nn.Module) -> Self:
+        """Create a scaler of the model with its defaults."""
+        return cls(model)
 
     # -- for users -----------------------------------------------------------------------------------------------------
 

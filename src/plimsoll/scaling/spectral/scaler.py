@@ -32,7 +32,7 @@ from plimsoll.scaling.step.gradients import Gradient
 MOST_MARGIN = 16.0  # binades
 
 
-class SpectralScaler(LossScaler):
+class SpectralScaler(LossScaler, name="spectral"):
     """Sets the scale from what the gradients look like, before they overflow, and says where no scale serves.
 
     The pass that unscales the gradients measures them too: their largest magnitude, and how many values are about to be
@@ -63,6 +63,8 @@ class SpectralScaler(LossScaler):
     >>> scaler.get_scale(), scaler.window
     (16384.0, (-23, 15))
     """
+
+    set_scale_refusal = "a SpectralScaler sets its scale from the gradients at every step"
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ Installed when the first watch opens and removed when the last one closes:
 
 - global optimizer hooks (public in torch): an optimizer steps;
 - `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
-- `scale`, `step` and `update` of `torch.amp.GradScaler`, of `plimsoll.scaling.LossScaler` once it is imported, and of
-  the class of any other scaler that a watch was given;
+- `scale`, `step` and `update` of `torch.amp.GradScaler`, of the classes given to `add_scaler_class`, and of the class
+  of any other scaler that a watch was given;
 - `replay` of `torch.cuda.CUDAGraph`: what was captured with taps in it runs again;
 - `skip_nnmodule_hook_guards` of torch's compiler is off: with it, a model with taps would run a graph that was
   compiled for another of its class without;
@@ -83,6 +83,7 @@ emulated: list[Callable[[], Mapping[str, str]]] = []
 _listeners: list["weakref.ref[Listener]"] = []
 _undo: list[Callable[[], None]] = []
 _patched: dict[type, list[Callable[[], None]]] = {}
+_scaler_classes: list[type] = [torch.amp.GradScaler]
 _lock = threading.RLock()
 
 
@@ -165,8 +166,8 @@ def _install() -> None:
         _wrap(torch.cuda.CUDAGraph, "replay", _replaying(torch.cuda.CUDAGraph.replay), _undo)
     if threading.current_thread() is threading.main_thread():
         _patch_signal(signal.SIGTERM)
-    _patch_scaler(torch.amp.GradScaler)
-    look_for_scalers()
+    for kind in _scaler_classes:
+        _patch_scaler(kind)
 
 
 def _after_fork() -> None:
@@ -246,11 +247,11 @@ def _patch_scaler(kind: type) -> None:
                 _wrap(owner, name, wrapper(owner.__dict__[name]), undo)
 
 
-def look_for_scalers() -> None:
-    """Wraps the methods of Plimsoll's own scalers, if there are any and anyone listens; their room calls it too."""
-    kind = getattr(sys.modules.get("plimsoll.scaling.base"), "LossScaler", None)
-    if kind is not None and _undo:
-        with _lock:
+def add_scaler_class(kind: type) -> None:
+    """Report the calls of a class of loss scalers. A package above this one adds its own when it is imported."""
+    with _lock:
+        _scaler_classes.append(kind)
+        if _undo:  # a watch is active already
             _patch_scaler(kind)
 
 

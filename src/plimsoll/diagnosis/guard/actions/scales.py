@@ -25,33 +25,23 @@ class LossScale(Remedy):
     """What raising and lowering share."""
 
     def refusal(self) -> str | None:
-        """Scalers that set their scale by themselves, or not at all, are none to interfere with."""
-        from plimsoll import scaling
-
+        """Return why the scaler's scale cannot be set to last; None if it can."""
         scaler, loop = self.training.scaler, self.training.loop
         if scaler is None:
-            given = f"the loop, at {loop.precision}, scales no loss" if loop is not None else "no scaler is given"
-            return f"{given}; give scaler=, the scaler that the training uses"
+            source = f"the loop, at {loop.precision}, scales no loss" if loop is not None else "no scaler is given"
+            return f"{source}; give scaler=, the scaler that the training uses"
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return f"{type(scaler).__name__} is no scaler that is at work"
-        for kind, why in (
-            (scaling.StaticScaler, "a StaticScaler's scale stays; use DynamicScaler"),
-            (scaling.SpectralScaler, "a SpectralScaler sets its scale from the gradients at every step"),
-            (
-                scaling.LayerScaler,
-                "a LayerScaler's layers keep their scales when the loss scale changes; allow layer_scale",
-            ),
-        ):
-            if isinstance(scaler, kind):
-                return why
-        return None
+        # `LossScaler` declares these attributes. torch's scaler has none of them: its scale can be set.
+        why: str | None = getattr(scaler, "set_scale_refusal", None)
+        return f"{why}; allow layer_scale" if why and getattr(scaler, "scales_layers", False) else why
 
     def change(self, finding: Finding, since: int, exponent: int, reason: str) -> Order | str:
-        """An order for a scale of that power of two, as far as the scaler's bounds allow."""
-        scaler = self.training.scaler
+        """Return an order for a scale of that power of two, clamped to the scaler's bounds."""
+        scaler: Any = self.training.scaler
         if scaler is None:
             return "the loss is not scaled any more"
-        low, high = getattr(scaler, "_min_scale", _LOWEST), getattr(scaler, "_max_scale", _HIGHEST)
+        low, high = getattr(scaler, "scale_bounds", (_LOWEST, _HIGHEST))
         bounded = min(max(exponent, math.ceil(math.log2(low))), math.floor(math.log2(high)))
         now = float(scaler.get_scale())
         if now > 0 and bounded == math.log2(now):
@@ -61,10 +51,13 @@ class LossScale(Remedy):
         )
 
     def carry_out(self, order: Order) -> None:
-        """Sets the scale, unheard by watches: to them the step has ended with the scaler's own update."""
-        scaler: Any = self.training.scaler
-        update: Any = inspect.unwrap(scaler.update.__func__)
-        update(scaler, float(order.after or 0))
+        """Set the scale. Watches do not record it: for them the step has ended with the scaler's own update."""
+        scaler, scale = self.training.scaler, float(order.after or 0)
+        if hasattr(scaler, "set_scale"):
+            scaler.set_scale(scale)
+        else:
+            # The original of torch's update, below the wrapper by which watches record the end of a step.
+            inspect.unwrap(scaler.update.__func__)(scaler, scale)
 
     def exponent(self) -> int:
         """The present scale's binade; that of the lowest one for a scale of 0."""
@@ -112,14 +105,12 @@ class LayerScale(Remedy):
     action = "layer_scale"
 
     def refusal(self) -> str | None:
-        """Only a LayerScaler has scales of layers."""
-        from plimsoll.scaling import LayerScaler
-
-        scaler = self.training.scaler
-        if isinstance(scaler, LayerScaler) and scaler.is_enabled():
+        """Return why there are no scales of layers to choose; None if there are."""
+        scaler: Any = self.training.scaler
+        if getattr(scaler, "scales_layers", False) and scaler.is_enabled():
             return None
-        found = "no scaler is given" if scaler is None else f"a {type(scaler).__name__} has one scale for all"
-        return f"{found}; use plimsoll.scaling.LayerScaler(model)"
+        why = "no scaler is given" if scaler is None else f"a {type(scaler).__name__} has one scale for all"
+        return f"{why}; use plimsoll.scaling.LayerScaler(model)"
 
     def propose(self, finding: Finding, since: int, tries: int, look: Look) -> Order | str:  # noqa: ARG002
         """The layers that the finding names, as far as they have a scale."""
