@@ -11,7 +11,7 @@ from plimsoll.fp8.linear import Linear
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.unit import nn as unit_nn
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.functional.products import resolved
+from plimsoll.unit.functional.ideal_factors import resolve_factors
 
 
 def convert(
@@ -97,7 +97,7 @@ def _recipe(name: str, module: nn.Linear, scaling: Scaling, history: int, margin
     if isinstance(module, unit_nn.Linear):
         formula = formulas.readout if isinstance(module, unit_nn.LinearReadout) else formulas.linear
         ideal = formula(module.in_features, module.out_features)
-        factors = resolved("fp8.convert", module.constraint, module.factors, ideal)
+        factors = resolve_factors("fp8.convert", module.constraint, module.factors, ideal)
     return Recipe(scaling=scaling, history=history, margin=margin, factors=factors)
 
 

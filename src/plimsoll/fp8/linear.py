@@ -18,9 +18,8 @@ from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_f
 from plimsoll.fp8.weight_cache import check_unchanged, version_of
 from plimsoll.kernels.operators.fp8_cast import keep, padded
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint
-from plimsoll.unit.factors.formulas import Factors, root
-from plimsoll.unit.functional.products import resolved
+from plimsoll.unit.factors.formulas import Constraint, Factors, root
+from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.optim.parameter_kinds import tag
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +88,7 @@ class Linear(nn.Linear):
     ) -> None:
         scaling = checked("fp8.Linear", scaling, history, margin)
         if scaling == "unit" or factors is not None:
-            factors = resolved("fp8.Linear", constraint, factors, formulas.linear(in_features, out_features))
+            factors = resolve_factors("fp8.Linear", constraint, factors, formulas.linear(in_features, out_features))
         recipe = Recipe(scaling=scaling, history=history, margin=margin, factors=factors or NO_FACTORS)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.take_recipe(recipe)

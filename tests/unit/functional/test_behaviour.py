@@ -307,10 +307,13 @@ def test_other_constraints_are_refused(name: str) -> None:
 X = torch.ones(2, 4)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: U.gelu(X, "erf"), "gelu: expected approximate to be 'none' or 'tanh'; got 'erf'"),
-    (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a number above zero; got 0.0 (float)"),
-    (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a number above zero; got inf"),
-    (lambda: U.softmax(X, -1, mult=True), "softmax: expected mult to be a number above zero; got True (bool)"),
-    (lambda: U.cross_entropy(X, X, mult=-1), "cross_entropy: expected mult to be a number above zero; got -1 (int)"),
+    (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a finite number above 0; got 0.0 (float)"),
+    (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a finite number above 0; got inf"),
+    (lambda: U.softmax(X, -1, mult=True), "softmax: expected mult to be a finite number above 0; got True (bool)"),
+    (
+        lambda: U.cross_entropy(X, X, mult=-1),
+        "cross_entropy: expected mult to be a finite number above 0; got -1 (int)",
+    ),
     (
         lambda: U.cross_entropy(X, X, reduction="avg"),
         "cross_entropy: expected reduction to be 'mean', 'sum' or 'none'; got 'avg'",

@@ -1,6 +1,6 @@
 """Every function gives unit scale forward and backward, within a bound that is computed from what was measured.
 
-The bound is Student's: so many standard errors (`plimsoll.unit.factors.measured_scales`) that one sound value of a
+The bound is Student's: so many standard errors (`plimsoll.unit.factors.measured`) that one sound value of a
 million exceeds it. What a formula leaves out is stated beside its case, as a share.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import plimsoll.unit.functional as U  # noqa: N812  (as torch's F)
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.measured_scales import Scale, scales
+from plimsoll.unit.factors.measured import Scale, measure_scales
 from plimsoll.unit.factors.softmax_moments import moments
 from tests.support.cases import each
 
@@ -200,7 +200,7 @@ def test_unit_scale_forward_and_backward(
     function: Callable[..., Tensor], shapes: Shapes, known: dict[str, Any]
 ) -> None:
     left_out = known.get("left_out", (0.0,) * (1 + len(shapes)))
-    found = scales(function, shapes, runs=RUNS)
+    found = measure_scales(function, shapes, runs=RUNS)
     assert_unit(found.output, known.get("output", 1.0), left_out[0])
     for scale, expected, short in zip(
         found.inputs, known.get("inputs", (1.0,) * len(shapes)), left_out[1:], strict=True
@@ -214,7 +214,7 @@ def test_unit_scale_forward_and_backward(
 def test_a_loss_of_unit_logits_has_the_gradient_that_integration_says(
     classes: int, mult: float, reduction: str
 ) -> None:
-    found = scales(
+    found = measure_scales(
         lambda x: U.cross_entropy(x, labels(x), mult=mult, reduction=reduction), [(4000 // classes, classes)], runs=RUNS
     )
     squares = moments(classes, mult).squares
@@ -233,7 +233,7 @@ def test_the_gradient_of_equal_logits_is_exactly_at_unit_scale(classes: int) -> 
 
 
 def test_other_losses() -> None:
-    found = scales(U.mse_loss, [(60, 60), (60, 60)], runs=RUNS)
+    found = measure_scales(U.mse_loss, [(60, 60), (60, 60)], runs=RUNS)
     assert_unit(found.inputs[0])
     assert_unit(found.inputs[1])
     logits = torch.zeros(50, 3, requires_grad=True)

@@ -23,7 +23,7 @@ from plimsoll.unit.capture.example_values import Values
 from plimsoll.unit.capture.fused_functions import Cluster, clusters, free_edges
 from plimsoll.unit.capture.gradient_graph import Edge, Flow, base_name, flow, tensor_ports
 from plimsoll.unit.changes import ONE, Factor, Left, NodeChange, ParameterChange, Port, Scale
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
+from plimsoll.unit.factors.formulas import Constraint, check_constraint
 from plimsoll.unit.rules.measured import ENTRY, of_cluster
 from plimsoll.unit.rules.operation import Ideal, Site, mean, parameter_behind, times
 from plimsoll.unit.rules.registry import ideal_of

@@ -1,12 +1,12 @@
-"""The operations of unit scaling: as `torch.nn.functional`'s, with a constant factor each way.
+"""Operations of unit scaling: those of `torch.nn.functional`, with a constant factor each way.
 
-Every function takes the arguments of torch's function of its name, in its order, then by keyword `constraint`, `mult`
-and `factors` where they apply.
+Every function takes the arguments of torch's function of the same name, in the same order. `constraint`, `mult` and
+`factors` follow by keyword if they apply.
 """
 
-from plimsoll.unit.factors.constraints import Constraint as Constraint
-from plimsoll.unit.factors.formulas import Factors as Factors
+from plimsoll.unit.factors.formulas import Constraint as Constraint, Factors as Factors
 from plimsoll.unit.functional.activations import (
+    dropout as dropout,
     gelu as gelu,
     relu as relu,
     sigmoid as sigmoid,
@@ -24,7 +24,6 @@ from plimsoll.unit.functional.convolutions import (
     conv2d as conv2d,
     conv_transpose2d as conv_transpose2d,
 )
-from plimsoll.unit.functional.lookups import embedding as embedding
 from plimsoll.unit.functional.losses import (
     binary_cross_entropy_with_logits as binary_cross_entropy_with_logits,
     cross_entropy as cross_entropy,
@@ -44,8 +43,12 @@ from plimsoll.unit.functional.pooling import (
     max_pool1d as max_pool1d,
     max_pool2d as max_pool2d,
 )
-from plimsoll.unit.functional.products import linear as linear, linear_readout as linear_readout, matmul as matmul
-from plimsoll.unit.functional.random_masks import dropout as dropout
+from plimsoll.unit.functional.products import (
+    embedding as embedding,
+    linear as linear,
+    linear_readout as linear_readout,
+    matmul as matmul,
+)
 from plimsoll.unit.functional.sums import (
     add as add,
     residual_add as residual_add,

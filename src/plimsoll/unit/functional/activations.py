@@ -1,4 +1,4 @@
-"""Functions of one number at unit scale: the factors of GELU and the like are integrals (`factors.nonlinear`)."""
+"""Activations and dropout at unit scale. The factors of GELU and the like are integrals (`factors.nonlinear`)."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.factors.formulas import RELU
-from plimsoll.unit.functional.ideal_factors import carried_out
-from plimsoll.unit.functional.input_multiplier import checked_mult, gated, nonlinear
-from plimsoll.unit.scaled_multiply import check_floating
+from plimsoll.unit.factors import formulas
+from plimsoll.unit.factors.formulas import RELU, Constraint, check_constraint
+from plimsoll.unit.functional.ideal_factors import apply_checked, check_mult, gated, nonlinear, times
+from plimsoll.unit.scaled_multiply import check_floating, multiplied
 
 
 def gelu(
@@ -21,53 +20,60 @@ def gelu(
     mult: float = 1.0,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.gelu` of `mult * input` at unit scale: 1.701 forward and 1.481 backward where mult is 1.
+    """Return `torch.nn.functional.gelu` of `mult * input` at unit scale.
 
-    In the dtype of `input`; NaN and Inf are torch's.
+    The factors are 1.701 forward and 1.481 backward if `mult` is 1. The result has the dtype of `input`. NaN and Inf
+    are handled as by torch.
 
     Args:
-        input: floating point.
-        approximate: "none" or "tanh", as torch's.
-        mult: what multiplies the input first; above zero. Small, the function is nearly linear; large, nearly ReLU.
-        constraint: how the two factors become one; None leaves each ideal.
+        input: Floating-point tensor.
+        approximate: `"none"` or `"tanh"`, as in torch. Default: `"none"`.
+        mult: Multiplies the input first. Must be above 0. With a small one the function is nearly linear, with a large
+            one nearly a ReLU. Default: 1.
+        constraint: How the two factors become one. None leaves each ideal. Default: `"gmean"`.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    Raises:
+        ArgumentError: `approximate`, `mult` or `constraint` is not allowed.
+        UnsupportedTensorError: The tensor is not floating point.
 
     >>> gelu(torch.tensor([1.0]), constraint=None)
     tensor([1.4311])
     """
     if approximate not in ("none", "tanh"):
-        raise ArgumentError(f"gelu: expected approximate to be 'none' or 'tanh'; got {approximate!r}. Take 'none'.")
+        raise ArgumentError(f"gelu: expected approximate to be 'none' or 'tanh'; got {approximate!r}. Use 'none'.")
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    return _applied("gelu", name, lambda x: F.gelu(x, approximate=approximate), input, mult, constraint)
+    return _activation("gelu", name, lambda x: F.gelu(x, approximate=approximate), input, mult, constraint)
 
 
 def silu(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
-    """`torch.nn.functional.silu` of `mult * input` at unit scale. Arguments and exceptions are those of `gelu`."""
-    return _applied("silu", "silu", F.silu, input, mult, constraint)
+    """Return `torch.nn.functional.silu` of `mult * input` at unit scale. Arguments and errors are those of `gelu`."""
+    return _activation("silu", "silu", F.silu, input, mult, constraint)
 
 
 def relu(input: Tensor, *, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
-    """`torch.nn.functional.relu` at unit scale: sqrt(2 / (1 - 1/pi)) forward and sqrt(2) backward.
+    """Return `torch.nn.functional.relu` at unit scale.
 
-    A multiplier would change nothing, so there is none. Otherwise as `gelu`.
+    The factors are sqrt(2 / (1 - 1/pi)) forward and sqrt(2) backward. A multiplier would change nothing, so there is
+    none. The other arguments and the errors are those of `gelu`.
     """
-    check_floating("relu", input=input)
-    check_constraint("relu", constraint)
-    return carried_out(F.relu, RELU, constraint, input)
+    return apply_checked("relu", F.relu, RELU, constraint, input=input)
 
 
 def tanh(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
-    """`torch.tanh` of `mult * input` at unit scale: 1.593 forward, 1.467 backward where mult is 1. As `gelu`."""
-    return _applied("tanh", "tanh", torch.tanh, input, mult, constraint)
+    """Return `torch.tanh` of `mult * input` at unit scale.
+
+    The factors are 1.593 forward and 1.467 backward if `mult` is 1. Arguments and errors are those of `gelu`.
+    """
+    return _activation("tanh", "tanh", torch.tanh, input, mult, constraint)
 
 
 def sigmoid(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
-    """`torch.sigmoid` of `mult * input` at unit scale: 4.801 forward, 4.723 backward where mult is 1. As `gelu`.
+    """Return `torch.sigmoid` of `mult * input` at unit scale.
 
-    The values keep their mean, one half times the factor: unit scale is of the deviation from it.
+    The factors are 4.801 forward and 4.723 backward if `mult` is 1. The values keep their mean, one half times the
+    factor: their deviation from it is at unit scale. Arguments and errors are those of `gelu`.
     """
-    return _applied("sigmoid", "sigmoid", torch.sigmoid, input, mult, constraint)
+    return _activation("sigmoid", "sigmoid", torch.sigmoid, input, mult, constraint)
 
 
 def silu_glu(
@@ -77,15 +83,19 @@ def silu_glu(
     mult: float = 1.0,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """``input * silu(mult * gate)`` at unit scale, as in SwiGLU: 1.677 forward and for the input, 1.623 for the gate.
+    """Return ``input * silu(mult * gate)`` at unit scale, as in SwiGLU.
+
+    The factors are 1.677 forward and for the input's gradient, and 1.623 for the gate's, if `mult` is 1.
 
     Args:
-        input: what passes the gate, floating point.
-        gate: of the same shape.
-        mult: what multiplies the gate first; above zero.
-        constraint: how the three factors become one; None leaves each ideal.
+        input: Floating-point tensor that passes the gate.
+        gate: Floating-point tensor of the same shape.
+        mult: Multiplies the gate first. Must be above 0. Default: 1.
+        constraint: How the three factors become one. None leaves each ideal. Default: `"gmean"`.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+    Raises:
+        ArgumentError: The shapes differ, or `mult` or `constraint` is not allowed.
+        UnsupportedTensorError: A tensor is not floating point.
     """
     check_floating("silu_glu", input=input, gate=gate)
     if input.shape != gate.shape:
@@ -93,28 +103,75 @@ def silu_glu(
             f"silu_glu: expected input and gate of one shape; got {tuple(input.shape)} and {tuple(gate.shape)}. Expand "
             "one of them first, if that is meant."
         )
-    check_constraint("silu_glu", constraint)
-    mult = checked_mult("silu_glu", mult)
+    mult = check_mult("silu_glu", mult)
 
-    def plain(x: Tensor, g: Tensor) -> Tensor:
-        return x * F.silu(_times(g, mult))
+    def function(x: Tensor, g: Tensor) -> Tensor:
+        return x * F.silu(times(g, mult))
 
-    return carried_out(plain, gated("silu", mult), constraint, input, gate)
+    return apply_checked("silu_glu", function, gated("silu", mult), constraint, input=input, gate=gate)
 
 
-def _applied(
-    operation: str, name: str, function: Callable[[Tensor], Tensor], x: Tensor, mult: float,
+def dropout(
+    input: Tensor,  # noqa: A002  (torch's name)
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    constraint: Constraint | None = "gmean",
+) -> Tensor:
+    """Return `torch.nn.functional.dropout` at unit scale, or the input itself if it is not training.
+
+    The factor is sqrt(1 - p) both ways. Both ideal factors are the same number, so every constraint gives the same.
+
+    Args:
+        input: Floating-point tensor.
+        p: Probability that a value is dropped, from 0 to 1. Default: 0.5.
+        training: Whether values are dropped. Default: True.
+        inplace: Must be False, since the result has another scale than its input.
+        constraint: Accepted as in the other functions. Default: `"gmean"`.
+
+    Raises:
+        ArgumentError: `p` is no probability, `inplace` is True, or `constraint` is unknown.
+        UnsupportedTensorError: The tensor is not floating point.
+    """
+    check_floating("dropout", input=input)
+    check_constraint("dropout", constraint)
+    check_probability("dropout", p)
+    check_not_inplace("dropout", inplace)
+    factor = formulas.dropout(p) if training else 1.0
+    return multiplied(F.dropout(input, p, training), factor, factor)
+
+
+def check_not_inplace(operation: str, inplace: bool) -> None:
+    """Raise an error if `inplace` is set: the values of the input are not at the scale of the result."""
+    if inplace:
+        raise ArgumentError(
+            f"{operation}: expected inplace=False, since the result has another scale than its input; got "
+            f"inplace={inplace!r}. Leave it out."
+        )
+
+
+def check_probability(operation: str, p: float) -> None:
+    """Raise an error unless `p` is a number from 0 to 1."""
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"{operation}: expected the share to drop between 0 and 1; got {p!r} ({type(p).__name__}). "
+            "0.1 drops a tenth."
+        )
+
+
+def _activation(
+    operation: str,
+    name: str,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    mult: float,
     constraint: Constraint | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     check_floating(operation, input=x)
-    check_constraint(operation, constraint)
-    mult = checked_mult(operation, mult)
+    mult = check_mult(operation, mult)
 
-    def plain(x: Tensor) -> Tensor:
-        return function(_times(x, mult))
+    def multiplied_first(x: Tensor) -> Tensor:
+        return function(times(x, mult))
 
-    return carried_out(plain, nonlinear(name, mult), constraint, x)
-
-
-def _times(x: Tensor, mult: float) -> Tensor:
-    return x if mult == 1 else x * mult
+    return apply_checked(operation, multiplied_first, nonlinear(name, mult), constraint, input=x)

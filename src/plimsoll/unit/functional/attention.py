@@ -1,7 +1,7 @@
-"""Softmax and attention at unit scale: their factors follow the length, and how sharp the weights are.
+"""Softmax and attention at unit scale. Their factors follow the length, and how sharp the weights are.
 
-The moments are integrals, held as curves over the length (`factors.softmax_moments`), so that a sequence may be of any
-length under a compiler too.
+The moments are integrals, kept as curves over the length (`factors.softmax_moments`). So a sequence may have any
+length, under a compiler too.
 """
 
 import math
@@ -12,13 +12,21 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.factors.formulas import Factors
+from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint
 from plimsoll.unit.factors.softmax_moments import along
-from plimsoll.unit.functional.ideal_factors import carried_out, check_factors
-from plimsoll.unit.functional.input_multiplier import attention_curves, checked_mult, softmax_curves
-from plimsoll.unit.functional.random_masks import checked_p
+from plimsoll.unit.functional.activations import check_probability
+from plimsoll.unit.functional.ideal_factors import (
+    apply_checked,
+    apply_factors,
+    attention_curves,
+    check_factors,
+    check_mult,
+    softmax_curves,
+    times,
+)
 from plimsoll.unit.scaled_multiply import check_floating
+
+_NO_FACTORS = Factors(output=1.0, inputs=(1.0,))
 
 
 def softmax(
@@ -29,34 +37,36 @@ def softmax(
     mult: float = 1.0,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.softmax` of `mult * input` at unit scale: about n / sqrt(e - 1) forward and n / sqrt(e) backward.
+    """Return `torch.softmax` of `mult * input` at unit scale.
 
-    So the values no longer add up to 1. Forward they keep a mean, above their unit deviation from it. One probability
-    alone is always 1: there the factors are 1. In 16 bits probabilities below the format's smallest are lost, as in
-    torch's own: `dtype` computes in another.
+    The factors are about n / sqrt(e - 1) forward and n / sqrt(e) backward for a length n, so the values no longer add
+    up to 1. They keep a mean above their unit deviation from it. A single probability is always 1, and has factors of
+    1. In 16 bits, probabilities below the format's smallest number underflow as in torch. Use `dtype` to compute in
+    another format.
 
     Args:
-        input: floating point.
-        dim: along which the probabilities add up to 1.
-        dtype: what to compute in and to return, as torch's.
-        mult: what multiplies the input first, above zero: the larger, the sharper.
-        constraint: how the two factors become one; None leaves each ideal.
+        input: Floating-point tensor.
+        dim: Dimension along which the probabilities are normalized.
+        dtype: Dtype of the computation and of the result, as in torch. Default: that of the input.
+        mult: Multiplies the input first. Must be above 0. A large one gives sharper weights. Default: 1.
+        constraint: How the two factors become one. None leaves each ideal. Default: `"gmean"`.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    Raises:
+        ArgumentError: `mult` or `constraint` is not allowed.
+        UnsupportedTensorError: The tensor is not floating point.
     """
     check_floating("softmax", input=input)
-    check_constraint("softmax", constraint)
-    mult = checked_mult("softmax", mult)
+    mult = check_mult("softmax", mult)
     length = input.shape[dim] if input.dim() else 1
-    ideal = Factors(output=1.0, inputs=(1.0,))
+    ideal = _NO_FACTORS
     if length > 1:
         spread, slope, _ = (along(curve, length) for curve in softmax_curves(mult))
         ideal = formulas.softmax(length, mult, spread, slope)
 
-    def plain(x: Tensor) -> Tensor:
-        return torch.softmax(x if mult == 1 else x * mult, dim, dtype)
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(times(x, mult), dim, dtype)
 
-    return carried_out(plain, ideal, constraint, input)
+    return apply_checked("softmax", function, ideal, constraint, input=input)
 
 
 def log_softmax(
@@ -67,23 +77,23 @@ def log_softmax(
     mult: float = 1.0,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.log_softmax` of `mult * input` at unit scale: about 1 / mult both ways, for many classes.
+    """Return `torch.log_softmax` of `mult * input` at unit scale.
 
-    Arguments and exceptions are those of `softmax`. Values keep their mean, below zero.
+    The factors are about 1 / mult both ways for many classes. The values keep their mean, which is below zero.
+    Arguments and errors are those of `softmax`.
     """
     check_floating("log_softmax", input=input)
-    check_constraint("log_softmax", constraint)
-    mult = checked_mult("log_softmax", mult)
+    mult = check_mult("log_softmax", mult)
     length = input.shape[dim] if input.dim() else 1
-    ideal = Factors(output=1.0, inputs=(1.0,))
+    ideal = _NO_FACTORS
     if length > 1:
         spread, _, variance = (along(curve, length) for curve in softmax_curves(mult))
         ideal = formulas.log_softmax(length, mult, spread, variance * length)
 
-    def plain(x: Tensor) -> Tensor:
-        return torch.log_softmax(x if mult == 1 else x * mult, dim, dtype)
+    def function(x: Tensor) -> Tensor:
+        return torch.log_softmax(times(x, mult), dim, dtype)
 
-    return carried_out(plain, ideal, constraint, input)
+    return apply_checked("log_softmax", function, ideal, constraint, input=input)
 
 
 def scaled_dot_product_attention(
@@ -100,51 +110,55 @@ def scaled_dot_product_attention(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` at unit scale.
+    """Return `torch.nn.functional.scaled_dot_product_attention` at unit scale.
 
-    The factors are of the number of keys, the width of a head, whether it is causal, the dropout, and how sharp the
-    weights are, which is ``mult * scale * sqrt(width)``. Causal: over all rows together; early rows see few keys and
-    have more than unit scale, late ones less. A mask is not looked at: where it hides many keys give `factors`.
+    The factors depend on the number of keys, the width of a head, `is_causal`, the dropout, and how sharp the weights
+    are, which is ``mult * scale * sqrt(width)``. With `is_causal` they hold over all rows together: early rows attend
+    to few keys and have more than unit scale, late ones less. They do not depend on the mask. If it hides many keys,
+    pass `factors`.
 
     Args:
-        query: (..., queries, width), floating point.
-        key: (..., keys, width).
-        value: (..., keys, value width).
-        attn_mask: as torch's, this and the four that follow.
-        dropout_p: the share of weights that are dropped.
-        is_causal: whether a query sees the keys up to its own place only.
-        scale: what multiplies the products; None is width ** -1/2.
-        enable_gqa: whether several heads of the query share one of key and value.
-        mult: multiplies them too, above zero.
-        constraint: how the four factors become one; None leaves each ideal.
-        factors: factors of one's own, of the output and three inputs, in place of the ideal ones and the constraint.
+        query: Floating-point tensor of shape (..., queries, width).
+        key: Tensor of shape (..., keys, width).
+        value: Tensor of shape (..., keys, value width).
+        attn_mask: As in torch. Default: None.
+        dropout_p: Share of weights that are dropped, from 0 to 1. Default: 0.
+        is_causal: Whether a query attends only to keys up to its own position. Default: False.
+        scale: Multiplies the products of queries and keys. Default: width ** -1/2.
+        enable_gqa: Whether several heads of the query share one head of key and value. Default: False.
+        mult: Multiplies the products too. Must be above 0. Default: 1.
+        constraint: How the four factors become one. None leaves each ideal. Default: `"gmean"`.
+        factors: Custom factors of the output and the three inputs. They replace the ideal ones and the constraint.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+    Raises:
+        ArgumentError: An option is not allowed.
+        UnsupportedTensorError: A tensor is not floating point.
     """
     operation = "scaled_dot_product_attention"
     check_floating(operation, query=query, key=key, value=value)
     check_constraint(operation, constraint)
-    checked_p(operation, dropout_p)
-    mult = checked_mult(operation, mult)
-    width = operator.index(query.shape[-1])  # a number under a compiler too: heads do not change their width
+    check_probability(operation, dropout_p)
+    mult = check_mult(operation, mult)
+    # A plain number under a compiler too: the width of a head never changes, and the curves below need it.
+    width = operator.index(query.shape[-1])
     score = mult * (math.copysign(scale, scale) if scale is not None else max(width, 1) ** -0.5)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=score, enable_gqa=enable_gqa
         )
 
     if factors is not None:
         check_factors(operation, factors, inputs=3)
-        return carried_out(plain, factors, None, query, key, value)
+        return apply_factors(function, factors, None, query, key, value)
     ideal = _attention_factors(query, key, value, score, dropout_p, is_causal)
-    return carried_out(plain, ideal, constraint, query, key, value)
+    return apply_factors(function, ideal, constraint, query, key, value)
 
 
 def _attention_factors(q: Tensor, k: Tensor, v: Tensor, score: float, dropout: float, causal: bool) -> Factors:
     width, keys, keep = operator.index(q.shape[-1]), k.shape[-2], 1 - dropout
     rows_per_key = (q.numel() * v.shape[-1]) / (v.numel() * width) if q.numel() and v.numel() else 1.0
-    if keys < 2 or not width or not keep:  # one weight, always 1: no gradient comes to query and key
+    if keys < 2 or not width or not keep:  # a single weight is always 1, so queries and keys get no gradient
         return Factors(output=1.0, inputs=(1.0, 1.0, rows_per_key**-0.5))
     curves = attention_curves(abs(score) * math.sqrt(width), width, causal)
     squares, slope, weighted = (along(curve, keys) for curve in curves)

@@ -1,8 +1,8 @@
 """Convolutions at unit scale.
 
-A value sums over its group's input channels and the kernel, a gradient over the output channels and the kernel. Next to
-a border with padding fewer terms are real: there values are smaller than unit scale, and no factor says otherwise, as
-one that did would follow the picture's size.
+A value sums over the input channels of its group and the kernel, a gradient over the output channels and the kernel.
+Next to a padded border fewer terms are real, so values there are below unit scale. No factor corrects this: it would
+depend on the size of the picture.
 """
 
 import math
@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint
-from plimsoll.unit.factors.formulas import Factors, root
-from plimsoll.unit.functional.ideal_factors import resolved
+from plimsoll.unit.factors.formulas import Constraint, Factors, root
+from plimsoll.unit.functional.ideal_factors import resolve_factors
+from plimsoll.unit.functional.pooling import Sizes, per_dimension
 from plimsoll.unit.scaled_multiply import check_floating, multiplied
-
-Sizes = int | tuple[int, ...]
 
 
 def conv1d(
@@ -32,22 +30,17 @@ def conv1d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.conv1d` at unit scale; the arguments are torch's, then those of `linear`.
+    """Return `torch.nn.functional.conv1d` at unit scale. Arguments are torch's, then those of `linear`.
 
-    Forward fan_in^-1/2, of a group's input channels times the kernel's size; the input's gradient likewise of the
-    output channels, and times sqrt(stride); the gradients of weight and bias positions^-1/2, of a batch's output
-    positions, whatever the constraint.
+    The forward factor is fan_in^-1/2, with the channels of a group times the kernel's size. The factor of the input's
+    gradient is fan_out^-1/2, likewise, times sqrt(stride). The gradients of weight and bias have positions^-1/2 under
+    every constraint, with all output positions of the batch.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+    Raises:
+        ArgumentError: `constraint` or `factors` is not allowed.
+        UnsupportedTensorError: A tensor is not floating point.
     """
-
-    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
-        return F.conv1d(x, w, b, stride, padding, dilation, groups)
-
-    check_floating("conv1d", input=input, weight=weight, bias=bias)
-    used = resolved("conv1d", constraint, factors, _ideal(weight, stride, groups))
-    places = _count(input, _lengths(input, weight, stride, padding, dilation))
-    return _convolved(plain, input, weight, bias, used, places, places)
+    return _convolution("conv1d", F.conv1d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
 
 
 def conv2d(
@@ -62,15 +55,8 @@ def conv2d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d` at unit scale: as `conv1d`, with both dimensions of kernel and stride."""
-
-    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
-        return F.conv2d(x, w, b, stride, padding, dilation, groups)
-
-    check_floating("conv2d", input=input, weight=weight, bias=bias)
-    used = resolved("conv2d", constraint, factors, _ideal(weight, stride, groups))
-    places = _count(input, _lengths(input, weight, stride, padding, dilation))
-    return _convolved(plain, input, weight, bias, used, places, places)
+    """Return `torch.nn.functional.conv2d` at unit scale: as `conv1d`, with both dimensions of kernel and stride."""
+    return _convolution("conv2d", F.conv2d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
 
 
 def conv_transpose2d(
@@ -86,64 +72,82 @@ def conv_transpose2d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.conv_transpose2d` at unit scale: `conv2d` with its two directions exchanged.
+    """Return `torch.nn.functional.conv_transpose2d` at unit scale: `conv2d` with its two directions exchanged.
 
-    An output value sums over kernel / stride positions on average: where the stride does not divide the kernel's size,
+    An output value sums over kernel / stride positions on average. If the stride does not divide the kernel's size,
     some values sum over more of them than others.
     """
-
-    def plain(x: Tensor, w: Tensor, b: "Tensor | None") -> Tensor:
-        return F.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
-
     check_floating("conv_transpose2d", input=input, weight=weight, bias=bias)
-    kernel, steps = math.prod(weight.shape[2:]), math.prod(_each(stride, weight))
+    kernel, steps = math.prod(weight.shape[2:]), math.prod(_spread(stride, weight))
     fan_in, fan_out = weight.shape[0] // groups * kernel, weight.shape[1] * kernel
     ideal = Factors(output=root(fan_in / steps), inputs=(root(fan_out),))
-    used = resolved("conv_transpose2d", constraint, factors, ideal)
-    # Every input position meets the whole kernel; the bias is added at the output's.
-    places = _count(input, _spatial(input, weight))
-    return _convolved(plain, input, weight, bias, used, places, places * steps)
+    factors = resolve_factors("conv_transpose2d", constraint, factors, ideal)
+    # Every input position meets the whole kernel. The bias is added at the output's positions.
+    positions = _positions(input, _spatial(input, weight))
+    settings = (stride, padding, output_padding, groups, dilation)
+    return _convolved(F.conv_transpose2d, input, weight, bias, settings, factors, positions, positions * steps)
 
 
-def _ideal(weight: Tensor, stride: Sizes, groups: int) -> Factors:
+def _convolution(
+    operation: str,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+    constraint: Constraint | None,
+    factors: Factors | None,
+) -> Tensor:
+    check_floating(operation, input=x, weight=weight, bias=bias)
     kernel = math.prod(weight.shape[2:])
     fan_in, fan_out = weight.shape[1] * kernel, weight.shape[0] // groups * kernel
-    return formulas.convolution(fan_in, fan_out, math.prod(_each(stride, weight)))
+    ideal = formulas.convolution(fan_in, fan_out, math.prod(_spread(stride, weight)))
+    factors = resolve_factors(operation, constraint, factors, ideal)
+    positions = _positions(x, _output_sizes(x, weight, stride, padding, dilation))
+    settings = (stride, padding, dilation, groups)
+    return _convolved(function, x, weight, bias, settings, factors, positions, positions)
 
 
 def _convolved(
-    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None,
-    factors: Factors, of_weight: int, of_bias: int,
-) -> Tensor:  # fmt: skip
-    """The convolution between its factors; the last two are how many terms the parameters' gradients sum over."""
-    given = factors.weight
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: tuple[object, ...],
+    factors: Factors,
+    weight_terms: int,
+    bias_terms: int,
+) -> Tensor:
+    """Run a convolution between its factors. The parameters' gradients sum over so many terms each."""
+    custom = factors.weight
     x = multiplied(x, 1.0, factors.inputs[0])
-    weight = multiplied(weight, 1.0, (root(of_weight) if given is None else given) / factors.moment)
-    bias = None if bias is None else multiplied(bias, 1.0, root(of_bias) if given is None else given)
-    return multiplied(plain(x, weight, bias), factors.output, 1.0)
+    weight = multiplied(weight, 1.0, (root(weight_terms) if custom is None else custom) / factors.moment)
+    bias = None if bias is None else multiplied(bias, 1.0, root(bias_terms) if custom is None else custom)
+    return multiplied(function(x, weight, bias, *settings), factors.output, 1.0)
 
 
-def _lengths(x: Tensor, weight: Tensor, stride: Sizes, padding: Sizes | str, dilation: Sizes) -> list[int]:
-    """The output's spatial sizes."""
+def _output_sizes(x: Tensor, weight: Tensor, stride: Sizes, padding: Sizes | str, dilation: Sizes) -> list[int]:
+    """Return the output's spatial sizes."""
     spatial = _spatial(x, weight)
     if padding == "same":
         return spatial
-    steps, dilations = _each(stride, weight), _each(dilation, weight)
-    pads = _each(0 if isinstance(padding, str) else padding, weight)
-    each = zip(spatial, weight.shape[2:], steps, pads, dilations, strict=True)
-    return [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, gap in each]
+    steps, dilations = _spread(stride, weight), _spread(dilation, weight)
+    pads = _spread(0 if isinstance(padding, str) else padding, weight)
+    dimensions = zip(spatial, weight.shape[2:], steps, pads, dilations, strict=True)
+    return [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, gap in dimensions]
 
 
 def _spatial(x: Tensor, weight: Tensor) -> list[int]:
     return list(x.shape[x.dim() - weight.dim() + 2 :])
 
 
-def _count(x: Tensor, lengths: list[int]) -> int:
-    """All positions of a batch."""
-    return math.prod(lengths) * (x.shape[0] if x.dim() == len(lengths) + 2 else 1)
+def _positions(x: Tensor, sizes: list[int]) -> int:
+    """Count the positions of a whole batch."""
+    return math.prod(sizes) * (x.shape[0] if x.dim() == len(sizes) + 2 else 1)
 
 
-def _each(sizes: Sizes, weight: Tensor) -> tuple[int, ...]:
-    """One for every spatial dimension."""
-    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return given * (weight.dim() - 2) if len(given) == 1 else given
+def _spread(sizes: Sizes, weight: Tensor) -> tuple[int, ...]:
+    return per_dimension(sizes, weight.dim() - 2)

@@ -1,40 +1,125 @@
-"""The factors that a function is to use: its own ideal ones under a constraint, or those that it is given."""
+"""Factors of a function: ideal ones under a constraint, or those of the caller; and the checks of its arguments.
 
+The integrals behind some factors are NumPy's, computed once for each multiplier. They run while a compiler traces,
+never inside the compiled code, so the code contains their results as constants.
+"""
+
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors.constraints import Constraint, check_constraint, constrained
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.scaled_multiply import multiplied
+from plimsoll.unit.factors import nonlinear as _nonlinear, softmax_moments
+from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint, constrained
+from plimsoll.unit.factors.softmax_moments import Attention, Curve
+from plimsoll.unit.scaled_multiply import check_floating, multiplied
 
 
-def carried_out(
-    function: Callable[..., Tensor], ideal: Factors, constraint: Constraint | None, *inputs: Tensor
+def apply_checked(
+    operation: str,
+    function: Callable[..., Tensor],
+    ideal: Factors,
+    constraint: Constraint | None,
+    *settings: object,
+    **inputs: Tensor,
 ) -> Tensor:
-    """The function between its factors; where a constraint makes them one, times it: exact in every derivative."""
+    """Run a function of tensors between its factors, after the checks that all functions share.
+
+    Args:
+        operation: Name of the public function, for errors.
+        function: Torch's function. It receives the inputs, then the settings, all by position.
+        ideal: Factors of the output and of each input's gradient.
+        constraint: How the factors become one number. None leaves each ideal.
+        settings: Further arguments of the function.
+        inputs: Tensors by their public names.
+
+    Raises:
+        ArgumentError: The constraint is unknown.
+        UnsupportedTensorError: A tensor is not floating point.
+    """
+    check_floating(operation, **inputs)
+    check_constraint(operation, constraint)
+    return apply_factors(function, ideal, constraint, *inputs.values(), settings=settings)
+
+
+def apply_factors(
+    function: Callable[..., Tensor],
+    ideal: Factors,
+    constraint: Constraint | None,
+    *inputs: Tensor,
+    settings: tuple[object, ...] = (),
+) -> Tensor:
+    """Run a function of tensors between its factors."""
     output, *gradients = constrained(constraint, ideal.output, *ideal.inputs)
     if constraint is not None:
-        return multiplied(function(*inputs), output, output)
+        # One factor for all directions: an ordinary product, which every order of differentiation handles exactly.
+        return multiplied(function(*inputs, *settings), output, output)
     scaled = (multiplied(x, 1.0, factor) for x, factor in zip(inputs, gradients, strict=True))
-    return multiplied(function(*scaled), output, 1.0)
+    return multiplied(function(*scaled, *settings), output, 1.0)
 
 
-def resolved(operation: str, constraint: Constraint | None, given: Factors | None, ideal: Factors) -> Factors:
-    """The factors to use: those given, else the ideal ones under the constraint; both checked."""
+def resolve_factors(operation: str, constraint: Constraint | None, custom: Factors | None, ideal: Factors) -> Factors:
+    """Return the custom factors, or else the ideal ones under the constraint. Both are checked."""
     check_constraint(operation, constraint)
-    if given is not None:
-        check_factors(operation, given, inputs=len(ideal.inputs))
-        return given
+    if custom is not None:
+        check_factors(operation, custom, inputs=len(ideal.inputs))
+        return custom
     output, *inputs = constrained(constraint, ideal.output, *ideal.inputs)
     return Factors(output=output, inputs=tuple(inputs), weight=ideal.weight)
 
 
 def check_factors(operation: str, factors: object, *, inputs: int) -> None:
-    """Refuses what is no record of factors, or one for another number of inputs."""
+    """Raise an error unless `factors` is a `Factors` for this number of inputs."""
     if not isinstance(factors, Factors) or len(factors.inputs) != inputs:
         raise ArgumentError(
             f"{operation}: expected factors to be Factors with {inputs} input(s); got {factors!r}. Leave it out for "
             "the ideal ones."
         )
+
+
+def check_mult(operation: str, mult: float) -> float:
+    """Return `mult` as a number, or raise an error unless it is finite and above zero."""
+    if isinstance(mult, bool) or not isinstance(mult, (int, float, torch.SymFloat)) or not 0 < mult < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"{operation}: expected mult to be a finite number above 0; got {mult!r} ({type(mult).__name__}). Use 1.0 "
+            "to leave the input as it is."
+        )
+    # A compiler may hold the multiplier as a symbol. copysign makes it a number with a guard, as no symbol passes it.
+    return math.copysign(mult, 1.0)
+
+
+def times(x: Tensor, mult: float) -> Tensor:
+    """Return `mult * x`, or `x` itself if the multiplier is 1."""
+    return x if mult == 1 else x * mult
+
+
+@torch.compiler.assume_constant_result
+def nonlinear(name: str, mult: float) -> Factors:
+    """Return the factors of a function of one number."""
+    return _nonlinear.nonlinear(name, mult)
+
+
+@torch.compiler.assume_constant_result
+def gated(name: str, mult: float) -> Factors:
+    """Return the factors of a product of one number and a function of another."""
+    return _nonlinear.gated(name, mult)
+
+
+@torch.compiler.assume_constant_result
+def largest(count: int) -> float:
+    """Return the standard deviation of the largest of so many normal values."""
+    return _nonlinear.largest(count)
+
+
+@torch.compiler.assume_constant_result
+def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
+    """Return the curves of a softmax."""
+    return softmax_moments.softmax_curves(mult)
+
+
+@torch.compiler.assume_constant_result
+def attention_curves(mult: float, width: int, causal: bool) -> Attention:
+    """Return the curves of attention."""
+    return softmax_moments.attention_curves(mult, width, causal)

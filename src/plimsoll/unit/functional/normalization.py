@@ -1,4 +1,4 @@
-"""Normalisations at unit scale: their outputs are at unit scale already; the gradients of their parameters are sums."""
+"""Normalizations at unit scale. Outputs are at unit scale without factors, gradients of parameters are sums."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,16 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.layer_norm`; the gradients of weight and bias are multiplied by rows^-1/2.
+    """Return `torch.nn.functional.layer_norm`. The gradients of weight and bias are multiplied by rows^-1/2.
 
-    Output and input's gradient are at unit scale without a factor (the gradient to sqrt(1 - 2/n), since a norm removes
-    two of its n directions), and so there is no constraint. Likewise for the other norms.
+    Output and input's gradient are at unit scale without a factor, so there is no constraint. (The gradient is at
+    sqrt(1 - 2/n), since a norm removes two of its n directions.) The same holds for the other norms.
 
-    Raises `UnsupportedTensorError` for tensors that are not floating point.
+    Raises:
+        UnsupportedTensorError: A tensor is not floating point.
     """
     check_floating("layer_norm", input=input, weight=weight, bias=bias)
-    return F.layer_norm(input, normalized_shape, shared(weight, input), shared(bias, input), eps)
+    return F.layer_norm(input, normalized_shape, _shared(weight, input), _shared(bias, input), eps)
 
 
 def rms_norm(
@@ -33,9 +34,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm`; the weight's gradient is multiplied by rows^-1/2. As `layer_norm`."""
+    """Return `torch.nn.functional.rms_norm`. The weight's gradient is multiplied by rows^-1/2, as in `layer_norm`."""
     check_floating("rms_norm", input=input, weight=weight)
-    return F.rms_norm(input, normalized_shape, shared(weight, input), eps)
+    return F.rms_norm(input, normalized_shape, _shared(weight, input), eps)
 
 
 def group_norm(
@@ -45,9 +46,12 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.group_norm`; its parameters' gradients are multiplied by positions^-1/2. As `layer_norm`."""
+    """Return `torch.nn.functional.group_norm`, as `layer_norm`.
+
+    The gradients of weight and bias are multiplied by positions^-1/2.
+    """
     check_floating("group_norm", input=input, weight=weight, bias=bias)
-    return F.group_norm(input, num_groups, shared(weight, input), shared(bias, input), eps)
+    return F.group_norm(input, num_groups, _shared(weight, input), _shared(bias, input), eps)
 
 
 def batch_norm(
@@ -60,14 +64,17 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`; its parameters' gradients are multiplied by positions^-1/2. As `layer_norm`."""
+    """Return `torch.nn.functional.batch_norm`, as `layer_norm`.
+
+    The gradients of weight and bias are multiplied by positions^-1/2.
+    """
     check_floating("batch_norm", input=input, weight=weight, bias=bias)
-    weight, bias = shared(weight, input), shared(bias, input)
+    weight, bias = _shared(weight, input), _shared(bias, input)
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def shared(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """A parameter that every row of `x` uses: its gradient, a sum over them, comes out at unit scale."""
+def _shared(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return a parameter that every row of `x` uses, with a factor for its gradient, which sums over the rows."""
     if parameter is None:
         return None
     terms = x.numel() // parameter.numel() if x.numel() and parameter.numel() else 0

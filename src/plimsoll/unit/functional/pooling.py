@@ -1,17 +1,14 @@
 """Pooling at unit scale."""
 
 import math
-from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.functional.ideal_factors import carried_out
-from plimsoll.unit.functional.input_multiplier import largest
+from plimsoll.unit.factors.formulas import Constraint, Factors
+from plimsoll.unit.functional.ideal_factors import apply_checked, largest
 from plimsoll.unit.scaled_multiply import check_floating
 
 Sizes = int | tuple[int, ...]
@@ -27,20 +24,18 @@ def avg_pool1d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.avg_pool1d` at unit scale: of windows of k, sqrt(k) forward, sqrt(k * stride) backward.
+    """Return `torch.nn.functional.avg_pool1d` at unit scale.
 
-    Windows over a border count as full ones.
+    The factors for windows of k values are sqrt(k) forward and sqrt(k * stride) backward. Windows over a border count
+    as full ones.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    Raises:
+        ArgumentError: The constraint is unknown.
+        UnsupportedTensorError: The tensor is not floating point.
     """
-    step = kernel_size if stride is None else stride
-    return _applied(
-        "avg_pool1d",
-        lambda x: F.avg_pool1d(x, kernel_size, step, padding, ceil_mode, count_include_pad),
-        input,
-        _average(kernel_size, stride, 1),
-        constraint,
-    )
+    ideal = _average(kernel_size, stride, 1)
+    settings = (kernel_size, kernel_size if stride is None else stride, padding, ceil_mode, count_include_pad)
+    return apply_checked("avg_pool1d", F.avg_pool1d, ideal, constraint, *settings, input=input)
 
 
 def avg_pool2d(
@@ -54,22 +49,18 @@ def avg_pool2d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.avg_pool2d` at unit scale: as `avg_pool1d`, k being the window's area.
+    """Return `torch.nn.functional.avg_pool2d` at unit scale: as `avg_pool1d`, k being the area of the window.
 
-    `divisor_override` is refused: a divisor is a factor, and that is what the function gives.
+    `divisor_override` must be None. A divisor is a factor, and the function has its own.
     """
     if divisor_override is not None:
         raise ArgumentError(
             f"avg_pool2d: expected no divisor_override, since the result is at unit scale whatever divides; got "
             f"{divisor_override}. Leave it out."
         )
-    return _applied(
-        "avg_pool2d",
-        lambda x: F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad),
-        input,
-        _average(kernel_size, stride, 2),
-        constraint,
-    )
+    ideal = _average(kernel_size, stride, 2)
+    settings = (kernel_size, stride, padding, ceil_mode, count_include_pad)
+    return apply_checked("avg_pool2d", F.avg_pool2d, ideal, constraint, *settings, input=input)
 
 
 def adaptive_avg_pool2d(
@@ -78,12 +69,14 @@ def adaptive_avg_pool2d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.adaptive_avg_pool2d` at unit scale: windows of input size over output size, side by side.
+    """Return `torch.nn.functional.adaptive_avg_pool2d` at unit scale.
 
-    The output's size must divide the input's: else windows differ, and no factor suits all. Otherwise as `avg_pool2d`.
+    A window has the input's size over the output's. `output_size` must divide the input's size. Otherwise windows
+    differ, and no factor fits all of them. Everything else is as in `avg_pool2d`.
     """
+    # Before anything is read from the shape, which what is no tensor does not have.
     check_floating("adaptive_avg_pool2d", input=input)
-    rows, columns = _each(output_size, 2)
+    rows, columns = per_dimension(output_size, 2)
     height, width = input.shape[-2:]
     if height % rows or width % columns:
         raise ArgumentError(
@@ -91,13 +84,8 @@ def adaptive_avg_pool2d(
             f"{columns}. Choose one that does, or pool with avg_pool2d."
         )
     window = (height // rows) * (width // columns)
-    return _applied(
-        "adaptive_avg_pool2d",
-        lambda x: F.adaptive_avg_pool2d(x, (rows, columns)),
-        input,
-        formulas.average_pool(window, window),
-        constraint,
-    )
+    ideal = formulas.average_pool(window, window)
+    return apply_checked("adaptive_avg_pool2d", F.adaptive_avg_pool2d, ideal, constraint, (rows, columns), input=input)
 
 
 def max_pool1d(
@@ -110,19 +98,18 @@ def max_pool1d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.max_pool1d` at unit scale: 1 / deviation of the largest of k, and sqrt(stride) backward.
+    """Return `torch.nn.functional.max_pool1d` at unit scale.
 
-    The values keep the mean that a largest one has, above zero. Windows over a border count as full ones.
+    The factors are 1 / standard deviation of the largest of k values forward, and sqrt(stride) backward. The values
+    keep the mean of a largest value, which is above zero. Windows over a border count as full ones.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    Raises:
+        ArgumentError: The constraint is unknown.
+        UnsupportedTensorError: The tensor is not floating point.
     """
-    return _applied(
-        "max_pool1d",
-        lambda x: F.max_pool1d(x, kernel_size, stride, padding, dilation, ceil_mode),
-        input,
-        _maximum(kernel_size, stride, 1),
-        constraint,
-    )
+    ideal = _maximum(kernel_size, stride, 1)
+    settings = (kernel_size, stride, padding, dilation, ceil_mode)
+    return apply_checked("max_pool1d", F.max_pool1d, ideal, constraint, *settings, input=input)
 
 
 def max_pool2d(
@@ -135,34 +122,29 @@ def max_pool2d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """`torch.nn.functional.max_pool2d` at unit scale: as `max_pool1d`, k being the window's area."""
-    return _applied(
-        "max_pool2d",
-        lambda x: F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode),
-        input,
-        _maximum(kernel_size, stride, 2),
-        constraint,
-    )
-
-
-def _applied(
-    operation: str, function: Callable[[Tensor], Tensor], x: Tensor, ideal: Factors, constraint: Constraint | None
-) -> Tensor:
-    check_floating(operation, input=x)
-    check_constraint(operation, constraint)
-    return carried_out(function, ideal, constraint, x)
+    """Return `torch.nn.functional.max_pool2d` at unit scale: as `max_pool1d`, k being the area of the window."""
+    ideal = _maximum(kernel_size, stride, 2)
+    settings = (kernel_size, stride, padding, dilation, ceil_mode)
+    return apply_checked("max_pool2d", F.max_pool2d, ideal, constraint, *settings, input=input)
 
 
 def _average(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
-    window = math.prod(_each(kernel, dims))
-    return formulas.average_pool(window, window if stride is None else math.prod(_each(stride, dims)))
+    window, step = _areas(kernel, stride, dims)
+    return formulas.average_pool(window, step)
 
 
 def _maximum(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
-    window = math.prod(_each(kernel, dims))
-    return formulas.maximum_pool(largest(window), window if stride is None else math.prod(_each(stride, dims)))
+    window, step = _areas(kernel, stride, dims)
+    return formulas.maximum_pool(largest(window), step)
 
 
-def _each(sizes: Sizes, dims: int) -> tuple[int, ...]:
-    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return given * dims if len(given) == 1 else given
+def _areas(kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
+    """Return the number of values in a window, and in the step from one to the next. The default step is a window."""
+    window = math.prod(per_dimension(kernel, dims))
+    return window, window if stride is None else math.prod(per_dimension(stride, dims))
+
+
+def per_dimension(sizes: Sizes, dims: int) -> tuple[int, ...]:
+    """Return one size for each spatial dimension."""
+    values = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return values * dims if len(values) == 1 else values

@@ -1,4 +1,4 @@
-"""Additions at unit scale: every sum is a weighted one, and residual branches have a weight of their own."""
+"""Additions at unit scale: weighted sums, and residual branches with their own weight."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint, check_constraint, constrained
+from plimsoll.unit.factors.formulas import Constraint, check_constraint, constrained
 from plimsoll.unit.scaled_multiply import check_floating, multiplied
 
 
@@ -21,22 +21,25 @@ def add(
     weights: Sequence[float] | None = None,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """The sum of two or more independent terms at unit scale: n^-1/2 of their sum, or of a weighted one.
+    """Return the sum of two or more independent terms at unit scale.
 
-    ``sum(w_i x_i) / sqrt(sum(w_i^2))``. With a constraint, forward and backward have one factor more, and gradients
-    keep the proportions of the weights; with None, every term's gradient is at unit scale itself.
+    That is ``sum(w_i x_i) / sqrt(sum(w_i^2))``, or n^-1/2 times the plain sum of n terms. With a constraint, forward
+    and backward have one more factor, and gradients keep the proportions of the weights. With None, every term's
+    gradient is at unit scale.
 
-    A number, and a 0-d tensor among larger ones, move the sum and do not spread it. They have their weight in it, but
-    count neither in the norm of the weights nor in the constraint.
+    A number, or a 0-d tensor among larger ones, shifts the sum and does not spread it. It has its weight in the sum,
+    but counts neither in the norm of the weights nor in the constraint.
 
     Args:
-        input: the first operand: a floating-point tensor or a number.
-        other: the second.
-        more: further ones; all of them broadcast as torch's, and one at least is a tensor.
-        weights: one for each operand, not zero; None: all alike.
-        constraint: how the factors of the sum and of all terms become one.
+        input: First operand, a floating-point tensor or a number.
+        other: Second operand.
+        more: Further operands. All of them broadcast as in torch, and at least one is a tensor.
+        weights: One for each operand, not zero. Default: all equal.
+        constraint: How the factors of the sum and of all terms become one. Default: `"gmean"`.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for tensors that are not floating point.
+    Raises:
+        ArgumentError: No operand is a tensor, or `weights` or `constraint` is not allowed.
+        UnsupportedTensorError: A tensor is not floating point.
 
     >>> add(torch.ones(2), torch.ones(2), constraint=None)
     tensor([1.4142, 1.4142])
@@ -48,30 +51,32 @@ def add(
     check_constraint("add", constraint)
     shape = broadcast(*(x.shape for x in tensors))
     spreads = [isinstance(x, Tensor) and (x.dim() > 0 or not shape) for x in operands]
-    own = _normed(weights, spreads)
+    normed = _normed(weights, spreads)
     numel = math.prod(shape)
     counts = (numel / x.numel() if isinstance(x, Tensor) and numel else 1.0 for x in operands)
-    ideal = formulas.total(own, tuple(counts))
+    ideal = formulas.total(normed, tuple(counts))
     alpha, *shared = constrained(constraint, ideal.output, *itertools.compress(ideal.inputs, spreads))
     betas = ideal.inputs if constraint is None else shared[:1] * len(operands)
     parts = [
         multiplied(x, w * alpha, w * beta) if isinstance(x, Tensor) else x * w * alpha
-        for x, w, beta in zip(operands, own, betas, strict=True)
+        for x, w, beta in zip(operands, normed, betas, strict=True)
     ]
     return cast("Tensor", sum(parts[1:], start=parts[0]))
 
 
 def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
-    """`input` twice: for the branch, and for the skip connection; `residual_add` with the same tau puts them together.
+    """Return `input` twice: for the branch and for the skip connection. `residual_add` joins them with the same tau.
 
-    The weight sqrt(tau) of the branch's gradient is applied here, at the branch's start, and not at its end: inside the
-    branch gradients are at unit scale. The gradient of the whole is exact.
+    The weight sqrt(tau) of the branch's gradient is applied here, at the start of the branch, and not at its end. So
+    gradients inside the branch are at unit scale. The gradient of the whole is exact.
 
     Args:
-        input: floating point.
-        tau: the branch's share of the variance of the sum, between 0 and 1.
+        input: Floating-point tensor.
+        tau: The branch's share of the variance of the sum, between 0 and 1. Default: 0.5.
 
-    Raises `ArgumentError`, and `UnsupportedTensorError` for a tensor that is not floating point.
+    Raises:
+        ArgumentError: `tau` is not between 0 and 1.
+        UnsupportedTensorError: The tensor is not floating point.
     """
     check_floating("residual_split", input=input)
     check_tau("residual_split", tau)
@@ -79,9 +84,9 @@ def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  #
 
 
 def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
-    """``sqrt(tau) * branch + sqrt(1 - tau) * skip``: at unit scale where both are, and independent.
+    """Return ``sqrt(tau) * branch + sqrt(1 - tau) * skip``, at unit scale if both are, and independent.
 
-    The branch's gradient is not multiplied here: `residual_split` does it.
+    The branch's gradient is not multiplied here, since `residual_split` does it. Errors are those of `residual_split`.
 
     >>> x = torch.ones(1, requires_grad=True)
     >>> branch, skip = residual_split(x, tau=0.36)
@@ -95,12 +100,12 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
 
 
 def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
-    """The shape that all of them broadcast to."""
+    """Return the shape that all of them broadcast to."""
     return cast("Sequence[int]", torch.broadcast_shapes(*shapes))
 
 
 def check_tau(operation: str, tau: object) -> None:
-    """Refuses what is no share."""
+    """Raise an error unless `tau` is between 0 and 1."""
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < 1:
         raise ArgumentError(
             f"{operation}: expected tau between 0 and 1, the branch's share of the variance; got {tau!r} "
@@ -109,7 +114,7 @@ def check_tau(operation: str, tau: object) -> None:
 
 
 def _tensors(operands: Sequence[Tensor | float]) -> list[Tensor]:
-    """The operands that are tensors, all operands checked."""
+    """Return the operands that are tensors, after all operands are checked."""
     tensors = {f"operand {i}": x for i, x in enumerate(operands) if not _is_number(x)}
     check_floating("add", **cast("dict[str, Tensor]", tensors))
     if not tensors:
@@ -122,13 +127,13 @@ def _is_number(x: object) -> bool:
 
 
 def _normed(weights: Sequence[float] | None, spreads: Sequence[bool]) -> tuple[float, ...]:
-    """The weights, those of the operands that spread the sum made one in norm."""
+    """Return the weights, divided by the norm of those whose operands spread the sum."""
     count = len(spreads)
-    own = (1.0,) * count if weights is None else tuple(weights)
-    if len(own) != count or not all(w and math.isfinite(w) for w in own):
+    values = (1.0,) * count if weights is None else tuple(weights)
+    if len(values) != count or not all(w and math.isfinite(w) for w in values):
         raise ArgumentError(
             f"add: expected {count} finite weights, one for each operand, none of them zero; got {weights!r}. Leave a "
             "term out that is to have no weight."
         )
-    norm = math.sqrt(sum(w * w for w in itertools.compress(own, spreads)))
-    return tuple(w / norm for w in own)
+    norm = math.sqrt(sum(w * w for w in itertools.compress(values, spreads)))
+    return tuple(w / norm for w in values)

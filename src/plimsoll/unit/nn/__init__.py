@@ -1,15 +1,17 @@
-"""The modules of unit scaling: as `torch.nn`'s, their parameters drawn with unit variance.
+"""Modules of unit scaling: those of `torch.nn`, with parameters of unit variance.
 
-Each is a subclass of torch's module of its name, takes torch's arguments in torch's order, and keeps the names and
-shapes of its state; by keyword come `constraint`, `mult` and `factors` where they apply. A module says of which
-kind its parameters are, which `unit.optim` reads. `MLP`, `Residual` and `Stack` have no model in torch.
+Each is a subclass of torch's module of the same name, takes torch's arguments in torch's order, and keeps the names and
+shapes of its state. `constraint`, `mult` and `factors` follow by keyword if they apply. A module tags the kinds of its
+parameters for `unit.optim`. `MLP`, `Residual` and `Stack` do not exist in torch.
 """
 
 from plimsoll.unit.nn.activations import (
     GELU as GELU,
+    Dropout as Dropout,
     ReLU as ReLU,
     Sigmoid as Sigmoid,
     SiLU as SiLU,
+    Softmax as Softmax,
     Tanh as Tanh,
 )
 from plimsoll.unit.nn.attention import MultiheadAttention as MultiheadAttention
@@ -18,9 +20,7 @@ from plimsoll.unit.nn.convolutions import (
     Conv2d as Conv2d,
     ConvTranspose2d as ConvTranspose2d,
 )
-from plimsoll.unit.nn.dropout import Dropout as Dropout, Softmax as Softmax
-from plimsoll.unit.nn.embedding import Embedding as Embedding
-from plimsoll.unit.nn.linear import Linear as Linear, LinearReadout as LinearReadout
+from plimsoll.unit.nn.linear import Embedding as Embedding, Linear as Linear, LinearReadout as LinearReadout
 from plimsoll.unit.nn.losses import CrossEntropyLoss as CrossEntropyLoss, MSELoss as MSELoss
 from plimsoll.unit.nn.mlp import MLP as MLP
 from plimsoll.unit.nn.normalization import (

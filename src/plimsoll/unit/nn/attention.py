@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` at unit scale."""
+"""Multi-head attention at unit scale."""
 
 import math
 from typing import Any, cast
@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.nn.initialization import check_mult, draw_unit, own_settings
+from plimsoll.unit.factors.formulas import Constraint
+from plimsoll.unit.nn.base import Multiplied, draw_unit
 from plimsoll.unit.nn.linear import Linear
 from plimsoll.unit.optim.parameter_kinds import Kind, tag
 
@@ -18,32 +18,32 @@ _WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _WEIGHT: Kind = "weight"
 
 
-class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` at unit scale: unit-scaled projections around unit-scaled attention.
+class MultiheadAttention(Multiplied, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` at unit scale: unit-scaled projections and unit-scaled attention.
 
-    Arguments, names and state are torch's; `add_bias_kv` and `add_zero_attn` are refused. Masks mean what torch's do:
-    True, or minus infinity, is not attended to. `is_causal` needs no mask beside it here; where both are given the mask
-    is taken to be causal, as torch takes it.
+    Arguments, names and state are torch's. Masks mean what torch's do: positions with True or minus infinity are not
+    attended to. `is_causal` needs no mask here. If both are given, the mask is taken to be causal, as in torch.
 
-    The weights that `need_weights` asks for are probabilities before dropout, computed beside the output; no gradient
-    goes through them.
+    With `need_weights` the returned weights are probabilities before dropout, computed apart from the output. No
+    gradient flows through them.
 
     Args:
-        embed_dim: the width.
-        num_heads: how many heads; they share the width.
-        dropout: probability that a weight is dropped in training.
-        bias: whether the projections have one.
-        add_bias_kv: must be False.
-        add_zero_attn: must be False.
-        kdim: width of the keys; None: `embed_dim`.
-        vdim: width of the values; None: `embed_dim`.
-        batch_first: whether inputs are (batch, sequence, width).
-        device: where the parameters are made.
-        dtype: theirs.
-        mult: what multiplies the logits: large ones begin with sharper attention.
-        constraint: of the projections and the attention.
+        embed_dim: Width.
+        num_heads: Number of heads, which share the width.
+        dropout: Probability that a weight is dropped in training. Default: 0.
+        bias: Whether the projections have one. Default: True.
+        add_bias_kv: Must be False.
+        add_zero_attn: Must be False.
+        kdim: Width of the keys. Default: `embed_dim`.
+        vdim: Width of the values. Default: `embed_dim`.
+        batch_first: Whether inputs have shape (batch, sequence, width). Default: False.
+        device: Device of the parameters. Default: torch's.
+        dtype: Dtype of the parameters. Default: torch's.
+        mult: Multiplies the logits. A large one starts with sharper attention. Default: 1.
+        constraint: Constraint of the projections and the attention. Default: `"gmean"`.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: An option is not allowed.
     """
 
     num_heads: int
@@ -66,8 +66,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         mult: float = 1.0,
         constraint: Constraint | None = "gmean",
     ) -> None:
-        check_constraint("MultiheadAttention", constraint)
-        check_mult("MultiheadAttention", mult)
         _refuse(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
         super().__init__(
             embed_dim,
@@ -80,9 +78,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             device=device,
             dtype=dtype,
         )
+        self._set_mult(mult, constraint)
         self.out_proj: Any = Linear(embed_dim, embed_dim, bias, device, dtype, constraint=constraint)
-        self.mult = mult
-        self.constraint: Constraint | None = constraint
         kinds: dict[str, Kind] = {"in_proj_bias": "bias", **dict.fromkeys(_WEIGHTS, _WEIGHT)}
         tag(self, **kinds)
 
@@ -90,7 +87,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections of queries, keys and values anew; the output's is a module of its own."""
+        """Draw the projections of queries, keys and values again. The output's projection is a separate module."""
         for name in _WEIGHTS:
             if self._parameters[name] is not None:
                 draw_unit(self.get_parameter(name), self.in_proj_bias)
@@ -106,9 +103,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """What is attended to, and the weights or None; arguments and shapes are torch's."""
+        """Return the attended values, and the weights or None. Arguments and shapes are torch's."""
         single = query.dim() == 2
-        q, k, v = (self._heads(each, single) for each in self._projected(query, key, value))
+        q, k, v = (self._heads(x, single) for x in self._projected(query, key, value))
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(q, k, key_padding_mask, attn_mask, is_causal)
         attended = U.scaled_dot_product_attention(
@@ -123,7 +120,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, weights.squeeze(0) if single else weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values; one product for those that come from the same tensor, whose gradients add up."""
+        """Return queries, keys and values.
+
+        Those of the same tensor come from one product, so that one factor scales the sum of their gradients.
+        """
         weights, biases = self._parts()
         if self._qkv_same_embed_dim and query is key and key is value:
             return self._linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
@@ -150,43 +150,43 @@ class MultiheadAttention(nn.MultiheadAttention):
         return U.linear(x, weight, bias, constraint=self.constraint)
 
     def _heads(self, x: Tensor, single: bool) -> Tensor:
-        """(batch, heads, length, width of a head), from any layout that torch takes."""
+        """Return (batch, heads, length, width of a head), from any layout that torch accepts."""
         x = x.unsqueeze(0) if single else x if self.batch_first else x.transpose(0, 1)
         return cast("Tensor", x.unflatten(-1, (self.num_heads, self.head_dim))).transpose(1, 2)
 
     def _joined(self, x: Tensor, single: bool) -> Tensor:
-        """The inverse of `_heads`."""
+        """Invert `_heads`."""
         x = x.transpose(1, 2).flatten(-2)
         return x.squeeze(0) if single else x if self.batch_first else x.transpose(0, 1)
 
     def _mask(
-        self, q: Tensor, k: Tensor, padding: Tensor | None, given: Tensor | None, is_causal: bool
+        self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> Tensor | None:
-        """Both masks as one that is added to the logits."""
-        if given is None and is_causal:
-            given = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-        mask = _added(given, q)
+        """Return both masks as one that is added to the logits."""
+        if mask is None and is_causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        mask = _additive(mask, q)
         if mask is not None and mask.dim() == 3:
             mask = cast("Tensor", mask.unflatten(0, (-1, self.num_heads)))
-        padded = _added(padding, q)
+        padded = _additive(padding, q)
         if padded is None:
             return mask
         padded = padded.view(-1, 1, 1, padded.shape[-1])
         return padded if mask is None else mask + padded
 
     def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """The probabilities, (batch, heads, queries, keys); no gradient goes through."""
+        """Return the probabilities, (batch, heads, queries, keys), without gradients."""
         with torch.no_grad():
             logits = q @ k.transpose(-2, -1) * (self.mult / math.sqrt(self.head_dim))
             return F.softmax(logits if mask is None else logits + mask, dim=-1)
 
     def extra_repr(self) -> str:
-        """The width, the heads, and the settings of unit scaling."""
-        return f"{self.embed_dim}, heads={self.num_heads}" + own_settings(mult=self.mult, constraint=self.constraint)
+        """Return the width, the heads, and the settings of unit scaling."""
+        return f"{self.embed_dim}, heads={self.num_heads}, {super().extra_repr()}"
 
 
-def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask that is added: minus infinity where a boolean one is True."""
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask that is added: minus infinity where a boolean one is True."""
     if mask is None or mask.dtype.is_floating_point:
         return mask if mask is None else mask.to(q.dtype)
     if mask.dtype != torch.bool:
@@ -202,5 +202,5 @@ def _refuse(**options: bool) -> None:
         if value:
             raise ArgumentError(
                 f"MultiheadAttention: expected {name}=False, as what it adds has no known scale; got {value!r}. "
-                "Leave it out, or add a token of your own to keys and values."
+                "Leave it out, or add a custom token to keys and values."
             )

@@ -1,6 +1,7 @@
 """Convolutions with kernels of unit variance."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,43 +9,15 @@ from torch.nn import functional as F  # noqa: N812
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.nn.initialization import draw_unit, own_settings
+from plimsoll.unit.factors.formulas import Constraint, Factors
+from plimsoll.unit.nn.base import Weighted
 from plimsoll.unit.optim.parameter_kinds import tag, tag_fan_in
 
 
-class _Convolution(nn.modules.conv._ConvNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    """What the convolutions share: how they are drawn, and their settings."""
+class _Convolution(Weighted, nn.modules.conv._ConvNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    """Base of `Conv1d` and `Conv2d`, which differ in their function alone."""
 
-    constraint: Constraint | None
-    factors: Factors | None
-
-    def _set_up(self, constraint: Constraint | None, factors: Factors | None) -> None:
-        check_constraint(type(self).__name__, constraint)
-        self.constraint, self.factors = constraint, factors
-        tag(self, weight="weight", bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Draws the kernel anew: normal, of unit variance; the bias becomes zero."""
-        draw_unit(self.weight, self.bias)
-
-    def _padded(self, x: Tensor) -> tuple[Tensor, Any]:
-        """The input and what padding is left to do: a mode other than zeros is done beforehand, as torch does it."""
-        if self.padding_mode == "zeros":
-            return x, self.padding
-        return F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-
-    def extra_repr(self) -> str:
-        """torch's, and the factors' origin."""
-        return super().extra_repr() + own_settings(constraint=self.constraint, factors=self.factors)
-
-
-class Conv1d(_Convolution, nn.Conv1d):
-    """`torch.nn.Conv1d` at unit scale, see `unit.functional.conv1d`; arguments and state are torch's.
-
-    The kernel's kind is "weight", the bias's "bias". By keyword come `constraint` and `factors`, as in `Linear`.
-    """
+    _function: ClassVar[Callable[..., Tensor]]
 
     def __init__(
         self,
@@ -63,64 +36,54 @@ class Conv1d(_Convolution, nn.Conv1d):
         constraint: Constraint | None = "gmean",
         factors: Factors | None = None,
     ) -> None:
-        nn.Conv1d.__init__(
-            self, in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
-            dtype,
-        )  # fmt: skip
-        self._set_up(constraint, factors)
+        # The class of torch that comes next among the bases takes these. Its own base, _ConvNd, takes more.
+        cast("Any", super()).__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self._set_factors(constraint, factors)
+        tag(self, weight="weight", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """See `unit.functional.conv1d`."""
-        x, padding = self._padded(input)
-        return U.conv1d(
-            x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups, constraint=self.constraint,
+        """See `unit.functional.conv1d` and `unit.functional.conv2d`."""
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":  # padded before the convolution, as torch does it
+            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0  # noqa: A001
+        return self._function(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            padding,
+            self.dilation,
+            self.groups,
+            constraint=self.constraint,
             factors=self.factors,
-        )  # fmt: skip
+        )
+
+
+class Conv1d(_Convolution, nn.Conv1d):
+    """`torch.nn.Conv1d` at unit scale. See `unit.functional.conv1d`. Arguments and state are torch's.
+
+    The kernel's kind is "weight", the bias's "bias". `constraint` and `factors` are those of `Linear`.
+    """
+
+    _function = staticmethod(U.conv1d)
 
 
 class Conv2d(_Convolution, nn.Conv2d):
-    """`torch.nn.Conv2d` at unit scale, see `unit.functional.conv2d`; as `Conv1d`.
+    """`torch.nn.Conv2d` at unit scale. See `unit.functional.conv2d`. Everything else is as in `Conv1d`.
 
     >>> Conv2d(3, 8, 3, padding=1)(torch.randn(2, 3, 16, 16)).shape
     torch.Size([2, 8, 16, 16])
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        constraint: Constraint | None = "gmean",
-        factors: Factors | None = None,
-    ) -> None:
-        nn.Conv2d.__init__(
-            self, in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
-            dtype,
-        )  # fmt: skip
-        self._set_up(constraint, factors)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """See `unit.functional.conv2d`."""
-        x, padding = self._padded(input)
-        return U.conv2d(
-            x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups, constraint=self.constraint,
-            factors=self.factors,
-        )  # fmt: skip
+    _function = staticmethod(U.conv2d)
 
 
-class ConvTranspose2d(_Convolution, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` at unit scale, see `unit.functional.conv_transpose2d`; as `Conv1d`.
+class ConvTranspose2d(Weighted, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` at unit scale. See `unit.functional.conv_transpose2d`. As `Conv1d`.
 
-    Padding must be zeros. For the learning rate an output sums over input channels times kernel over stride.
+    `padding_mode` must be "zeros". For the learning rate, an output sums over input channels times kernel over stride.
     """
 
     def __init__(
@@ -146,21 +109,40 @@ class ConvTranspose2d(_Convolution, nn.ConvTranspose2d):
                 f"ConvTranspose2d: expected padding_mode='zeros', the only one torch has for it; got {padding_mode!r}. "
                 "Leave it out."
             )
-        nn.ConvTranspose2d.__init__(
-            self, in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
-            padding_mode, device, dtype,
-        )  # fmt: skip
-        self._set_up(constraint, factors)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            bias,
+            dilation,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self._set_factors(constraint, factors)
+        tag(self, weight="weight", bias="bias")
         steps = self.stride[0] * self.stride[1]
         tag_fan_in(self, weight=max(1, in_channels // groups * self.kernel_size[0] * self.kernel_size[1] // steps))
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  (torch's name)
-        """See `unit.functional.conv_transpose2d`; `output_size` as torch's."""
+        """See `unit.functional.conv_transpose2d`. `output_size` is torch's."""
         whole: Any = self  # torch's types here are those of one particular number of dimensions
         output_padding = whole._output_padding(  # noqa: SLF001
             input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
         )
         return U.conv_transpose2d(
-            input, self.weight, self.bias, self.stride, whole.padding, output_padding, self.groups, self.dilation,
-            constraint=self.constraint, factors=self.factors,
-        )  # fmt: skip
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            whole.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+            constraint=self.constraint,
+            factors=self.factors,
+        )

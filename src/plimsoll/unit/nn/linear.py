@@ -1,4 +1,4 @@
-"""Matrix products with a weight of unit variance."""
+"""Matrix products and tables with weights of unit variance."""
 
 from typing import Any
 
@@ -6,35 +6,33 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812  (as F for torch's)
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.nn.initialization import draw_unit, own_settings
+from plimsoll.unit.factors.formulas import Constraint, Factors
+from plimsoll.unit.nn.base import Weighted
 from plimsoll.unit.optim.parameter_kinds import tag
 
 
-class Linear(nn.Linear):
-    """`torch.nn.Linear` at unit scale: the weight is drawn with unit variance, a factor each way stands beside it.
+class Linear(Weighted, nn.Linear):
+    """`torch.nn.Linear` at unit scale: the weight has unit variance, with a factor for each direction.
 
-    Arguments, attributes and the state are torch's. The weight's kind is "weight", the bias's "bias".
+    Arguments, attributes and state are torch's. The weight's kind is "weight", the bias's "bias".
 
     Args:
-        in_features: size of an input's last dimension.
-        out_features: size of an output's.
-        bias: whether a bias is added; it begins at zero.
-        device: where the parameters are made.
-        dtype: theirs.
-        constraint: how the factors of output and input's gradient become one; see `unit.functional.linear`.
-        factors: factors of one's own, in place of the ideal ones and the constraint.
+        in_features: Size of an input's last dimension.
+        out_features: Size of an output's last dimension.
+        bias: Whether a bias is added. It starts at zero. Default: True.
+        device: Device of the parameters. Default: torch's.
+        dtype: Dtype of the parameters. Default: torch's.
+        constraint: How the factors of output and input's gradient become one. None leaves each ideal. See
+            `unit.functional.linear`. Default: `"gmean"`.
+        factors: Custom factors. They replace the ideal ones and the constraint.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: The constraint is unknown.
 
     >>> layer = Linear(1024, 64, constraint=None)
     >>> round(layer(torch.randn(64, 1024)).std().item(), 1)
     1.0
     """
-
-    constraint: Constraint | None
-    factors: Factors | None
 
     def __init__(
         self,
@@ -47,29 +45,20 @@ class Linear(nn.Linear):
         constraint: Constraint | None = "gmean",
         factors: Factors | None = None,
     ) -> None:
-        check_constraint(type(self).__name__, constraint)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.constraint, self.factors = constraint, factors
+        self._set_factors(constraint, factors)
         tag(self, weight="weight", bias="bias")
 
-    def reset_parameters(self) -> None:
-        """Draws the weight anew: normal, of unit variance; the bias becomes zero."""
-        draw_unit(self.weight, self.bias)
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """The product at unit scale, see `unit.functional.linear`."""
+        """See `unit.functional.linear`."""
         return U.linear(input, self.weight, self.bias, constraint=self.constraint, factors=self.factors)
-
-    def extra_repr(self) -> str:
-        """torch's, and the factors' origin."""
-        return super().extra_repr() + own_settings(constraint=self.constraint, factors=self.factors)
 
 
 class LinearReadout(Linear):
-    """The last product of a model: `Linear` whose outputs are fan_in^-1 times the sums, so that they start small.
+    """Last product of a model: `Linear` whose outputs are fan_in^-1 times the sums, so that they start small.
 
-    That is u-muP's rule for outputs: at any width the first step moves them alike. Behind it comes the loss alone, a
-    cut edge, hence no constraint by default. The weight's kind is "readout". Arguments are those of `Linear`.
+    That is u-muP's rule for outputs. The first step moves them equally at any width. Only the loss follows, which is a
+    cut edge, so there is no constraint by default. The weight's kind is "readout". Arguments are those of `Linear`.
     """
 
     def __init__(
@@ -87,5 +76,42 @@ class LinearReadout(Linear):
         tag(self, weight="readout")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """The product, see `unit.functional.linear_readout`."""
+        """See `unit.functional.linear_readout`."""
         return U.linear_readout(input, self.weight, self.bias, constraint=self.constraint, factors=self.factors)
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` with a factor for the table's gradient. Torch draws rows with unit variance already.
+
+    Arguments, attributes and state are torch's. The table's kind is "embedding".
+
+    >>> table = Embedding(100, 16)
+    >>> table(torch.tensor([3, 5])).shape
+    torch.Size([2, 16])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            _freeze, device, dtype,
+        )  # fmt: skip
+        tag(self, weight="embedding")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """See `unit.functional.embedding`."""
+        return U.embedding(
+            input, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )

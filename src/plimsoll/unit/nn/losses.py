@@ -1,13 +1,13 @@
-"""Losses whose gradients begin at unit scale; their values are torch's."""
+"""Losses whose gradients start at unit scale. Their values are torch's."""
 
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.nn.initialization import check_mult
+from plimsoll.unit.functional.ideal_factors import check_mult
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of `mult * input`, see `unit.functional.cross_entropy`. Arguments are torch's."""
+    """`torch.nn.CrossEntropyLoss` of `mult * input`. See `unit.functional.cross_entropy`. Arguments are torch's."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class MSELoss(nn.MSELoss):
-    """`torch.nn.MSELoss`, see `unit.functional.mse_loss`. Arguments are torch's."""
+    """`torch.nn.MSELoss`. See `unit.functional.mse_loss`. Arguments are torch's."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.mse_loss`."""

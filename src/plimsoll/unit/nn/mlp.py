@@ -1,8 +1,8 @@
 """Two products with an activation between them, whose factors are shared over the whole chain.
 
-On a residual branch every operation has another way round it. It is enough, though, that the product of all forward
-factors along the branch equals that of the backward ones: no tensor inside leaves it elsewhere. So both products of a
-chain that ends as wide as it began keep their ideal factors: those of one are those of the other, mirrored.
+On a residual branch every operation has another path around it. But no tensor inside the branch is used elsewhere. So
+it is enough that the product of all forward factors along the branch equals that of the backward ones. If a chain ends
+as wide as it starts, both products keep their ideal factors, since those of one mirror those of the other.
 """
 
 from typing import Any, cast
@@ -13,10 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.factors.constraints import Constraint, check_constraint, constrained
-from plimsoll.unit.factors.formulas import Factors
-from plimsoll.unit.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
-from plimsoll.unit.nn.dropout import Dropout
+from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint, constrained
+from plimsoll.unit.nn.activations import GELU, Dropout, ReLU, Sigmoid, SiLU, Tanh
 from plimsoll.unit.nn.linear import Linear
 
 _BY_NAME: dict[str, Any] = {"relu": ReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
@@ -29,21 +27,24 @@ _UNIT = tuple(_BY_NAME.values())
 class MLP(nn.Module):
     """Linear, activation, dropout, Linear at unit scale.
 
-    With a constraint, the chain's forward and backward factors have the same product, and both layers keep their ideal
-    ones where `out_features` is `in_features`; otherwise the last one makes up the difference.
+    With a constraint, the chain's forward and backward factors have the same product. Both layers keep their ideal
+    factors if `out_features` is `in_features`. Otherwise the last layer compensates for the difference.
 
     Args:
-        in_features: width of the input.
-        hidden_features: width between; None: four times the input's.
-        out_features: width of the output; None: the input's.
-        activation: a name ("gelu", "relu", "silu", "tanh", "sigmoid"), torch's function, or a module of `unit.nn`.
-        dropout: probability behind the activation.
-        bias: whether the layers have one.
-        device: where the parameters are made.
-        dtype: theirs.
-        constraint: how the product of the forward factors and that of the backward ones become one; None: each ideal.
+        in_features: Width of the input.
+        hidden_features: Width between the layers. Default: four times the input's.
+        out_features: Width of the output. Default: the input's.
+        activation: A name ("gelu", "relu", "silu", "tanh", "sigmoid"), torch's function, or a module of `unit.nn`.
+            Default: `"gelu"`.
+        dropout: Probability of dropout after the activation. Default: 0.
+        bias: Whether the layers have one. Default: True.
+        device: Device of the parameters. Default: torch's.
+        dtype: Dtype of the parameters. Default: torch's.
+        constraint: How the product of the forward factors and that of the backward ones become one. None leaves each
+            factor ideal. Default: `"gmean"`.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: `activation` or `constraint` is unknown.
 
     >>> MLP(64)(torch.randn(8, 64)).shape
     torch.Size([8, 64])
@@ -70,7 +71,7 @@ class MLP(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """The second product of the activation of the first."""
+        """Return the second product of the activation of the first."""
         return self.linear2(self.dropout(self.activation(self.linear1(input))))
 
 
@@ -83,7 +84,7 @@ def chained(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Linear, Linear]:
-    """Two layers whose forward and backward factors have the same product under a constraint."""
+    """Return two layers whose forward and backward factors have the same product under a constraint."""
     check_constraint("MLP", constraint)
     up, down = formulas.linear(width, hidden), formulas.linear(hidden, out)
     forward, backward = constrained(constraint, up.output * down.output, up.inputs[0] * down.inputs[0])
@@ -92,16 +93,16 @@ def chained(
     return Linear(width, hidden, factors=up, **settings), Linear(hidden, out, factors=down, **settings)
 
 
-def activation_from(operation: str, given: object, constraint: Constraint | None) -> nn.Module:
-    """The unit-scaled module of an activation that was given by name, as torch's function, or as such a module."""
-    if isinstance(given, _UNIT):
-        return cast("nn.Module", given)
-    if isinstance(given, str) and given in _BY_NAME:
-        return _BY_NAME[given](constraint=constraint)
-    if callable(given) and given in _BY_FUNCTION:
-        return _BY_FUNCTION[given](constraint=constraint)
+def activation_from(operation: str, activation: object, constraint: Constraint | None) -> nn.Module:
+    """Return the unit-scaled module of an activation: a name, torch's function, or such a module."""
+    if isinstance(activation, _UNIT):
+        return cast("nn.Module", activation)
+    if isinstance(activation, str) and activation in _BY_NAME:
+        return _BY_NAME[activation](constraint=constraint)
+    if callable(activation) and activation in _BY_FUNCTION:
+        return _BY_FUNCTION[activation](constraint=constraint)
     raise ArgumentError(
         f"{operation}: expected activation to be one of {', '.join(_BY_NAME)}, torch's function of one, or a module of "
-        f"plimsoll.unit.nn; got {given!r}. The factors of another function are not known: measure them in a module of "
-        "your own."
+        f"plimsoll.unit.nn; got {activation!r}. The factors of another function are not known: measure them in a "
+        "custom module."
     )

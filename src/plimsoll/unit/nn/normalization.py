@@ -1,4 +1,4 @@
-"""Normalisations: their weights begin at one and their biases at zero, as torch's do; the gradients get factors."""
+"""Normalizations. Weights start at one and biases at zero, as in torch. Their gradients get factors."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ class GroupNorm(nn.GroupNorm):
 class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose parameters' gradients are at unit scale. Arguments, buffers and state are torch's.
 
-    In evaluation it divides by the running deviation: its output is at unit scale as far as that follows the data.
+    In evaluation it divides by the running deviation, so its output is at unit scale if that follows the data.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class BatchNorm2d(nn.BatchNorm2d):
         tag(self, weight="norm", bias="bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """As torch's, with parameters whose gradients are scaled: buffers are counted and averaged as it does."""
+        """See `unit.functional.batch_norm`. Buffers are counted and averaged as in torch."""
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
-        own = self.training or (mean is None and var is None)
+        by_batch = self.training or (mean is None and var is None)
         momentum = self._counted() if self.training else self.momentum
         if self.training and not self.track_running_stats:
             mean = var = None
         return U.batch_norm(
-            input, mean, var, self.weight, self.bias, own, 0.0 if momentum is None else momentum, self.eps
+            input, mean, var, self.weight, self.bias, by_batch, 0.0 if momentum is None else momentum, self.eps
         )
 
     def _counted(self) -> float | None:
-        """Counts the batch, and gives the share that it has in the running statistics."""
+        """Count the batch, and return its share in the running statistics."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return self.momentum
         self.num_batches_tracked.add_(1)

@@ -1,4 +1,4 @@
-"""Pooling: sums and largest values of windows, which change a tensor's scale by how many they take."""
+"""Pooling at unit scale: sums and largest values of windows, whose factors depend on their size."""
 
 from typing import Any, Literal
 
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.factors.constraints import Constraint, check_constraint
+from plimsoll.unit.factors.formulas import Constraint, check_constraint
 
 
 class AvgPool2d(nn.AvgPool2d):
-    """`torch.nn.AvgPool2d` at unit scale, see `unit.functional.avg_pool2d`. `divisor_override` must be None."""
+    """`torch.nn.AvgPool2d` at unit scale. See `unit.functional.avg_pool2d`. `divisor_override` must be None."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d` at unit scale, see `unit.functional.max_pool2d`. `return_indices` must be False."""
+    """`torch.nn.MaxPool2d` at unit scale. See `unit.functional.max_pool2d`. `return_indices` must be False."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class MaxPool2d(nn.MaxPool2d):
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """`torch.nn.AdaptiveAvgPool2d` at unit scale, see `unit.functional.adaptive_avg_pool2d`."""
+    """`torch.nn.AdaptiveAvgPool2d` at unit scale. See `unit.functional.adaptive_avg_pool2d`."""
 
     def __init__(self, output_size: Any, *, constraint: Constraint | None = "gmean") -> None:
         check_constraint("AdaptiveAvgPool2d", constraint)

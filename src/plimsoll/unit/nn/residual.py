@@ -1,9 +1,9 @@
 """Residual branches with a weight, and stacks of them whose weights follow the depth.
 
-A branch has the share tau of the variance of the sum, the stream that it is added to the rest. Where every branch had
-the same share, each would halve all before it; so the shares fall along a stack. Every branch counts as much as every
-other, and what comes into the stack as much as one branch of each layer: before branch i (from 0) of a stack of n
-layers the stream holds ``n + i`` parts, and the branch is one of ``n + i + 1`` (that is u-muP's default rule).
+A branch has the share tau of the variance of the sum, the stream that it is added to has the rest. If every branch had
+the same share, each would shrink all earlier ones. So the shares fall along a stack. All branches count equally, and
+the input of the stack counts as much as one branch of each layer. Before branch i (from 0) of a stack of n layers, the
+stream has ``n + i`` parts, and the branch is one of ``n + i + 1`` (u-muP's default rule).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,11 @@ from plimsoll.unit.optim.parameter_kinds import tag_depth
 
 
 def residual_tau(branch: int, layers: int) -> float:
-    """The share of a residual branch, counted from 0 over the whole stack, in a stack of so many layers.
+    """Return the share of a residual branch in a stack of so many layers.
+
+    Args:
+        branch: Number of the branch, from 0 over the whole stack.
+        layers: Number of layers.
 
     >>> [residual_tau(branch, layers=2) for branch in range(2)]
     [0.3333333333333333, 0.25]
@@ -27,20 +31,23 @@ def residual_tau(branch: int, layers: int) -> float:
 
 @runtime_checkable
 class Branching(Protocol):
-    """A module with residual branches of its own; `taus` has the share of each, in the order in which they run."""
+    """Module with residual branches. `taus` contains the share of each, in the order in which they run."""
 
     taus: list[float]
 
 
 class Residual(nn.Module):
-    """``sqrt(tau) * branch(x) + sqrt(1 - tau) * x``: a branch around which the stream goes.
+    """Residual branch: ``sqrt(tau) * branch(x) + sqrt(1 - tau) * x``.
 
-    The branch's weight is applied forward at its end and backward at its start, so that inside it everything is at unit
-    scale. Its operations must share a factor each (a constraint), since the stream is another way round them.
+    The branch's weight is applied forward at its end and backward at its start, so that everything inside is at unit
+    scale. Each operation inside needs a constraint, since the stream is another path around it.
 
     Args:
-        branch: the module; further arguments of a call go to it.
-        tau: its share of the variance; a `Stack` sets it.
+        branch: Module of the branch. Further arguments of a call are passed to it.
+        tau: Share of the branch in the variance, between 0 and 1. A `Stack` sets it. Default: 0.5.
+
+    Raises:
+        ArgumentError: `tau` is not between 0 and 1.
 
     >>> import torch
     >>> block = Residual(nn.Identity(), tau=0.36)
@@ -55,19 +62,19 @@ class Residual(nn.Module):
         self.taus = [tau]
 
     def forward(self, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:  # noqa: A002  (torch's name)
-        """The stream after the branch."""
+        """Return the stream after the branch."""
         branch, skip = U.residual_split(input, self.taus[0])
         return U.residual_add(self.branch(branch, *arguments, **keywords), skip, self.taus[0])
 
     def extra_repr(self) -> str:
-        """The share."""
+        """Return the share."""
         return f"tau={self.taus[0]:.4g}"
 
 
 class Stack(nn.Sequential):
-    """`torch.nn.Sequential` of residual layers: sets the shares of all branches in it, and the depth.
+    """`torch.nn.Sequential` of residual layers, which sets the shares of all branches in it, and the depth.
 
-    Layers are `Residual`, the transformer layers, or modules that contain some. The optimizers multiply learning rates
+    Layers are `Residual`, the transformer layers, or modules that contain them. The optimizers multiply learning rates
     inside by depth^-1/2.
 
     >>> stack = Stack(*(Residual(nn.Identity()) for _ in range(3)))
@@ -80,12 +87,12 @@ class Stack(nn.Sequential):
         spread(self, self)
 
     def append(self, module: nn.Module) -> Self:
-        """Adds a layer; all shares are set anew."""
+        """Add a layer, and set all shares again."""
         super().append(module)
         return self._spread()
 
     def insert(self, index: int, module: nn.Module) -> Self:
-        """Adds a layer at a place; all shares are set anew."""
+        """Add a layer at a position, and set all shares again."""
         super().insert(index, module)
         return self._spread()
 
@@ -99,10 +106,10 @@ class Stack(nn.Sequential):
 
 
 def spread(stack: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Sets the shares of all branches in the layers, and notes the depth at the stack."""
+    """Set the shares of all branches in the layers, and tag the stack with its depth."""
     listed = list(layers)
     branches = 0
-    for module in (found for layer in listed for found in branching(layer)):
+    for module in (inner for layer in listed for inner in branching(layer)):
         module.taus = [residual_tau(branches + i, len(listed)) for i in range(len(module.taus))]
         branches += len(module.taus)
     if listed:
@@ -110,6 +117,6 @@ def spread(stack: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def branching(layer: nn.Module) -> Iterator[Branching]:
-    """The modules with branches in a layer, itself among them."""
+    """Yield the modules with branches in a layer, which may be the layer itself."""
     modules: Iterator[Any] = layer.modules()
     return (module for module in modules if isinstance(module, Branching))

@@ -1,7 +1,7 @@
-"""Transformer layers and stacks: `torch.nn`'s, their names, arguments and state, at unit scale.
+"""Transformer layers and stacks of `torch.nn` at unit scale, with torch's names, arguments and state.
 
-Every branch is weighted (`_residual`), its weight applied backward at its start. torch's fused fast path for inference
-is not taken: it knows no factors.
+Every branch is weighted (`_residual`). Its weight is applied backward at its start. Torch's fused path for inference
+has no factors, so it is not used.
 """
 
 from collections.abc import Callable
@@ -13,45 +13,57 @@ from torch.nn import functional as F  # noqa: N812
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.factors.constraints import Constraint
+from plimsoll.unit.factors.formulas import Constraint
 from plimsoll.unit.functional.sums import check_tau
+from plimsoll.unit.nn.activations import Dropout
 from plimsoll.unit.nn.attention import MultiheadAttention
-from plimsoll.unit.nn.dropout import Dropout
 from plimsoll.unit.nn.mlp import activation_from, chained
 from plimsoll.unit.nn.normalization import LayerNorm
 from plimsoll.unit.nn.residual import residual_tau, spread
 
 
 class _Layer(nn.Module):
-    """What both layers share: parts that torch's constructor has put there become unit-scaled ones."""
+    """Base of both layers: replaces the parts that torch's constructor has made by unit-scaled ones."""
 
     taus: list[float]
     norm_first: bool
 
     def _replace_parts(
-        self, attentions: tuple[str, ...], width: int, heads: int, hidden: int, dropout: float, activation: object,
-        eps: float, batch_first: bool, bias: bool, device: Any, dtype: Any, mult: float, constraint: Constraint | None,
+        self,
+        attentions: tuple[str, ...],
+        width: int,
+        heads: int,
+        hidden: int,
+        dropout: float,
+        activation: object,
+        eps: float,
+        batch_first: bool,
+        bias: bool,
+        device: Any,
+        dtype: Any,
+        mult: float,
+        constraint: Constraint | None,
         taus: tuple[float, ...] | None,
-    ) -> None:  # fmt: skip
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+    ) -> None:
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         branches = len(attentions) + 1
         for name in attentions:
             attention = MultiheadAttention(
-                width, heads, dropout, bias, batch_first=batch_first, mult=mult, constraint=constraint, **made
+                width, heads, dropout, bias, batch_first=batch_first, mult=mult, constraint=constraint, **place
             )
             setattr(self, name, attention)
         self.linear1, self.linear2 = chained(width, hidden, width, bias, constraint, device, dtype)
         for name in ("dropout", *(f"dropout{i + 1}" for i in range(branches))):
             setattr(self, name, Dropout(dropout))
         for i in range(branches):
-            setattr(self, f"norm{i + 1}", LayerNorm(width, eps, bias=bias, **made))
+            setattr(self, f"norm{i + 1}", LayerNorm(width, eps, bias=bias, **place))
         delattr(self, "activation")
         self.activation = activation_from(type(self).__name__, activation, constraint)
         self.taus = [residual_tau(i, 1) for i in range(branches)] if taus is None else list(taus)
         _check_taus(type(self).__name__, self.taus, branches)
 
     def _residual(self, index: int, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """One branch: its norm before it, or behind the sum."""
+        """Run one branch, with its norm before it or after the sum."""
         norm: Callable[[Tensor], Tensor] = getattr(self, f"norm{index + 1}")
         start, skip = U.residual_split(x, self.taus[index])
         if self.norm_first:
@@ -59,34 +71,36 @@ class _Layer(nn.Module):
         return norm(U.residual_add(branch(start), skip, self.taus[index]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's layers put a plain activation into a state that seems to have none; ours is a module, and is there.
+        # torch's layers add a plain activation to a state without that key. Here it is a module, kept among the
+        # modules.
         nn.Module.__setstate__(self, state)
 
     def extra_repr(self) -> str:
-        """The branches' shares."""
+        """Return the shares of the branches."""
         return f"taus=({', '.join(f'{tau:.4g}' for tau in self.taus)})"
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` at unit scale; arguments, names and state are torch's.
+    """`torch.nn.TransformerEncoderLayer` at unit scale. Arguments, names and state are torch's.
 
     Args:
-        d_model: the width.
-        nhead: how many heads.
-        dim_feedforward: the width within the feed-forward part.
-        dropout: probability, in attention and behind both parts.
-        activation: a name, torch's function, or a module of `unit.nn`; see `MLP`.
-        layer_norm_eps: as torch's.
-        batch_first: as torch's.
-        norm_first: whether norms stand at the start of branches; otherwise behind the sums.
-        bias: whether linear layers and norms have one.
-        device: where the parameters are made.
-        dtype: theirs.
-        taus: the shares of attention and feed-forward part in the variance; None: as in a stack of one layer.
-        mult: what multiplies attention's logits, see `unit.functional.scaled_dot_product_attention`.
-        constraint: of every operation.
+        d_model: Width.
+        nhead: Number of heads.
+        dim_feedforward: Width within the feed-forward part. Default: 2048.
+        dropout: Probability of dropout in attention and after both parts. Default: 0.1.
+        activation: A name, torch's function, or a module of `unit.nn`. See `MLP`. Default: ReLU.
+        layer_norm_eps: As in torch. Default: 1e-5.
+        batch_first: As in torch. Default: False.
+        norm_first: Whether norms stand at the start of branches, or else after the sums. Default: False.
+        bias: Whether linear layers and norms have one. Default: True.
+        device: Device of the parameters. Default: torch's.
+        dtype: Dtype of the parameters. Default: torch's.
+        taus: Shares of attention and feed-forward part in the variance. Default: those in a stack of one layer.
+        mult: Multiplies attention's logits. See `unit.functional.scaled_dot_product_attention`. Default: 1.
+        constraint: Constraint of every operation. Default: `"gmean"`.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: An option is not allowed.
     """
 
     def __init__(
@@ -124,16 +138,16 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """The stream after attention and feed-forward part; arguments are torch's."""
+        """Return the stream after attention and feed-forward part. Arguments are torch's."""
         x = self._residual(0, src, lambda x: self._sa_block(x, src_mask, src_key_padding_mask, is_causal))
         return self._residual(1, x, self._ff_block)
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` at unit scale; arguments, names and state are torch's.
+    """`torch.nn.TransformerDecoderLayer` at unit scale. Arguments, names and state are torch's.
 
-    Arguments are those of `TransformerEncoderLayer`; `taus` has three shares: of self-attention, of attention to the
-    memory, of the feed-forward part.
+    Arguments are those of `TransformerEncoderLayer`. `taus` has three shares: of self-attention, of attention to the
+    memory, and of the feed-forward part.
     """
 
     def __init__(
@@ -173,7 +187,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The stream after both attentions and the feed-forward part; arguments are torch's."""
+        """Return the stream after both attentions and the feed-forward part. Arguments are torch's."""
         x = self._residual(0, tgt, lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal))
         x = self._residual(
             1, x, lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
@@ -182,10 +196,10 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` of unit-scaled layers; the branches' shares and the depth follow `num_layers`.
+    """`torch.nn.TransformerEncoder` of unit-scaled layers. The branches' shares and the depth follow `num_layers`.
 
-    Every layer is a copy of the one given whose parameters are drawn anew (torch's copies start out equal). Nested
-    tensors know no factors: `enable_nested_tensor` must be False. A causal mask is not looked for: say `is_causal`.
+    Every layer is a copy of `encoder_layer` whose parameters are drawn again (torch's copies start out equal). Nested
+    tensors have no factors, so `enable_nested_tensor` must be False. A causal mask is not detected: pass `is_causal`.
     """
 
     def __init__(
@@ -199,7 +213,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         _check_layer("TransformerEncoder", encoder_layer, TransformerEncoderLayer)
         if enable_nested_tensor:
             raise ArgumentError(
-                "TransformerEncoder: expected enable_nested_tensor=False, since nested tensors know no factors; got "
+                "TransformerEncoder: expected enable_nested_tensor=False, since nested tensors have no factors; got "
                 "True. Leave it out: the result is the same."
             )
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
@@ -212,14 +226,14 @@ class TransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The stream after all layers, and the norm."""
+        """Return the stream after all layers and the norm."""
         for layer in self.layers:
             src = layer(src, mask, src_key_padding_mask, bool(is_causal))
         return src if self.norm is None else self.norm(src)
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """`torch.nn.TransformerDecoder` of unit-scaled layers, as `TransformerEncoder`."""
+    """`torch.nn.TransformerDecoder` of unit-scaled layers. As `TransformerEncoder`."""
 
     def __init__(
         self, decoder_layer: nn.TransformerDecoderLayer, num_layers: int, norm: nn.Module | None = None
@@ -239,7 +253,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The stream after all layers, and the norm. Every layer attends to the memory: its gradient is their sum."""
+        """Return the stream after all layers and the norm. The memory's gradient is the sum over the layers."""
         for layer in self.layers:
             tgt = layer(
                 tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, bool(tgt_is_causal),
@@ -249,7 +263,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 
 
 def _prepare_stack(stack: Any) -> None:
-    """Draws the copied layers anew and spreads the shares."""
+    """Draw the copied layers again, and spread the shares."""
     for layer in list(stack.layers)[1:]:
         for module in layer.modules():
             reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)

@@ -11,7 +11,7 @@ from plimsoll.unit.capture.example_values import NoValueError, Values
 from plimsoll.unit.capture.fused_functions import Cluster
 from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, operation_of, shape_of
 from plimsoll.unit.changes import Factor, Port
-from plimsoll.unit.factors.measured_factors import Measured, measured
+from plimsoll.unit.factors.measured import Measured, measure_factors
 from plimsoll.unit.rules.operation import Ideal, Rule, Site, following
 
 ENTRY: Port = "entry"  # the port of a cluster
@@ -68,7 +68,7 @@ def _measured(
 
     def measure() -> Measured | None:
         try:
-            found = measured(run, {name: shape_of(node) for name, node in sources.items()}, centres)
+            found = measure_factors(run, {name: shape_of(node) for name, node in sources.items()}, centres)
         except NoValueError:
             return None
         except (RuntimeError, NotImplementedError):  # an operation that has no float64, or no backward

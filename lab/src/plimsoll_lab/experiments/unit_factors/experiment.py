@@ -13,7 +13,7 @@ from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.factors.measured_scales import Scale, scales
+from plimsoll.unit.factors.measured import Scale, measure_scales
 from plimsoll_lab.claim import Claim
 from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.unit_factors.cases import Case, Direction, cases
@@ -76,7 +76,7 @@ def measured_rows(case: Case, runs: int, seed: int, device: str = "cpu") -> list
     def drawn(shape: Sequence[int]) -> Tensor:
         return torch.randn(*shape, device=device)
 
-    found = scales(case.function, case.shapes, runs=runs, seed=seed, inputs=drawn)
+    found = measure_scales(case.function, case.shapes, runs=runs, seed=seed, inputs=drawn)
     student = float(stats.t.ppf(1 - _DOUBT / 2, runs - 1))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     pairs = zip(case.directions, (found.output, *found.inputs), strict=True)
     return [_row(case, direction, scale, student) for direction, scale in pairs if direction is not None]
