@@ -6,6 +6,10 @@ import signal
 # torch's threads read this when it is imported: idle ones sleep, and do not spin while other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import doctest
+import inspect
+import re
+
 import hypothesis
 import pytest
 import torch
@@ -26,6 +30,19 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# Public classes name their package as their module (plimsoll/exports.py). doctest would take them for imported ones, so
+# it is told that a class belongs to the file that defines it.
+_belongs = doctest.DocTestFinder._from_module  # noqa: SLF001  (there is no public way)
+
+
+def _is_defined_in(finder: doctest.DocTestFinder, module: object, value: object) -> bool:
+    if isinstance(value, type) and value.__module__.partition(".")[0] == "plimsoll":
+        return re.search(rf"^class {value.__name__}\b", inspect.getsource(module), re.MULTILINE) is not None
+    return _belongs(finder, module, value)
+
+
+doctest.DocTestFinder._from_module = _is_defined_in  # noqa: SLF001
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """The public names: those of `__all__`, those for type checkers, and those that are found, are the same."""
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,7 @@ def names_for_type_checkers() -> dict[str, str]:
 def test_every_list_of_names_is_the_same() -> None:
     checked = names_for_type_checkers()
     assert sorted([*checked, "__version__"]) == sorted(plimsoll.__all__)
-    lazy = {name: f"plimsoll.{room}" for name, room in plimsoll._HOME_OF.items()} | dict.fromkeys(
-        plimsoll._ROOMS, "plimsoll"
-    )
+    lazy = {name: f"plimsoll.{home}".rstrip(".") for name, home in plimsoll._HOMES.items()}
     assert lazy == checked
 
 
@@ -35,8 +35,31 @@ def test_every_public_name_is_found_and_documented(name: str) -> None:
     assert name in dir(plimsoll)
     if name != "__version__":
         assert inspect.getdoc(value), f"{name} has no docstring"
-    if name in plimsoll._HOME_OF:
-        assert value is getattr(getattr(plimsoll, plimsoll._HOME_OF[name]), name)
+    if plimsoll._HOMES.get(name):
+        assert value is getattr(getattr(plimsoll, plimsoll._HOMES[name]), name)
+
+
+def test_completion_offers_public_names_alone() -> None:
+    assert {name for name in dir(plimsoll) if not name.startswith("__")} == {*plimsoll.__all__} - {"__version__"}
+    assert not {"importlib", "exports", "TYPE_CHECKING"} & {
+        *dir(plimsoll.diagnosis),
+        *dir(plimsoll.unit),
+        *dir(plimsoll.report),
+    }
+
+
+_PUBLIC = [f"plimsoll.{name}" for name, home in plimsoll._HOMES.items() if not home and name not in ("errors", "lab")]
+
+
+@each("package", [*_PUBLIC, "plimsoll.unit.nn", "plimsoll.unit.optim"])
+def test_classes_name_the_package_that_exports_them(package: str) -> None:
+    """A pickle names a class by its module, so a class can move to another file without breaking pickles."""
+    tree = ast.parse(Path(importlib.import_module(package).__file__ or "").read_text(encoding="utf-8"))
+    names = [a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names]
+    for name in names:
+        value = getattr(sys.modules[package], name, None)
+        if isinstance(value, type) and value.__module__.startswith("plimsoll."):
+            assert not value.__module__.startswith(f"{package}."), value
 
 
 def test_a_star_import_gives_the_public_names() -> None:

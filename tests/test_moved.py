@@ -15,8 +15,11 @@ from tests.support.cases import each
 @each("old", MOVED)
 def test_a_class_is_found_under_its_old_name(old: str) -> None:
     module = importlib.import_module(f"plimsoll.{MOVED[old]}")
+    # A public class names its package as its module, and not the file that defines it.
     own = [
-        name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and f"{module.__name__}.".startswith(f"{value.__module__}.")
     ]
     assert own or any(other.startswith(f"{old}.") for other in MOVED)
     for name in own:

@@ -1,4 +1,4 @@
-"""How low in precision a PyTorch training run may go: measure it, be warned early, get there safely.
+"""Find and fix numerical problems in low-precision PyTorch training.
 
 Names are loaded when they are first used (PEP 562), so that importing `plimsoll` alone costs next to nothing and loads
 neither torch nor a kernel backend.
@@ -8,11 +8,10 @@ neither torch nor a kernel backend.
 65504.0
 """
 
-import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from plimsoll.moved import Finder
+from plimsoll import exports, moved
 from plimsoll.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         errors,
         formats,
         fp8,
+        integrations,
         lab,
         precision,
         report,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from plimsoll.formats import BlockFormat, Format, Plan
     from plimsoll.precision import MasterWeights, Policy, prepare
+    from plimsoll.report import serve
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
     from plimsoll.runs import Run, RunWriter
     from plimsoll.scaling import StepOutcome
@@ -91,6 +92,7 @@ __all__ = [
     "fake_quantize",
     "formats",
     "fp8",
+    "integrations",
     "lab",
     "locate",
     "measure",
@@ -102,6 +104,7 @@ __all__ = [
     "rounding",
     "runs",
     "scaling",
+    "serve",
     "spectrum",
     "unit",
     "unpack",
@@ -109,40 +112,32 @@ __all__ = [
     "whatif",
 ]
 
-# Where each lazy name lives: the same as the block for type checkers above (a test compares them).
-_ROOMS = (
-    "diagnosis", "emulate", "errors", "formats", "fp8", "lab", "precision", "report", "rounding", "runs", "scaling",
-    "spectrum", "unit", "watch",
-)  # fmt: skip
+# The module of each name: the same as the block for type checkers above (a test compares them).
 _HOMES = {
-    "diagnosis": ("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"),
-    "errors": (
-        "ArgumentError", "BackendError", "FormatError", "GuardStop", "MissingExtraError", "NotRecordedError",
-        "PlimsollError", "RunError", "StateError", "UnsupportedTensorError",
+    **dict.fromkeys(
+        (
+            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "precision", "report",
+            "rounding", "runs", "scaling", "spectrum", "unit", "watch",
+        ),
+        "",
     ),
-    "formats": ("BlockFormat", "Format", "Plan"),
-    "precision": ("MasterWeights", "Policy", "prepare"),
-    "rounding": ("Packed", "cast", "fake_quantize", "pack", "unpack"),
-    "runs": ("Run", "RunWriter"),
-    "scaling": ("StepOutcome",),
-    "spectrum": ("Fit", "Interval", "Source", "Spectrum", "measure"),
-    "watch": ("Watch",),
+    **dict.fromkeys(("Finding", "Guard", "check_plan", "diagnose", "diff", "locate", "plan", "whatif"), "diagnosis"),
+    **dict.fromkeys(
+        (
+            "ArgumentError", "BackendError", "FormatError", "GuardStop", "MissingExtraError", "NotRecordedError",
+            "PlimsollError", "RunError", "StateError", "UnsupportedTensorError",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(("BlockFormat", "Format", "Plan"), "formats"),
+    **dict.fromkeys(("MasterWeights", "Policy", "prepare"), "precision"),
+    "serve": "report",
+    **dict.fromkeys(("Packed", "cast", "fake_quantize", "pack", "unpack"), "rounding"),
+    **dict.fromkeys(("Run", "RunWriter"), "runs"),
+    "StepOutcome": "scaling",
+    **dict.fromkeys(("Fit", "Interval", "Source", "Spectrum", "measure"), "spectrum"),
+    "Watch": "watch",
 }  # fmt: skip
-_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 
-
-sys.meta_path.append(Finder())  # last: only what no other finds is looked up in it
-
-
-def __getattr__(name: str) -> object:
-    if name in _ROOMS:
-        return importlib.import_module(f"plimsoll.{name}")
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(f"plimsoll.{_HOME_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = exports.lazy(__name__, _HOMES)
+sys.meta_path.append(moved.Finder())  # last: only what no other finder knows is looked up in it

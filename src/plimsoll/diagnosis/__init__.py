@@ -6,9 +6,9 @@ part. These judge recorded runs. `Guard` and `locate` work on live training: the
 with the parts of torch that a recorded run does not need.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
+from plimsoll import exports
 from plimsoll.diagnosis.comparison.compare_runs import diff as diff
 from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
 from plimsoll.diagnosis.finding import (
@@ -51,14 +51,5 @@ _LIVE = {
     "locate_on_trigger": "locating.on_trigger",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _LIVE:
-        value = getattr(importlib.import_module(f"plimsoll.diagnosis.{_LIVE[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'plimsoll.diagnosis' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE})
+exports.show_classes(__name__)
+__getattr__, __dir__ = exports.lazy(__name__, _LIVE)

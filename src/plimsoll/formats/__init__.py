@@ -4,6 +4,7 @@
 catalogue.
 """
 
+from plimsoll import exports
 from plimsoll.formats.block_format import BlockFormat as BlockFormat
 from plimsoll.formats.catalogue import (
     ALIASES as ALIASES,
@@ -34,3 +35,5 @@ from plimsoll.formats.catalogue import (
 )
 from plimsoll.formats.element_format import Format as Format, Specials as Specials
 from plimsoll.formats.precision_plan import ROLES as ROLES, ModulePlan as ModulePlan, Plan as Plan, Role as Role
+
+exports.show_classes(__name__)

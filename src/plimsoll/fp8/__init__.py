@@ -1,8 +1,11 @@
 """FP8 training of linear layers: 8-bit products, with constant scales on unit-scaled models or scales from the data."""
 
+from plimsoll import exports
 from plimsoll.fp8.conversion import convert as convert
 from plimsoll.fp8.layer_choice import Left as Left
 from plimsoll.fp8.linear import Linear as Linear
 from plimsoll.fp8.products import check as check
 from plimsoll.fp8.rank_agreement import agree as agree
 from plimsoll.fp8.weight_cache import cached_weights as cached_weights
+
+exports.show_classes(__name__)

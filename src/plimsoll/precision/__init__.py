@@ -1,5 +1,6 @@
 """Training in low precision: levels and policies, master weights, the training step."""
 
+from plimsoll import exports
 from plimsoll.precision.levels.catalogue import LEVELS as LEVELS, Level as Level, levels_table as levels_table
 from plimsoll.precision.levels.policy import Policy as Policy, PolicyRecord as PolicyRecord
 from plimsoll.precision.manual_masters import (
@@ -15,3 +16,5 @@ from plimsoll.precision.weights.master_weights import MasterWeights as MasterWei
 from plimsoll.precision.weights.stochastic import StochasticWeights as StochasticWeights
 from plimsoll.precision.workarounds.adam_guard import guard_adam as guard_adam
 from plimsoll.precision.workarounds.residual_clamp import clamp_residuals as clamp_residuals
+
+exports.show_classes(__name__)

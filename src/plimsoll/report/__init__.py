@@ -1,12 +1,15 @@
 """What a run shows: figures, each made by one function; a report in one file; a live page.
 
 Figures are Plotly objects, the same in a notebook, in the report and on the page. Names are loaded when they are first
-used, and Plotly only when a figure is made.
+used, and Plotly only when a figure is made. Calling the package writes a report: ``plimsoll.report(run)``.
 """
 
-import importlib
+import os
 import pkgutil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plimsoll import exports
 
 if TYPE_CHECKING:
     from plimsoll.report.drawing.theme import TEMPLATES, themed
@@ -66,14 +69,14 @@ _HOME_OF = {
     **{module.name: f"figures.{module.name}" for module in pkgutil.iter_modules([f"{__path__[0]}/figures"])},
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(f"plimsoll.report.{_HOME_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'plimsoll.report' has no attribute {name!r}")
+__getattr__, __dir__ = exports.lazy(__name__, _HOME_OF)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+def _write(run: Any, path: str | os.PathLike[str] = "report.html", **options: Any) -> Path:
+    """Write the report of a run as one HTML file, and return its path. `plimsoll.report.html` has the arguments."""
+    from plimsoll.report.single_file.html_report import html
+
+    return html(run, path, **options)
+
+
+exports.make_callable(__name__, _write)

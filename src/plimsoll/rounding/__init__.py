@@ -1,5 +1,8 @@
 """Putting a tensor into a format: `cast`, its differentiable form `fake_quantize`, and `pack` to real codes."""
 
+from plimsoll import exports
 from plimsoll.rounding.casting import cast as cast
 from plimsoll.rounding.fake_quantization import fake_quantize as fake_quantize
 from plimsoll.rounding.packing import Packed as Packed, pack as pack, unpack as unpack
+
+exports.show_classes(__name__)

@@ -4,6 +4,7 @@ A run is a folder of Parquet parts and a manifest (docs/reference/run-format.md)
 what goes into it.
 """
 
+from plimsoll import exports
 from plimsoll.runs.reading.module_casts import Cast as Cast
 from plimsoll.runs.reading.run import Run as Run
 from plimsoll.runs.records import (
@@ -22,3 +23,5 @@ from plimsoll.runs.sinks import (
     as_sink as as_sink,
 )
 from plimsoll.runs.writing.writer import RunWriter as RunWriter
+
+exports.show_classes(__name__)

@@ -1,5 +1,6 @@
 """Loss scalers: they multiply the loss so that small gradients do not underflow, and react to overflow."""
 
+from plimsoll import exports
 from plimsoll.scaling.base import SCALERS as SCALERS, LossScaler as LossScaler
 from plimsoll.scaling.dynamic import DynamicScaler as DynamicScaler
 from plimsoll.scaling.hysteresis import Hysteresis as Hysteresis
@@ -8,3 +9,5 @@ from plimsoll.scaling.spectral.scale_windows import ScaleReport as ScaleReport, 
 from plimsoll.scaling.spectral.scaler import SpectralScaler as SpectralScaler
 from plimsoll.scaling.static import StaticScaler as StaticScaler
 from plimsoll.scaling.step_outcome import StepOutcome as StepOutcome
+
+exports.show_classes(__name__)

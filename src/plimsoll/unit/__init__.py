@@ -8,8 +8,9 @@ All are loaded when they are first used: a level of `plimsoll.prepare` needs the
 loads a good part of torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from plimsoll import exports
 
 if TYPE_CHECKING:
     from plimsoll.unit import functional as functional, nn as nn, optim as optim
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
         tag_fan_in as tag_fan_in,
     )
 
-_ROOMS = ("functional", "nn", "optim")
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
+    **dict.fromkeys(("functional", "nn", "optim"), ""),
     "Audit": "auditing.result",
     "Comparison": "auditing.result",
     "Pair": "auditing.rows",
@@ -48,16 +49,4 @@ _HOMES = {
     "tag_fan_in": "optim.parameter_kinds",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _ROOMS:
-        return importlib.import_module(f"plimsoll.unit.{name}")
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"plimsoll.unit.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'plimsoll.unit' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS, *_HOMES})
+__getattr__, __dir__ = exports.lazy(__name__, _HOMES)

@@ -5,6 +5,7 @@ shapes of its state. `constraint`, `mult` and `factors` follow by keyword if the
 parameters for `unit.optim`. `MLP`, `Residual` and `Stack` do not exist in torch.
 """
 
+from plimsoll import exports
 from plimsoll.unit.nn.activations import (
     GELU as GELU,
     Dropout as Dropout,
@@ -41,3 +42,5 @@ from plimsoll.unit.nn.transformer import (
     TransformerEncoder as TransformerEncoder,
     TransformerEncoderLayer as TransformerEncoderLayer,
 )
+
+exports.show_classes(__name__)

@@ -1,0 +1,70 @@
+"""Public names of packages: loaded when they are first used, and shown with the package they are imported from."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose names are loaded when they are first used (PEP 562).
+
+    Args:
+        package: The package's ``__name__``.
+        homes: For each name its module, relative to the package. Names of subpackages have an empty one.
+    """
+
+    def get(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if not homes[name]:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        _show_in(package, value)
+        vars(sys.modules[package])[name] = value
+        return value
+
+    def names() -> list[str]:
+        present = vars(sys.modules[package])
+        return sorted({*homes, *(name for name, value in present.items() if _is_public(name, value))})
+
+    return get, names
+
+
+def show_classes(package: str) -> None:
+    """Let the classes of a package name it as their module, in `repr`, in tracebacks and in pickles.
+
+    So a pickle does not depend on the file that a class is in.
+    """
+    for value in list(vars(sys.modules[package]).values()):
+        _show_in(package, value)
+
+
+def make_callable(package: str, function: Callable[..., Any]) -> None:
+    """Let calling a package call this function of it: ``plimsoll.watch(model)`` is ``plimsoll.watch.watch(model)``.
+
+    The package has the name of its main function, and an import of the package would otherwise hide the function.
+    """
+
+    class CallablePackage(ModuleType):
+        """A package that is a function too."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    module: Any = sys.modules[package]
+    module.__class__ = CallablePackage
+    module.__signature__ = inspect.signature(function)
+
+
+def _show_in(package: str, value: object) -> None:
+    if isinstance(value, type) and value.__module__.startswith(f"{package}."):
+        value.__module__ = package
+
+
+def _is_public(name: str, value: object) -> bool:
+    if name.startswith("__"):
+        return True
+    return not (name.startswith("_") or isinstance(value, ModuleType) or name == "TYPE_CHECKING")
