@@ -22,6 +22,7 @@ from plimsoll.cli import app
 from plimsoll.errors import MissingExtraError
 from plimsoll.report.live.server import launch
 from plimsoll.runs import RunWriter, Scalars
+from tests.support import processes
 from tests.support.patience import HANG_SECONDS
 
 
@@ -211,3 +212,20 @@ def test_two_servers_of_one_folder_answer_and_end_quietly_at_ctrl_c(
         stream.read()  # ended by the server
         stream.close()
         assert process.stdout.read() == ""
+
+
+def test_an_interrupt_while_the_server_starts_leaves_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import signal\n"
+        "from plimsoll import report\n"
+        "from plimsoll.report.live.server.uvicorn_loop import PageServer\n"
+        "start = PageServer.startup\n"
+        "async def interrupted(server, sockets=None):\n"
+        "    await start(server, sockets)\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "PageServer.startup = interrupted\n"
+        "report.serve('.', port=0)\n"
+    )
+    done = processes.python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0 and "Live page: http" in done.stdout and not done.stderr, done.stderr

@@ -117,6 +117,9 @@ class PageServer(Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                # `run` closes the application itself. A signal while uvicorn starts would leave its lifespan task behind,
+                # which asyncio reports with a traceback.
+                lifespan="off",
                 h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
                 timeout_graceful_shutdown=_PATIENCE_SECONDS,
             )
@@ -137,7 +140,10 @@ class PageServer(Server):
 def run(made: App, listener: socket.socket) -> None:
     """Serves at a socket that listens, until Ctrl-C."""
     with _plain_logs(), contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again at its end
-        PageServer(made).run(sockets=[listener])
+        try:
+            PageServer(made).run(sockets=[listener])
+        finally:
+            made.close()
 
 
 @contextlib.contextmanager
