@@ -117,8 +117,8 @@ class PageServer(Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                # `run` closes the application itself. A signal while uvicorn starts would leave its lifespan task behind,
-                # which asyncio reports with a traceback.
+                # `run` closes the application itself. A signal while uvicorn starts would leave its lifespan task
+                # behind, which asyncio reports with a traceback.
                 lifespan="off",
                 h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
                 timeout_graceful_shutdown=_PATIENCE_SECONDS,
