@@ -15,7 +15,7 @@ import networkx as nx
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "plimsoll"
 LAB = ROOT / "lab" / "src" / "plimsoll_lab"
-PAGE = {".js", ".css", ".html", ".jinja"}
+PAGE = {".js", ".css", ".html"}
 _PRAGMA = re.compile(r"#\s*(noqa|type:|pragma|pyright|fmt|ruff|!|--)")  # no reasons, and headings
 
 

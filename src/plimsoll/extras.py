@@ -6,8 +6,8 @@ are on an index: their names are an install line that works in any folder.
 
 # The extras that a user may want, with what they hold; a test compares them with pyproject.toml.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "report": ("plotly>=6.0", "jinja2>=3.1"),
-    "serve": ("plotly>=6.0", "jinja2>=3.1", "fastapi>=0.110", "uvicorn>=0.29"),
+    "report": ("plotly>=6.0",),
+    "serve": ("plotly>=6.0", "fastapi>=0.110", "uvicorn>=0.29"),
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.20",),
     "mlflow": ("mlflow-skinny>=3.0", "alembic>=1.10", "sqlalchemy>=2.0"),
@@ -21,6 +21,6 @@ def install_line(extra: str) -> str:
     """Return the shell command that installs the packages of an extra, as a user may paste it.
 
     >>> install_line("report")
-    "pip install 'plotly>=6.0' 'jinja2>=3.1'"
+    "pip install 'plotly>=6.0'"
     """
     return " ".join(["pip install", *(f"'{requirement}'" for requirement in EXTRAS[extra])])

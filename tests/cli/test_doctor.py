@@ -124,7 +124,7 @@ def test_a_missing_extra_names_its_install_line() -> None:
         ),
     )
     shown = _shown(machine)
-    assert re.search(r"– +report +pip install 'plotly>=6.0' 'jinja2>=3.1'", shown)
+    assert re.search(r"– +report +pip install 'plotly>=6.0'", shown)
     assert re.search(r"✓ +sql +duckdb 1\.2\.3", shown)
 
 

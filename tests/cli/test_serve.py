@@ -154,7 +154,7 @@ def test_the_port_is_free_again_after_a_refusal(tmp_path: Path, ran: list[tuple[
         assert "expected a folder" in serve(tmp_path / "none", "--port", port).stderr
 
 
-@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "plotly", "jinja2"])
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "plotly"])
 def test_without_the_extra_the_install_line_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
@@ -167,7 +167,7 @@ def test_without_the_extra_the_install_line_is_told(
 def test_importing_the_room_loads_no_server() -> None:
     code = (
         "import sys, plimsoll.report as r; r.serve; from plimsoll.cli import app; "
-        "print(*{'fastapi', 'uvicorn', 'starlette', 'plotly', 'jinja2'} & set(sys.modules))"
+        "print(*{'fastapi', 'uvicorn', 'starlette', 'plotly'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""

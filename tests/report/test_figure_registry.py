@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 from plimsoll import report
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.errors import ArgumentError
-from plimsoll.report import FIGURES, figure_for, figures
+from plimsoll.report import FIGURES, figure_for, figures, html
 from plimsoll.report.figure_declaration import DECLARED, Case, figure
 from plimsoll.report.live.server.app import app
-from plimsoll.report.single_file.embedded_figures import Plots, of_layers, of_scale
 from plimsoll.runs import Run
 from tests.support.diagnosis.stories import constant, told
+from tests.support.report.report_file import ReportFile
 
 
 @pytest.fixture
@@ -51,14 +51,12 @@ def test_a_declared_figure_is_on_every_surface(declared: str, tmp_path: Path) ->
     finding = replace(diagnose(view)[0], figure=declared)
     assert figure_for(view, finding).data[0].y == (count + 7,)
 
-    plots = Plots()
-    labels = [label for _, label in of_layers(plots, view, [])]
-    assert [label for label in labels if label.startswith("Layers of ")] == [
-        f"Layers of {c}" for c in sorted(view.run.tensors)[:2]
+    answers = ReportFile(html(path, tmp_path / "page.html")).answers
+    ours = [d for d in answers["run"]["pictures"] if d["figure"] == declared]
+    assert [(d["section"], d["label"]) for d in ours] == [
+        ("layers", f"Layers of {c}") for c in sorted(view.run.tensors)[:2]
     ]
-    assert not any(
-        "Layers of" in label for _, label in [(key, plots.found[key].title) for key in of_scale(plots, view, [])]
-    )
+    assert [name for name, _, _ in answers["figures"]].count(declared) == 2
 
     with TestClient(app(tmp_path), base_url="http://localhost:8642") as client:
         listed = {each["name"]: each for each in client.get("/api/figures").json()["figures"]}
@@ -66,9 +64,12 @@ def test_a_declared_figure_is_on_every_surface(declared: str, tmp_path: Path) ->
         assert listed[declared] == {
             "name": declared,
             "runs": [1],
+            "offered": "layers",
             "arguments": [{"name": "collection", "required": True}, {"name": "shift", "required": False}],
         }
         assert listed["loss_and_scale"]["runs"] == [1, 2]
+        pictures = client.get("/api/runs/run").json()["pictures"]
+        assert [d["arguments"] for d in pictures if d["figure"] == declared] == [d["arguments"] for d in ours]
         address = f"/api/runs/run/figure/{declared}"
         answer = client.get(address, params={"collection": "gradients", "shift": "3"})
         assert answer.json()["figure"]["data"][0]["y"] == [count + 3], json.dumps(answer.json())

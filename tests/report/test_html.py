@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -14,57 +13,20 @@ import pytest
 
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.errors import ArgumentError, MissingExtraError, RunError
-from plimsoll.report import html
-from plimsoll.report.single_file import embedded_figures
+from plimsoll.report import html, summary
+from plimsoll.report.page.answers import encoded, run_answer
+from plimsoll.report.page.figures import drawn
+from plimsoll.report.single_file import embedded_answers
+from plimsoll.report.single_file.embedded_answers import Figures, spectrograms
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline, _packed, collection_of, merged, offline
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
 from tests.support.diagnosis.faults import FAULTS
 from tests.support.diagnosis.stories import SOUND, constant, of_layer, told
 from tests.support.report import hostile_run as hostile
+from tests.support.report.report_file import ReportFile
 
 LOADS = ("src", "href", "action", "data", "poster", "srcset", "background")
-
-
-class Page(HTMLParser):
-    """What is in a page: texts of elements, attributes, scripts, headings."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text, self.open = "", [""]
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[tuple[dict[str, str | None], str]] = []
-        self.headings: list[str] = []
-        self.feed(path.read_text("utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "path", "use", "input", "circle", "br"):
-            self.open.append(tag)
-        if tag == "script":
-            self.scripts.append((dict(attrs), ""))
-        if tag in ("h1", "h2", "h3"):
-            self.headings.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.open:
-            while self.open.pop() != tag:
-                pass
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1] == "script":
-            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
-        elif self.open[-1] != "style":
-            self.text += data
-        if self.headings and any(tag in ("h1", "h2", "h3") for tag in self.open):
-            self.headings[-1] += data
-
-    def data(self, name: str) -> dict[str, object]:
-        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == name)
-
-    @property
-    def figures(self) -> list[dict[str, object]]:
-        return [json.loads(t) for a, t in self.scripts if (a.get("id") or "").startswith("figure-")]
 
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
@@ -76,64 +38,65 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Page:
-    return Page(html(run, run.parent / "exp1.html"))
+def page(run: Path) -> ReportFile:
+    return ReportFile(html(run, run.parent / "exp1.html"))
 
 
-def test_the_verdict_comes_first_then_findings_then_all_else(page: Page) -> None:
-    assert page.headings[0].startswith("Problem: the loss scale fell from 210 to 2")
-    sections = [h for h in page.headings if h in ("Findings", "Explore", "What if", "The record")]
-    assert sections == ["Findings", "Explore", "What if", "The record"]
+def test_the_verdict_comes_first_then_findings_then_all_else(page: ReportFile) -> None:
+    assert page.headings[0].startswith("Problem: the loss scale fell from 2^10 to 2")
+    sections = [h for h in page.headings if h in ("Findings", "What if", "The record")]
+    assert sections == ["Findings", "What if", "The record"]
     for fact in ("0 to 199", "FP16", "84", "Loss scale at step 199", "closed"):
         assert fact in page.text
     assert page.text.count("What to do") == 5
 
 
-def test_findings_are_the_runs_each_with_its_figure(run: Path, page: Page) -> None:
+def test_findings_are_the_runs_each_with_its_figure(run: Path, page: ReportFile) -> None:
     found = diagnose(run)
     articles = [a for tag, a in page.elements if tag == "article"]
     assert [a["class"] for a in articles] == [f"finding {f.severity}" for f in found]
     for finding in found:
         assert finding.rule in page.text and finding.advice.split("2^")[0] in page.text
-    text = (run.parent / "exp1.html").read_text("utf-8")
-    parts = text.split("<article ")[1:]
-    assert len(parts) == len(found) and all('class="plot"' in part or "Its figure is that of" in part for part in parts)
+    answers = page.answers
+    of_finding = {values["finding"]: name for name, values, _ in answers["figures"] if "finding" in values}
+    same = answers["run"]["same_figure"]
+    assert len(same) == len(found) and all(
+        of_finding[i] == found[i].figure for i, first in enumerate(same) if first == i
+    )
+    assert all(first is not None and first <= i for i, first in enumerate(same))
 
 
-def test_figures_have_words_and_no_theme_of_their_own(page: Page) -> None:
-    figures = page.figures
-    assert len(figures) > 10
-    for figure in figures:
-        assert figure["title"] and 100 < figure["height"] < 2000
-        assert "template" not in figure["figure"]["layout"] and "title" not in figure["figure"]["layout"]
-    labels = [a["aria-label"] for tag, a in page.elements if a.get("role") == "img"]
-    assert len(labels) > 5 and all(labels)
-    assert set(page.data("templates")) == {"light", "dark"}
+def test_figures_have_words_and_no_theme_of_their_own(page: ReportFile) -> None:
+    bodies = page.answers["bodies"]
+    assert len(bodies) > 10
+    for body in bodies:
+        assert body["layout"]["title"]["text"] and 100 < body["layout"].get("height", 380) < 2000
+        assert "template" not in body["layout"]
+    assert set(page.answers["templates"]) == {"light", "dark"}
 
 
-def test_nothing_is_loaded_and_only_its_own_scripts_run(page: Page) -> None:
+def test_nothing_is_loaded_and_only_its_own_scripts_run(page: ReportFile) -> None:
     policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect" not in policy
-    code = [text for attributes, text in page.scripts if attributes.get("type") != "application/json"]
-    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in code]
-    assert re.findall(r"'sha256-[^']*'", policy) == [hashes[0], *hashes[1:]] and len(code) == 3
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in page.code]
+    assert re.findall(r"'sha256-[^']*'", policy) == hashes and len(hashes) == 3
     for tag, attributes in page.elements:
         for name in LOADS:
             assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
         assert not any(name.startswith("on") for name in attributes)
-        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+        assert tag not in ("link", "iframe", "object", "embed", "base")
 
 
 def test_a_sound_run_and_one_of_an_earlier_step(run: Path, tmp_path: Path) -> None:
-    early = Page(html(run, tmp_path / "early.html", until=50, title="As it was"))
+    early = ReportFile(html(run, tmp_path / "early.html", until=50, title="As it was"))
     assert early.headings[0] == "Healthy up to step 50: no parameter gradient was lost to underflow."
-    assert "No rule found anything." in early.text and "As it was" in early.text
-    assert Page(html(View(Run(run), 50), tmp_path / "view.html")).headings[0] == early.headings[0]
+    assert "No findings." in early.text and "As it was" in early.text
+    assert ReportFile(html(View(Run(run), 50), tmp_path / "view.html")).headings[0] == early.headings[0]
 
 
 def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> None:
     only = [f for f in diagnose(run) if f.rule == "underflow-rising"]
-    given = Page(html(run, tmp_path / "page.html", findings=only))
+    given = ReportFile(html(run, tmp_path / "page.html", findings=only))
     assert given.headings[0].startswith("Problem: lost parameter gradients") and given.text.count("What to do") == 1
 
 
@@ -142,16 +105,19 @@ def test_findings_that_are_given_are_those_told(run: Path, tmp_path: Path) -> No
 
 def test_an_empty_run(tmp_path: Path) -> None:
     RunWriter(tmp_path / "run").close()
-    page = Page(html(tmp_path / "run", tmp_path / "page.html"))
-    assert page.headings == ["Nothing was recorded.", "Findings", "The record"] and page.figures == []
+    page = ReportFile(html(tmp_path / "run", tmp_path / "page.html"))
+    assert page.headings == ["Nothing was recorded.", "Findings", "The record", "Keys"]
+    assert page.answers["bodies"] == [] and page.answers["run"]["whatif"] is None
 
 
 def test_a_run_of_scalars_only_and_one_of_one_step(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "scalars") as writer:
         writer.write(Scalars(step=0, values={"loss": 1.0}))
-    page = Page(html(tmp_path / "scalars", tmp_path / "page.html"))
-    assert "What if" not in page.headings and "Explore" in page.headings
-    page = Page(html(SOUND.write(tmp_path / "one", until=0), tmp_path / "page.html"))
+    page = ReportFile(html(tmp_path / "scalars", tmp_path / "page.html"))
+    assert "What if" not in page.headings and [d["figure"] for d in page.answers["run"]["pictures"]] == [
+        "loss_and_scale"
+    ]
+    page = ReportFile(html(SOUND.write(tmp_path / "one", until=0), tmp_path / "page.html"))
     assert page.headings[0].startswith("Healthy up to step 0") and "What if" in page.headings
 
 
@@ -160,7 +126,7 @@ def test_a_damaged_run_says_what_is_missing(tmp_path: Path) -> None:
     part = next((path / "spectra").glob("*.parquet"))
     part.write_bytes(b"PAR1" + bytes(100))
     with pytest.warns(RuntimeWarning, match="damaged"):
-        page = Page(html(path, tmp_path / "page.html"))
+        page = ReportFile(html(path, tmp_path / "page.html"))
     assert "Problems" in page.headings and part.name in page.text
 
 
@@ -196,10 +162,9 @@ def test_the_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert target.read_text("utf-8") == "the one before" and len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("package", ["plotly", "jinja2"])
-def test_a_missing_extra_is_named(package: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"Install them: pip install 'plotly>=6.0' 'jinja2>=3.1'$") as caught:
+def test_a_missing_extra_is_named(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(MissingExtraError, match=r"Install it: pip install 'plotly>=6.0'$") as caught:
         html(run, tmp_path / "page.html")
     assert caught.value.__cause__ is not None and not (tmp_path / "page.html").exists()
 
@@ -212,10 +177,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         html(path, tmp_path / "page.html")
 
 
-def test_a_summary_needs_neither_plotly_nor_jinja(run: Path) -> None:
+def test_a_summary_needs_no_extra(run: Path) -> None:
     code = (
         "import sys, plimsoll.report as r; r.summary(sys.argv[1]).to_dict(); r.markdown(sys.argv[1]); "
-        "print(*({'plotly', 'jinja2', 'fastapi', 'markupsafe'} & set(sys.modules)))"
+        "print(*({'plotly', 'fastapi'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
@@ -226,54 +191,60 @@ def test_a_summary_needs_neither_plotly_nor_jinja(run: Path) -> None:
 
 def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     path = html(hostile.write(tmp_path / "run"), tmp_path / "page.html", title="</title><script>alert(8)</script>")
-    page = Page(path)
-    assert len([a for a, _ in page.scripts if a.get("type") != "application/json"]) == 3
+    page = ReportFile(path)
+    assert len(page.code) == 3 and len(page.scripts) == 4
     assert not any(tag in ("img", "b", "base", "link") for tag, _ in page.elements)
     assert len([tag for tag, _ in page.elements if tag == "style"]) == 1
-    assert len([tag for tag, _ in page.elements if tag == "svg" and "onload" in _]) == 0
+    assert len([tag for tag, _ in page.elements if tag == "svg"]) == 0
     for name in ("</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "{{ 7 * 7 }}{% raw %}"):
         assert name in page.text
     assert "&lt;script&gt;alert(6)&lt;/script&gt;" in page.text  # as it was written, entities and all
     assert "</title><script>alert(8)</script>" in page.text
-    assert len(page.figures) > 5 and path.stat().st_size < 7_000_000
+    assert len(page.answers["bodies"]) > 5 and path.stat().st_size < 3_000_000
     assert not set(page.text) & set("\u202e\u2028\u2029\x1b\x00")
-
-
-def test_json_in_a_script_ends_no_script() -> None:
-    text = embedded_figures.in_page({"</script>": "<!--\u2028&", "half": "\udc80"})
-    assert not set(text) & set("<>&\u2028\u2029") and text.isascii()
-    assert json.loads(text) == {"</script>": "<!--\u2028&", "half": "\udc80"}
-    with pytest.raises(ValueError, match="Out of range"):
-        embedded_figures.in_page(float("nan"))
 
 
 # -- bounds
 
 
-def test_figures_stay_within_their_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, plots = View(Run(run)), embedded_figures.Plots()
-    found = embedded_figures.of_tensors(plots, view, (), [])
-    assert len(found) == len({key for key, *_ in found}) == 36
-    tight = embedded_figures.Plots()
-    tight.bytes = embedded_figures.BUDGET_BYTES
-    assert embedded_figures.of_tensors(tight, view, diagnose(view), []) == [] and tight.found == {}
+def test_figures_stay_within_their_budget(run: Path) -> None:
+    view = View(Run(run))
+    found = spectrograms(Figures(view, ()), view, (), [])
+    assert sum(map(len, found.values())) == sum(len(set(names)) for names in found.values()) == 36
+    tight = Figures(view, tuple(diagnose(view)))
+    tight.bytes = embedded_answers.BUDGET_BYTES
+    assert spectrograms(tight, view, diagnose(view), []) == {} and tight.bodies == []
 
 
 def test_tensors_that_findings_name_come_first(run: Path) -> None:
     view = View(Run(run))
     found = diagnose(view)
-    listed = list(embedded_figures._ordered(view, found, [("gradients", "blocks.5.mlp.weight"), ("gradients", "none")]))
+    listed = list(embedded_answers._ordered(view, found, [("gradients", "blocks.5.mlp.weight"), ("gradients", "none")]))
     assert listed[0] == (found[1].collection, found[1].where[0])
     assert ("gradients", "blocks.5.mlp.weight") in listed[:8] and ("gradients", "none") not in listed
     assert len(listed) == len(set(listed)) and {c for c, _ in listed} == set(view.run.tensors)
 
 
 def test_the_same_figure_is_there_once(tmp_path: Path) -> None:
-    plots = embedded_figures.Plots()
-    view = View(Run(SOUND.write(tmp_path / "run", until=20)))
-    from plimsoll.report import loss_and_scale
+    figures = Figures(View(Run(SOUND.write(tmp_path / "run", until=20))), ())
+    assert figures.add("loss_and_scale", {}) == figures.add("loss_and_scale", {}) == 0
+    assert len(figures.bodies) == 1 and len(figures.asked) == 2
 
-    assert plots.add(lambda: loss_and_scale(view)) == plots.add(lambda: loss_and_scale(view)) == "figure-1"
+
+def test_answers_are_those_of_the_live_page(run: Path, page: ReportFile) -> None:
+    view = View(Run(run))
+    findings = summary(view).findings
+    answers = page.answers
+    for name, values, index in answers["figures"]:
+        if "finding" not in values:
+            body = json.loads(drawn(view, name, {k: str(v) for k, v in values.items()}, findings))["figure"]
+            del body["layout"]["template"]
+            assert answers["bodies"][index] == body, name
+    live = json.loads(encoded(run_answer(view, summary(view))))
+    for name in ("summary", "shown", "collection_labels", "steps"):
+        assert answers["run"][name] == live[name], name
+    drawings = [(d["figure"], d["arguments"]) for d in answers["run"]["pictures"]]
+    assert all(drawing in [(d["figure"], d["arguments"]) for d in live["pictures"]] for drawing in drawings)
 
 
 # -- what-if without Python

@@ -26,6 +26,7 @@ from plimsoll.report.verdicts.verdict import leading
 from plimsoll.runs import Event, Run, RunWriter
 from plimsoll_lab.result import Training
 from tests.support.diagnosis.faults import FAULTS, Fault
+from tests.support.report.report_file import ReportFile
 
 FALLEN = next(fault for fault in FAULTS if fault.name == "scale frozen low after hard batches").story
 
@@ -118,7 +119,7 @@ def test_there_is_one_remedy(name: str, tmp_path: Path) -> None:
 
 
 def test_severities_have_one_name() -> None:
-    script = (Path(plimsoll.__file__).parent / "report" / "live" / "page" / "words.js").read_text("utf-8")
+    script = (Path(plimsoll.__file__).parent / "report" / "page" / "files" / "js" / "words.js").read_text("utf-8")
     for severity, word in summary_text.STATES.items():
         assert re.search(rf'\b{severity}: \["[^"]*", "{word}"\]', script), severity
 
@@ -182,7 +183,7 @@ def test_what_if_says_the_same_in_the_report_the_terminal_and_the_page(
         asked = json.loads(answers.whatif("fp16", {"format": fmt}))
         assert (asked["sentence"], asked["best_shift"]) == (found.sentence, found.shift)
         lost = interval_words(found.overall.fit.lost)
-        row = re.search(rf'<th scope="row">{fmt.upper()}</th>(.*?)</tr>', surfaces["html"])
+        row = re.search(rf"<td>{fmt.upper()}</td>(.*?)</tr>", surfaces["html"])
         assert row is not None and f">2^{found.shift}</td>" in row[1] and f">{lost}</td>" in row[1], fmt
         terminal = (
             CliRunner(env={"COLUMNS": "400"}).invoke(app, ["whatif", str(folder / "fp16"), "--format", fmt]).stdout
@@ -195,8 +196,8 @@ def test_tensors_of_a_what_if_stand_in_one_order(surfaces: dict[str, str], folde
     found = whatif(folder / "fp16", "fp16").rows
     asked = json.loads(answers.whatif("fp16", {"format": "fp16"}))["rows"]
     assert [row["name"] for row in asked] == [row.name for row in found]
-    table = surfaces["html"].split("Tensors, the worst first")[1].split("</table>")[0]
-    assert re.findall(r'<td class="long">(.*?)</td>\s*<td class="number">(.*?)</td>', table) == [
+    table = surfaces["html"].split("tensors, the worst first</h3>")[1].split("</table>")[0]
+    assert re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", table) == [
         (row.name, estimate_words(row.fit.lost)) for row in found[:15]
     ]
 
@@ -226,7 +227,7 @@ def test_events_stand_in_the_same_columns_and_order(tmp_path: Path) -> None:
         asked = json.loads(found.run("run"))["shown"]["events"]
     finally:
         found.close()
-    page = plain(html(path, tmp_path / "page.html").read_text("utf-8")).split('id="events"')[1].split("</table>")[0]
+    page = plain(html(path, tmp_path / "page.html").read_text("utf-8")).split("<h2>Events</h2>")[1].split("</table>")[0]
     assert re.findall('<th scope="col"[^>]*>(.*?)</th>', page) == ["Step", "What", "Message", "When"]
     rows = [
         [re.sub("<[^>]*>", " ", cell).split() for cell in re.findall("<td[^>]*>(.*?)</td>", row)]
@@ -252,10 +253,13 @@ def test_the_verdict_is_about_the_finding_that_stands_first(tmp_path: Path) -> N
         assert [each["rule"] for each in checked] == [finding.rule for finding in listed], fault.name
 
 
-def test_the_report_draws_no_figure_twice(surfaces: dict[str, str]) -> None:
-    drawn = re.findall(r'data-figure="([^"]+)"', surfaces["html"])
-    titles = [surfaces["html"].split(f'id="{key}">')[1].split('"title":"')[1].split('"')[0] for key in drawn]
-    assert len(drawn) == len(set(drawn)) and titles.count("Loss and loss scale") == 1
+def test_the_report_draws_no_figure_twice(told: Summary, folder: Path, tmp_path: Path) -> None:
+    answers = ReportFile(html(folder / "fp16", tmp_path / "page.html")).answers
+    bodies = [json.dumps(body) for body in answers["bodies"]]
+    titles = [body["layout"]["title"]["text"] for body in answers["bodies"]]
+    assert len(bodies) == len(set(bodies)) and titles.count("Loss and loss scale") == 1
+    losses = [i for i, finding in enumerate(told.findings) if finding.figure == "loss_and_scale"]
+    assert {answers["run"]["same_figure"][i] for i in losses} == {losses[0]}
 
 
 def test_findings_name_layers_as_the_heat_maps_do(told: Summary, folder: Path) -> None:

@@ -138,14 +138,14 @@ def test_from_a_finding_to_the_spectrogram_and_back(page: Any, site: Served) -> 
     expect(page.locator("section.finding h2")).to_have_text("scale-low")
 
 
-def test_the_four_pictures_are_there_and_a_row_of_the_heat_map_opens_its_layer(page: Any, site: Served) -> None:
+def test_the_pictures_are_there_and_a_row_of_the_heat_map_opens_its_layer(page: Any, site: Served) -> None:
     at(page, site, "#/run/low")
     expect(page.locator(".findings a").first).to_be_visible()
-    for place in range(4):
-        drawn(page, f".pictures > figure >> nth={place}")
-    heat = page.locator(".pictures > figure").nth(1)
+    for figure in (".offered > figure >> nth=0", ".layers-figure", ".spectrogram-figure"):
+        drawn(page, figure)
+    heat = page.locator(".layers-figure")
     expect(heat.locator("h3")).to_contain_text("Activation gradients")  # the finding shows those of parameters
-    heat.get_by_label("of", exact=True).select_option("gradients")
+    heat.get_by_label("Show").select_option(label="Underflow of parameter gradients")
     expect(heat.locator("h3")).to_contain_text("Parameter gradients")
     plot = heat.locator(".heatmaplayer").first.bounding_box()
     rows = heat.evaluate("node => node.querySelector('.js-plotly-plot').layout.meta.rows")
@@ -161,9 +161,8 @@ def test_the_four_pictures_are_there_and_a_row_of_the_heat_map_opens_its_layer(p
 
 def test_heat_maps_of_other_numbers(page: Any, site: Served) -> None:
     at(page, site, "#/run/low")
-    heat = drawn(page, ".pictures > figure >> nth=1")
-    heat.get_by_label("Show").select_option("norm")
-    heat.get_by_label("of", exact=True).select_option("weights")
+    heat = drawn(page, ".layers-figure")
+    heat.get_by_label("Show").select_option(label="Norm of weights")
     expect(heat.locator("h3")).to_contain_text("Weights")
 
 

@@ -138,6 +138,7 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     for place in range(2):
         drawn(page, f".pictures figure >> nth={place}")
     assert "low and healthy" in page.title()
+    expect(page.locator("#live")).to_have_text("Ended")  # both runs are closed: nothing is live
     page.get_by_role("link", name="Swap the two").click()
     expect(page.get_by_role("region", name="Run A")).to_contain_text("Healthy up to step 99")
     page.go_back()

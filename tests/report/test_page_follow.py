@@ -59,7 +59,7 @@ def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, si
     at(page, site, "#/run/run")
     expect(last_step(page)).to_have_text("0 to 29")
     expect(page.locator("#live")).to_have_text("Live")
-    loss = drawn(page, ".pictures > figure >> nth=0")
+    loss = drawn(page, ".offered > figure >> nth=0")
     loss.evaluate("node => Plotly.relayout(node.querySelector('.plot'), {'xaxis.range': [5, 20]})")
     page.locator(".findings a").first.focus()
     loss.scroll_into_view_if_needed()
@@ -67,7 +67,7 @@ def test_new_samples_are_shown_without_losing_zoom_scroll_or_focus(page: Any, si
     assert before > 0
     write_steps(writer, LOW, 30, 59)
     expect(last_step(page)).to_have_text("0 to 59")
-    drawn_to = "document.querySelector('.pictures > figure .plot').calcdata[0].at(-1).x"
+    drawn_to = "document.querySelector('.offered > figure .plot').calcdata[0].at(-1).x"
     wait_until(lambda: page.evaluate(drawn_to) == 59)
     assert loss.evaluate("node => node.querySelector('.plot').layout.xaxis.range") == [5, 20]
     assert abs(page.evaluate("scrollY") - before) < 2
@@ -114,7 +114,7 @@ def test_an_empty_run_fills_while_it_is_looked_at(page: Any, site: Served, folde
         expect(page.locator(".badge .word")).to_have_text("Empty")
         write_steps(writer, LOW, 0, 9)
         expect(last_step(page)).to_have_text("0 to 9")
-        drawn(page, ".pictures > figure >> nth=3")
+        drawn(page, ".spectrogram-figure")
     shutil.rmtree(folder / "fresh")
 
 

@@ -196,7 +196,7 @@ def test_the_policy_allows_no_foreign_and_no_inline_script() -> None:
 
 
 def test_the_page_has_no_inline_script() -> None:
-    from plimsoll.report.live.server.assets import assets
+    from plimsoll.report.page.assets import assets
 
     markup = assets()["index.html"].body.decode()
     assert "<script>" not in markup and " onload=" not in markup and " onclick=" not in markup

@@ -19,8 +19,8 @@ from plimsoll.diagnosis import View
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS
 from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.report.figure_registry import FIGURES, figures_of
-from plimsoll.report.live.server.answers import OFFERED
 from plimsoll.report.live.server.app import App, app
+from plimsoll.report.page.answers import OFFERED
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
@@ -190,7 +190,7 @@ def test_what_if_is_that_of_the_library(get: Any, folder: Path, shift: int | Non
 
 
 def test_what_if_tells_the_worst_rows_and_how_many_more(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plimsoll.report.live.server.answers._ROWS", 5)
+    monkeypatch.setattr("plimsoll.report.page.answers._ROWS", 5)
     answer = get("/api/runs/sound/whatif", format="e2m1", collection="weights")
     assert (len(answer["rows"]), answer["more"]) == (5, len(LAYERS) - 5)
 

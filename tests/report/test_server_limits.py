@@ -271,7 +271,7 @@ def test_a_run_that_fails_is_no_500_and_costs_itself_only(
             raise error("in the depths\x1b[31m")
         return {"fine": True}
 
-    monkeypatch.setattr("plimsoll.report.live.server.answers._whatif", fails)
+    monkeypatch.setattr("plimsoll.report.live.server.answers.whatif_answer", fails)
     made = app(folder)
     asked = TestClient(made, base_url="http://localhost", raise_server_exceptions=False)
     answer = asked.get("/api/runs/bad/whatif?format=fp16")

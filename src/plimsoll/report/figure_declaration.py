@@ -27,7 +27,7 @@ PARAMETER_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One drawing of a figure that the single-file report offers: its label in a list, and the arguments."""
+    """One drawing of a figure that the page and the report offer: its label in a list, and the arguments."""
 
     label: str
     arguments: Mapping[str, Any]
@@ -51,6 +51,17 @@ class Declared:
 DECLARED: dict[str, Declared] = {}
 
 
+def if_scaled(label: str) -> "Callable[[View], list[Case]]":
+    """Return the cases of a figure about loss scales: one, if a scale or a narrow format was used for gradients."""
+
+    def cases(view: "View") -> list[Case]:
+        narrow = view.narrow("gradients")
+        useful = narrow is not None and (narrow.censors.any() or view.scaled)
+        return [Case(label=label, arguments={})] if useful else []
+
+    return cases
+
+
 def figure(
     *,
     name: str | None = None,
@@ -66,7 +77,7 @@ def figure(
     Args:
         name: The name that findings and addresses use. Default: the function's name.
         runs: How many runs the figure compares: `(1,)`, `(2,)` or both. Default: `(1,)`.
-        offered: The section of the single-file report that shows it. Default: none.
+        offered: The section of a run's page and report that shows it. Default: none.
         cases: The drawings in that section, for a view. Default: one, without arguments.
         of_finding: Draws the figure of a finding. Default: the function with the view alone.
 

@@ -16,7 +16,7 @@ from plimsoll.formats import FP16, BlockFormat, Format, get, get_element
 from plimsoll.report.drawing.aggregation import histogram
 from plimsoll.report.drawing.plotly_parts import Layout, Source, line, made, nothing, series_checked, view_of
 from plimsoll.report.drawing.theme import BLUE, GREEN, PURPLE, RED
-from plimsoll.report.figure_declaration import Case, figure
+from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.labels import capital, joined, of, powers, scale_range
 from plimsoll.text import percent
 
@@ -28,14 +28,7 @@ _COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = W
 _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 
 
-def _cases(view: View) -> list[Case]:
-    """One drawing, if the gradients were scaled or recorded in a narrow format."""
-    narrow = view.narrow("gradients")
-    useful = narrow is not None and (narrow.censors.any() or view.scaled)
-    return [Case(label="Loss scale", arguments={})] if useful else []
-
-
-@figure(offered="scale", cases=_cases)
+@figure(offered="scale", cases=if_scaled("Loss scale"))
 def scale_curve(
     run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None
 ) -> "Figure":

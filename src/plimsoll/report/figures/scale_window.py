@@ -24,7 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREEN, ORANGE, PURPLE, RED
-from plimsoll.report.figure_declaration import figure
+from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.scale_curve import element
 from plimsoll.report.labels import joined, power, powers, safe, scale_range
 from plimsoll.text import counted
@@ -37,7 +37,7 @@ def _of_finding(view: View, finding: Finding) -> "Figure":
     return scale_window(view, since_step=finding.since_step)
 
 
-@figure(of_finding=_of_finding)
+@figure(offered="scale", cases=if_scaled("Scales that work"), of_finding=_of_finding)
 def scale_window(
     run: Source,
     fmt: object = None,

@@ -24,7 +24,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, PURPLE, RED
-from plimsoll.report.figure_declaration import Case, figure
+from plimsoll.report.figure_declaration import figure, if_scaled
 from plimsoll.report.figures.heatmap import view_formats
 from plimsoll.report.labels import capital, joined, of, safe
 
@@ -36,20 +36,13 @@ _LEVELS = ((0.01, "1 %: below it, stay", ORANGE), (0.05, "5 %: rising above it, 
 _SHOWN = 4  # layers that have a line of their own
 
 
-def _cases(view: View) -> list[Case]:
-    """One drawing, if the gradients were scaled or recorded in a narrow format."""
-    narrow = view.narrow("gradients")
-    useful = narrow is not None and (narrow.censors.any() or view.scaled)
-    return [Case(label="Underflow over time", arguments={})] if useful else []
-
-
 def _of_finding(view: View, finding: Finding) -> "Figure":
     return underflow_over_time(
         view, finding.collection or "gradients", findings=[finding], focus=finding.where, since_step=finding.since_step
     )
 
 
-@figure(offered="scale", cases=_cases, of_finding=_of_finding)
+@figure(offered="scale", cases=if_scaled("Underflow over time"), of_finding=_of_finding)
 def underflow_over_time(
     run: Source,
     collection: str = "gradients",

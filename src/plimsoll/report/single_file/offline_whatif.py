@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis import View, shown, whatif
+from plimsoll.diagnosis import View, whatif
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.what_if.answer import SHIFTS
@@ -78,11 +78,13 @@ class Offline:
         """As JSON-able data; shares by tensor are 16 bits each, little-endian, in base64."""
         return {
             "format": self.answer.format,
-            "block": self.answer.block > 0,
+            "block": self.answer.block,
             "sentence": self.sentence,
             "best": self.best,
+            "window": self.answer.overall.window,
+            "stretches": [stretch.to_dict() for stretch in self.answer.stretches],
             "overall": {name: [round(x, 6) for x in values] for name, values in self.overall.items()},
-            "names": [shown(name) for name in self.names],
+            "names": list(self.names),
             "windows": [None if w is None else list(w) for w in self.windows],
             "lost": _packed(self.lost, self.at_most["lost"]),
             "overflow": _packed(self.overflow, self.at_most["overflow"]),

@@ -277,5 +277,10 @@ def sentence_case(text: str) -> str:
 
 def cut(text: str, most: int = _LONGEST) -> str:
     """Text as a line can show it: printable, and not endless."""
-    clean = "".join(c if c.isprintable() else "?" for c in text[: 2 * most])
+    clean = printable(text[: 2 * most])
     return clean if len(clean) <= most and len(text) <= 2 * most else f"{clean[:most]}..."
+
+
+def printable(text: str) -> str:
+    """Text with a question mark for each character that cannot be shown."""
+    return "".join(c if c.isprintable() else "?" for c in text)

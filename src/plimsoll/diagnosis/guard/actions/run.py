@@ -113,10 +113,9 @@ class Stop(Remedy):
 
 def html_writer() -> Callable[[Path, Path], object]:
     """Return the function that writes a run as HTML."""
-    missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("plotly") is None:
         raise MissingExtraError(
-            f"Guard: expected the package {missing[0]} for report=; got none. Install it: {install_line('report')}"
+            f"Guard: expected the package plotly for report=; got none. Install it: {install_line('report')}"
         )
     return display.function("report")
 

@@ -1,13 +1,13 @@
 """`Listed`: one run of a list, told from its manifests and the names of its parts; no Parquet file is opened."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from plimsoll.errors import RunError
+from plimsoll.report.page.answers import within
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import manifest as _manifest
 
@@ -59,11 +59,6 @@ def told(
         )
         token = f"none-{modified}"
         return Listed(id=run_id, name=name, path=path, token=token, modified=modified, problem=why, opens=False)
-
-
-def within(message: str, root: Path) -> str:
-    """A message in which paths begin at the served folder: it says nothing of where that lies."""
-    return message.replace(f"{root}{os.sep}", "").replace(str(root), ".")
 
 
 def seconds_of(value: object) -> float | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plimsoll.errors import ArgumentError, RunError
-from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as Stamp, told, within as within
+from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as Stamp, told
 from plimsoll.report.live.run_index.object_store import StoredRuns
 from plimsoll.runs import Run
 from plimsoll.runs.columns.spectrum_table import KINDS

@@ -1,32 +1,24 @@
 """What the live page's API answers, as JSON (docs/how-to/serve.md lists it): made of a run's view and kept with it."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plimsoll.diagnosis import Finding, View, whatif
-from plimsoll.diagnosis.what_if.answer import predictor_of
-from plimsoll.errors import ArgumentError, NotRecordedError, PlimsollError, RunError
-from plimsoll.formats import BlockFormat, get, get_element
-from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
+from plimsoll.diagnosis import Finding, View
+from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.report.live.background_verdicts import Verdict, Verdicts
 from plimsoll.report.live.growing_view import LiveView
 from plimsoll.report.live.live_runs import Live
-from plimsoll.report.live.run_index.run_list import Listed, within
-from plimsoll.report.live.server.figures import drawn, drawn_of_two, listed, needs_findings, whole
-from plimsoll.report.verdicts import summary_text
-from plimsoll.report.verdicts.run_summary import Summary, first_step, jsonable, median_loss, seconds_of, summary
-from plimsoll.runs import Event
+from plimsoll.report.live.run_index.run_list import Listed
+from plimsoll.report.page.answers import difference, encoded, run_answer, summary_answer, whatif_answer, within
+from plimsoll.report.page.figures import drawn, drawn_of_two, listed, needs_findings, whole
+from plimsoll.report.verdicts.run_summary import Summary, first_step, median_loss, seconds_of, summary
 from plimsoll.tensor_collections import LABELS
 
-_ROWS = 50  # layers of a what-if
-_EVENTS = 200
 _LIST_SECONDS = 0.5  # how old the list may be
 _FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
-OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.name not in ("fp64", "fp32"))
 
 
 class Answers:
@@ -64,18 +56,7 @@ class Answers:
         verdict = self.verdicts.for_page(listed)
 
         def make(view: LiveView) -> bytes:
-            steps, told = view.run.steps, _renewed(_summary_of(verdict), view)
-            return encoded({
-                "summary": self._told(told),
-                "shown": summary_text.run_shown(told, view.events),
-                "collections": _in_display_order(view.run.tensors),
-                "collection_labels": LABELS,
-                "scalars": view.run.scalar_names,
-                "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
-                "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
-                "settings": view.run.settings,
-                "events": [_event(event) for event in view.events[-_EVENTS:]],
-            })  # fmt: skip
+            return encoded(run_answer(view, _renewed(_summary_of(verdict), view), self.root))
 
         _, body = self.live.answer(run_id, ("run", verdict.serial), make)
         live = listed.is_live(self._clock())
@@ -110,24 +91,27 @@ class Answers:
         shift = whole(query["shift"], "shift") if query.get("shift") else None
 
         def make(view: LiveView) -> bytes:
-            return encoded(_whatif(view, fmt, shift, collection))
+            return encoded(whatif_answer(view, fmt, shift, collection))
 
         listed, body = self.live.answer(run_id, ("whatif", fmt, shift, collection), make)
         return _with({"token": _token(listed, self.verdicts.of(listed))}, body)
 
     def compare(self, first: str, second: str) -> bytes:
         """Two runs side by side, and where they part."""
-        verdicts = [self.verdicts.for_page(self.live.opened(each)) for each in (first, second)]
-        told = [self._told(_summary_of(verdict)) for verdict in verdicts]
+        listed = [self.live.opened(each) for each in (first, second)]
+        verdicts = [self.verdicts.for_page(each) for each in listed]
+        told = [summary_answer(_summary_of(verdict), self.root) for verdict in verdicts]
 
         def make(a: LiveView, b: LiveView) -> bytes:
-            divergence, sentence = _diff(a, b, self.root)
+            divergence, sentence = difference(a, b, self.root)
             return encoded(
                 {"a": told[0], "b": told[1], "diff": divergence, "sentence": sentence, "collection_labels": LABELS}
             )
 
         question = ("compare", *(verdict.serial for verdict in verdicts))
-        return self.live.answer_of_two(first, second, question, make)
+        # Apart from the remembered answer: a run that stops being written does not change.
+        live = any(each.is_live(self._clock()) for each in listed)
+        return _with({"live": live}, self.live.answer_of_two(first, second, question, make))
 
     def compare_figure(self, first: str, second: str, name: str, query: Mapping[str, str]) -> bytes:
         """A figure of two runs."""
@@ -178,13 +162,6 @@ class Answers:
             "problem": run.problem,
         }
 
-    def _told(self, found: Summary) -> dict[str, object]:
-        problems = [within(problem, self.root) for problem in found.problems]
-        findings = [{**finding.to_dict(), "shown": summary_text.shown_as(finding)} for finding in found.findings]
-        return {
-            **found.to_dict(), "path": within(found.path, self.root), "problems": problems, "findings": findings
-        }  # fmt: skip
-
     def _judged(self, run: Listed) -> Summary | str:
         """What is said of a run, or why nothing can be."""
         try:
@@ -192,11 +169,6 @@ class Answers:
         except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
             why = within(str(error), self.root) if isinstance(error, PlimsollError) else type(error).__name__
             return f"Cannot be judged: {why}"
-
-
-def _in_display_order(tensors: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return the series of a run by collection, custom collections last."""
-    return {name: tensors[name] for name in sorted(tensors, key=lambda name: [*LABELS, name].index(name))}
 
 
 def _summary_of(verdict: Verdict) -> Summary:
@@ -232,59 +204,6 @@ def _token(listed: Listed, verdict: Verdict | None) -> str:
     return listed.token if verdict is None else f"{listed.token}-{verdict.serial}"
 
 
-def _event(event: Event) -> dict[str, object]:
-    return {
-        "step": event.step,
-        "kind": event.kind,
-        "message": event.message,
-        "details": event.details,
-        "time": event.time,
-    }
-
-
-def encoded(data: Mapping[str, object]) -> bytes:
-    """JSON in ASCII, without what browsers cannot read: numbers that are none are their names."""
-    try:
-        return json.dumps(data, allow_nan=False).encode()
-    except ValueError:
-        return json.dumps(jsonable(data), allow_nan=False).encode()
-
-
 def _with(head: Mapping[str, object], body: bytes) -> bytes:
     """The entries of both; `body` is an object's JSON."""
     return encoded(head)[:-1] + b", " + body[1:]
-
-
-def _whatif(view: View, fmt: str, shift: int | None, collection: str) -> dict[str, object]:
-    found = whatif(view, fmt, shift, collection)
-    narrow, in_blocks = view.narrow(collection), isinstance(get(fmt), BlockFormat)
-    best = 0 if in_blocks else found.shift  # which block formats choose for themselves
-    if shift is not None and narrow is not None and not in_blocks:
-        best = predictor_of(narrow).best_shift(get_element(fmt, "whatif"))
-    steps, lost, over = found.over_time()
-    return {
-        "format": found.format,
-        "collection": collection,
-        "sentence": found.sentence,
-        "shift": found.shift,
-        "best_shift": best,
-        "chosen": found.chosen,
-        "censored": found.censored,
-        "block": found.block,
-        "overall": found.overall.to_dict(),
-        "rows": [row.to_dict() for row in found.rows[:_ROWS]],
-        "more": max(len(found.rows) - _ROWS, 0),
-        "over_time": {"step": steps.tolist(), "lost": lost.tolist(), "overflow": over.tolist()},
-        "stretches": [stretch.to_dict() for stretch in found.stretches],
-    }
-
-
-def _diff(first: View, second: View, root: Path) -> tuple[object, str]:
-    """Where two runs part, as data and in a sentence; no data where they cannot be compared."""
-    from plimsoll.diagnosis import diff
-
-    try:
-        found = diff(first, second)
-    except (NotRecordedError, ArgumentError, RunError) as error:
-        return None, within(str(error), root)
-    return {**found.to_dict(), "a": within(found.a, root), "b": within(found.b, root)}, found.sentence

@@ -14,11 +14,11 @@ from fastapi import FastAPI, Request, Response
 
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
 from plimsoll.report.live.event_streams import EventStream, Streams
-from plimsoll.report.live.run_index.run_list import within
 from plimsoll.report.live.security import LOOPBACK, Gate, Receive, Scope, Send, is_api
-from plimsoll.report.live.server.answers import Answers, encoded
-from plimsoll.report.live.server.assets import Asset, assets
+from plimsoll.report.live.server.answers import Answers
 from plimsoll.report.live.server.turns import BusyError, Turns
+from plimsoll.report.page.answers import encoded, within
+from plimsoll.report.page.assets import Asset, assets
 
 # Newer versions of FastAPI send traces where the environment says so. What is asked about runs never leaves here.
 _SILENT: dict[str, Any] = {

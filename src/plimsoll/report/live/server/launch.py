@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PORT = 8642
 _SHORTEST_TOKEN = 16  # characters, where other machines can try
-_NEEDED = ("fastapi", "uvicorn", "plotly", "jinja2")
+_NEEDED = ("fastapi", "uvicorn", "plotly")
 
 
 def serve(

@@ -1,0 +1,99 @@
+// A finding whole: its words, its numbers, the layers that it names, and its figure.
+
+import { address } from "../api.js";
+import { clean, el, named } from "../dom.js";
+import { isReport } from "../embedded.js";
+import { to } from "../router.js";
+import { badge, prose, whole } from "../words.js";
+import { Picture } from "./picture.js";
+
+const SPOTS = 12; // layers that are listed at once; the others unfold
+
+/** The key of a finding; its index may change while the run goes on. */
+export const keyOf = (finding) => `${finding.rule}|${finding.collection}|${finding.since_step}`;
+
+export class FindingView {
+  #text = null;
+
+  constructor(page, onPick) {
+    this.page = page;
+    this.finding = null;
+    this.index = -1;
+    this.element = el(isReport ? "article" : "section", { class: "finding", tabindex: isReport ? "-1" : null });
+    this.figure = new Picture({ address: () => this.#address(), question: () => `finding ${this.finding && keyOf(this.finding)}`, onPick, level: isReport ? "h4" : "h3" });
+  }
+
+  close() { this.figure.close(); }
+
+  refresh() { this.figure.refresh(); }
+
+  /** Shows a finding, the one of this index; nothing is made again where nothing is new. */
+  show(finding, index) {
+    Object.assign(this, { finding, index });
+    const text = JSON.stringify(finding);
+    if (this.#text === text && this.element.contains(this.figure.element)) return false;
+    const focused = this.element.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    this.#text = text;
+    this.element.dataset.key = keyOf(finding);
+    this.element.setAttribute("aria-label", `${finding.severity}: ${clean(finding.shown.title)}`);
+    const body = this.#body();
+    if (this.element.contains(this.figure.element)) this.element.firstElementChild.replaceWith(body);
+    else this.element.replaceChildren(body, this.figure.element);
+    this.figure.refresh();
+    if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+    return true;
+  }
+
+  /** Shows a sentence in its place. */
+  say(text) { this.element.replaceChildren(el("p", { class: "note" }, text)); }
+
+  #address() {
+    if (this.finding === null || this.#earlier() !== this.index) return null;
+    return address(["runs", this.page.id, "figure", this.finding.figure], { finding: this.index });
+  }
+
+  /** The finding that has the same figure: itself, an earlier one of a report, or null where the report has no figure. */
+  #earlier() {
+    return this.page.run.same_figure ? this.page.run.same_figure[this.index] : this.index;
+  }
+
+  #body() {
+    const { id, run } = this.page;
+    const { finding } = this;
+    const { shown } = finding;
+    const evidence = shown.evidence.map(([name, value]) => el("div", {}, el("dt", {}, clean(name)), inTag("dd", value)));
+    const spots = finding.spots.map((spot, index) => (index < shown.names.length ? el("li", {}, this.#tensorLink(finding.collection, spot.name, shown.names[index]),
+      inTag("span", ` since step ${whole(spot.since_step)}${shown.spots[index] ? `, ${shown.spots[index]}` : ""}`)) : null));
+    const more = spots.slice(SPOTS).filter(Boolean);
+    const unlisted = finding.spots.length - shown.names.length;
+    const earlier = this.#earlier();
+    const [title, part] = isReport ? ["h3", "h4"] : ["h2", "h3"];
+    return el("div", { class: "finding-body" },
+      isReport ? badge(finding.severity) : null,
+      el(title, {}, clean(shown.title)),
+      el("p", { class: "soft" }, clean(shown.explanation)),
+      el("p", { class: "soft" }, `At ${shown.when}`, shown.where ? `, ${clean(shown.where)}` : ""),
+      inTag("p", finding.meaning, "meaning"),
+      inTag("p", `What to do: ${finding.advice}`, "advice"),
+      evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
+      spots.length ? el(part, {}, "Where") : null,
+      spots.length ? el("ul", { class: "spots" }, spots.slice(0, SPOTS)) : null,
+      more.length ? el("details", {}, el("summary", {}, `and ${whole(more.length)} more`), el("ul", { class: "spots" }, more)) : null,
+      unlisted > 0 ? el("p", { class: "soft" }, `and ${whole(unlisted)} more that are not listed`) : null,
+      earlier !== null && earlier < this.index
+        ? el("p", { class: "soft" }, "Its figure is that of ", el("a", { href: to.finding(id, earlier) }, `finding ${earlier + 1}`), ".") : null,
+      finding.collection === "gradients" && (run.whatif === undefined || run.whatif?.collection === "gradients")
+        ? el("p", {}, el("a", { href: to.whatif(id, { collection: finding.collection }) }, "What another format or scale would make of it")) : null);
+  }
+
+  #tensorLink(collection, name, text) {
+    const there = (this.page.run.collections[collection] ?? []).includes(name);
+    return there ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(text, 56)) : named(text, 56);
+  }
+}
+
+function inTag(tag, text, name = null) {
+  const element = el(tag, { class: name });
+  prose(element, text);
+  return element;
+}
