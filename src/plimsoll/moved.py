@@ -78,7 +78,7 @@ MOVED = {
     "unit.nn._residual": "unit.nn.residual",
     "unit.nn._transformer": "unit.nn.transformer",
     "unit.optim._optimizers": "unit.optim.optimizers",
-    "watch._casting": "watch.hooks.cast_counts",
+    "watch._casting": "watch.taps.cast_counts",
     "watch._watch": "watch.handle",
 }
 

@@ -11,7 +11,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run, RunWriter
 from plimsoll.watch.ranks import collector
-from plimsoll.watch.sampling.sample import Pool, Rows
+from plimsoll.watch.sample import Pool, Rows
 from tests.support.spectra import same_tables
 
 STEPS = 3

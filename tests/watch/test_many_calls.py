@@ -63,7 +63,7 @@ def test_a_thousand_calls_a_step_are_recorded_whole_in_few_rows(tmp_path: Path) 
 
 def test_what_is_added_up_early_is_what_is_added_up_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "late", 300)
-    monkeypatch.setattr("plimsoll.watch.sampling.sample.BANK_ROWS", 32)
+    monkeypatch.setattr("plimsoll.watch.sample.BANK_ROWS", 32)
     trained(tmp_path / "early", 300)
     late, early = only_run(tmp_path / "late"), only_run(tmp_path / "early")
     found = 0

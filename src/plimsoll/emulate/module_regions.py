@@ -15,7 +15,7 @@ from torch import nn
 
 from plimsoll.emulate.module_tree import callers, cast_floating, named_modules
 from plimsoll.formats import ModulePlan
-from plimsoll.watch.hooks.compiled_taps import inlined_only
+from plimsoll.watch.taps.compiled_taps import inlined_only
 
 Context = contextlib.AbstractContextManager[Any]
 NATIVE = ("fp32", "fp16", "bf16")  # what torch computes in by itself

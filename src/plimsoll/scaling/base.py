@@ -17,7 +17,7 @@ from plimsoll.scaling import arguments
 from plimsoll.scaling.state.persistence import LOSSES, SavedScaler, fresh_state
 from plimsoll.scaling.step.fused_step import step_fused
 from plimsoll.scaling.step.gradients import Gradient, Gradients, gather
-from plimsoll.scaling.step.optimizer_checks import check_step, steps_on_device, takes_scaler
+from plimsoll.scaling.step.optimizer_step import check_step, steps_on_device, takes_scaler
 from plimsoll.scaling.step.rank_agreement import agree, combined
 from plimsoll.scaling.step.skip_reason import blame
 from plimsoll.scaling.step_outcome import StepOutcome

@@ -10,8 +10,8 @@ from typing import Any
 
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.step_boundary import Steps
 from plimsoll.watch.session import Core
+from plimsoll.watch.steps.step_boundary import Steps
 
 
 class Closing:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from plimsoll.watch.hooks.step_boundary import Steps
 from plimsoll.watch.names import clean
 from plimsoll.watch.ranks.collector import Collector
 from plimsoll.watch.session import Core
+from plimsoll.watch.steps.step_boundary import Steps
 
 
 class Beside:

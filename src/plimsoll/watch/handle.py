@@ -16,26 +16,26 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.runs.writing import argument_checks
 from plimsoll.tensor_collections import OF_MODULES
-from plimsoll.watch import continuing
+from plimsoll.watch import lifecycle
 from plimsoll.watch.closing import Closing, finish
 from plimsoll.watch.companion import Beside
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.cast_counts import Casts
-from plimsoll.watch.hooks.compiled_taps import inlined_only
-from plimsoll.watch.hooks.module_taps import ModuleHook, Taps
-from plimsoll.watch.hooks.step_boundary import Steps
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
+from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.ranks.collector import reducing_writer
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.sampling.device_numbers import Later, number, resolved
-from plimsoll.watch.sampling.flight_recorder import Recorder
-from plimsoll.watch.sampling.model_structure import Structure
-from plimsoll.watch.sampling.nonfinite_origin import Origin
-from plimsoll.watch.sampling.optimizer_tensors import Parameters, innermost
-from plimsoll.watch.sampling.wiring import Wiring
 from plimsoll.watch.session import Core
 from plimsoll.watch.settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch.shadow import shadow_step
+from plimsoll.watch.steps.flight_recorder import Recorder
+from plimsoll.watch.steps.model_structure import Structure
+from plimsoll.watch.steps.nonfinite_origin import Origin
+from plimsoll.watch.steps.step_boundary import Steps
+from plimsoll.watch.steps.wiring import Wiring
+from plimsoll.watch.taps.cast_counts import Casts
+from plimsoll.watch.taps.compiled_taps import inlined_only
+from plimsoll.watch.taps.module_taps import ModuleHook, Taps
 
 
 def watch(
@@ -107,14 +107,14 @@ def watch(
     root = unwrapped(model)
     names = module_names(root)
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])
-    continuing.close_earlier(root, run, place.rank)
-    start_step = continuing.start_of(run, place.rank, root, optimizers, resume, start_step)
+    lifecycle.close_earlier(root, run, place.rank)
+    start_step = lifecycle.start_of(run, place.rank, root, optimizers, resume, start_step)
     writer = _writer(run, settings, place, start_step, made_sinks)
     core = Core(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
     watched = Watch(core, root, taken, selection, optimizers, scaler)
-    continuing.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
+    lifecycle.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
     return watched
 
 
@@ -375,7 +375,7 @@ def _describe(core: Core, root: nn.Module) -> None:
         model=f"{kind.__module__}.{kind.__qualname__}",
         root=core.name,
         parameters=sum(p.numel() for p in root.parameters()),
-        fingerprint=continuing.fingerprint(root),
+        fingerprint=lifecycle.fingerprint(root),
         tied={names[0]: names[1:] for names in tied.values() if len(names) > 1},
         backends=backends,
         ranks=core.ranks.as_json(),

@@ -30,15 +30,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plimsoll.runs.storage import script
-from plimsoll.watch import continuing
-from plimsoll.watch.attribution.autograd_graph import backward_running, leaves_of
+from plimsoll.watch import lifecycle
 from plimsoll.watch.attribution.no_optimizer import Probe
 from plimsoll.watch.handle import watch
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.step_boundary import Steps
+from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 from plimsoll.watch.names import class_of, unwrapped
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.session import Core
+from plimsoll.watch.steps.step_boundary import Steps
 
 _PATIENCE_STEPS = 2  # steps of an optimizer after which a model that is never called is looked for
 _PATIENCE_BACKWARDS = 32  # that move no weights, after which a script is taken to train nothing
@@ -275,9 +275,9 @@ class Finder:
         place, inside = self._choose(), name if shared else script.ITSELF
         if not self._resume:
             rank = Ranks().rank
-            found = continuing.earlier_run(place / inside, rank, model, mine)
+            found = lifecycle.earlier_run(place / inside, rank, model, mine)
             self._resume = found is not None and found.fits
-            place = self._free(place, not self._resume and continuing.is_taken(place, found, rank))
+            place = self._free(place, not self._resume and lifecycle.is_taken(place, found, rank))
         self._place, self._runs = place, [inside]
         return place / inside if shared else place
 

@@ -24,7 +24,7 @@ from plimsoll.spectrum.plain_tensors import plain
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.sampling.sample import Pool, Rows, Sample
+from plimsoll.watch.sample import Pool, Rows, Sample
 from plimsoll.watch.settings import COLLECTIONS, Settings
 
 P = ParamSpec("P")

@@ -79,7 +79,7 @@ def ended(reason: str, message: str, step: int = 199) -> Event:
 
 
 def wired(fact: str, step: int, **details: object) -> Event:
-    """A fact of `plimsoll.watch.sampling.wiring`."""
+    """A fact of `plimsoll.watch.steps.wiring`."""
     return Event(step=step, kind="wiring", message=fact, details={"fact": fact, "optimizer": "AdamW", **details})
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from plimsoll.watch.companion import Beside
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.sampling.optimizer_tensors import innermost
+from plimsoll.watch.parameters.optimizer_tensors import innermost
 
 
 class Boundary(Protocol):

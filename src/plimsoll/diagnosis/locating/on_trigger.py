@@ -23,7 +23,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Event
 from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.sampling.optimizer_tensors import innermost
+from plimsoll.watch.parameters.optimizer_tensors import innermost
 from plimsoll.watch.session import Core, contained
 from plimsoll.watch.shadow.fp32_replay import autocast_of
 from plimsoll.watch.shadow.rng_state import RandomState

@@ -1,6 +1,6 @@
 """How a training is wired: what no optimizer trains, what no gradient reaches, and gradients that are treated wrongly.
 
-These rules read the facts of `plimsoll.watch.sampling.wiring`, events of kind "wiring". Where a recorded number can
+These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wiring". Where a recorded number can
 confirm or refute a fact, it decides.
 """
 

@@ -28,8 +28,8 @@ from plimsoll.precision.levels.arithmetic import device_of
 from plimsoll.precision.levels.distributed import is_sharded_itself
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.unit import nn as unit_nn
-from plimsoll.watch.hooks.compiled_taps import inlined_only
 from plimsoll.watch.names import clean
+from plimsoll.watch.taps.compiled_taps import inlined_only
 
 _MADE: "weakref.WeakKeyDictionary[nn.Module, type[nn.Module]]" = weakref.WeakKeyDictionary()  # of active levels
 

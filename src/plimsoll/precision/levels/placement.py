@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plimsoll.emulate.module_tree import callers, cast_floating, has_forward, named_modules
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision.levels.catalogue import DTYPES
-from plimsoll.watch.hooks.compiled_taps import inlined_only
+from plimsoll.watch.taps.compiled_taps import inlined_only
 
 # The common base of batch and instance norms of any dimension is torch's own.
 _NORMS: tuple[type[nn.Module], ...] = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plimsoll.watch.hooks.module_taps import ModuleHook
+from plimsoll.watch.taps.module_taps import ModuleHook
 
 _HALF = (torch.float16, torch.bfloat16)
 

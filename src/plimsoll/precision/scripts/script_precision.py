@@ -26,8 +26,8 @@ from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.forward_wrapper import Forward, Widen, module_to_wrap, patched
 from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
-from plimsoll.watch.hooks.module_taps import ModuleHook
 from plimsoll.watch.names import unwrapped
+from plimsoll.watch.taps.module_taps import ModuleHook
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch has no public way to ask)
 _SCRIPT = "the script's own precision"

@@ -17,7 +17,7 @@ from plimsoll.scaling.layerwise import scaled_forward
 from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, Shift, mark, marked
 from plimsoll.scaling.layerwise.forward_mode import ForwardMode, refuse_compiled, tensors_in
 from plimsoll.scaling.layerwise.scaled_modules import Layers, refuse_sharded
-from plimsoll.watch.hooks.module_taps import ModuleHook
+from plimsoll.watch.taps.module_taps import ModuleHook
 
 _frames = threading.local()
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from plimsoll.watch.sample import Sample
 from plimsoll.watch.sampling.device_numbers import Later
-from plimsoll.watch.sampling.sample import Sample
 
 
 class Counts:

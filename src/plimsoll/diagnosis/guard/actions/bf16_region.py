@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.emulate import CUDA, Autocast, emulate
 from plimsoll.emulate.dispatch import thread_frame
-from plimsoll.watch.hooks.compiled_taps import inlined_only
+from plimsoll.watch.taps.compiled_taps import inlined_only
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from plimsoll.watch.attribution.autograd_graph import backward_running
+from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.watch.parameters.optimizer_tensors import Parameters, parameters_of
 from plimsoll.watch.sampling.device_numbers import Later
-from plimsoll.watch.sampling.optimizer_tensors import Parameters, parameters_of
 from plimsoll.watch.session import Core
 
 MAIN = "loss"

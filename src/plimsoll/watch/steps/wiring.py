@@ -24,13 +24,13 @@ from torch import Tensor
 
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.compiled_taps import is_capturing
 from plimsoll.watch.names import clean
-from plimsoll.watch.sampling.averages import Averages
+from plimsoll.watch.parameters.averages import Averages
+from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.sampling.device_numbers import Later, number, resolved
-from plimsoll.watch.sampling.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.sampling.update_kind import OWN, kind_of
 from plimsoll.watch.session import Core, contained
+from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
 _PATIENCE = 200  # backwards, or steps of others, after which an optimizer that has not stepped is named

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.watch.hooks import dtensors, torch_hooks
-from plimsoll.watch.hooks.compiled_taps import CompiledTaps, inlined_only, is_capturing
 from plimsoll.watch.names import tensors_among, tensors_in
-from plimsoll.watch.sampling.sample import Rows, Sample
+from plimsoll.watch.sample import Rows, Sample
 from plimsoll.watch.session import Core, contained
+from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
 
 # Which backward runs on this thread, -1 for none: torch tells it nowhere else.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.attribution.autograd_graph import backward_running, is_scaled_by
-from plimsoll.watch.attribution.losses import MAIN, Losses, total
 from plimsoll.watch.attribution.no_optimizer import Probe
-from plimsoll.watch.attribution.turns import Turns
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.cast_counts import Casts
-from plimsoll.watch.hooks.compiled_taps import is_capturing
-from plimsoll.watch.hooks.module_taps import Taps
+from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
 from plimsoll.watch.names import unwrapped
+from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.sampling.device_numbers import Later, number
-from plimsoll.watch.sampling.flight_recorder import Facts, Recorder
-from plimsoll.watch.sampling.model_structure import Structure
-from plimsoll.watch.sampling.nonfinite_origin import Origin
-from plimsoll.watch.sampling.optimizer_tensors import Parameters, innermost
-from plimsoll.watch.sampling.wiring import Wiring
 from plimsoll.watch.session import Core, contained
+from plimsoll.watch.steps.flight_recorder import Facts, Recorder
+from plimsoll.watch.steps.losses import MAIN, Losses, total
+from plimsoll.watch.steps.model_structure import Structure
+from plimsoll.watch.steps.nonfinite_origin import Origin
+from plimsoll.watch.steps.turns import Turns
+from plimsoll.watch.steps.wiring import Wiring
+from plimsoll.watch.taps.cast_counts import Casts
+from plimsoll.watch.taps.compiled_taps import is_capturing
+from plimsoll.watch.taps.module_taps import Taps
 
 _EMULATIONS = 16  # changes that are recorded: a script may emulate every other batch
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from plimsoll import kernels
 from plimsoll.runs import Event, Record
-from plimsoll.watch.attribution.losses import Loss, Losses
 from plimsoll.watch.hooks import torch_hooks
-from plimsoll.watch.hooks.compiled_taps import is_capturing
 from plimsoll.watch.names import clean, tensors_among, tensors_in
+from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.sampling.device_numbers import Later
-from plimsoll.watch.sampling.optimizer_tensors import Parameters
 from plimsoll.watch.session import Core, contained
+from plimsoll.watch.steps.losses import Loss, Losses
+from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _MOST_OUTPUTS = 10_000  # that a step's references are kept of
 _MOST_EVENTS = 5  # a training that overflows now and then is looked through so often

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from plimsoll.watch.hooks.module_taps import Taps
 from plimsoll.watch.names import Selection, clean, module_names
-from plimsoll.watch.sampling.optimizer_tensors import Parameters
+from plimsoll.watch.parameters.optimizer_tensors import Parameters
 from plimsoll.watch.session import Core, contained
+from plimsoll.watch.taps.module_taps import Taps
 
 _MOST_EVENTS = 16  # a search for architectures changes its model all the time
 _FEW = 3  # names in a message

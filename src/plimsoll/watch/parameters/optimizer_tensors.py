@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
 from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
-from plimsoll.watch.attribution.autograd_graph import leaves_of
+from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
+from plimsoll.watch.parameters.updates import Updates
 from plimsoll.watch.sampling.update_kind import Kinds, kind_of
-from plimsoll.watch.sampling.updates import Updates
 from plimsoll.watch.session import Core, contained
 
 _FEW = 3  # modules that a name lists

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from plimsoll.runs import Event, Record, Scalars
 from plimsoll.text import number, power
+from plimsoll.watch.sample import Sample, Sealed
 from plimsoll.watch.sampling.device_numbers import Later, ready, resolved
-from plimsoll.watch.sampling.sample import Sample, Sealed
 from plimsoll.watch.session import Core
 
 _SEND_SECONDS = 5.0  # after which numbers are handed over, however few they are

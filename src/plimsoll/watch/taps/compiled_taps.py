@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
 from plimsoll.watch.names import tensors_among, tensors_in
-from plimsoll.watch.sampling.sample import Rows
+from plimsoll.watch.sample import Rows
 from plimsoll.watch.session import Core
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -1,0 +1,1 @@
+"""Measurement of weights, gradients, optimizer states and updates."""

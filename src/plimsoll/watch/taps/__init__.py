@@ -1,0 +1,1 @@
+"""Measurement of activations: hooks of modules, compiled code and casts."""
