@@ -48,7 +48,7 @@ MOVED = {
     "runs._sinks._wandb": "runs.sinks.wandb",
     "runs._writer": "runs.writing.writer",
     "scaling._dynamic": "scaling.dynamic",
-    "scaling._hysteresis": "scaling.hysteresis",
+    "scaling._hysteresis": "scaling.state.growth_rule",
     "scaling._layers": "scaling.layerwise.scaler",
     "scaling._outcome": "scaling.step_outcome",
     "scaling._scaler": "scaling.base",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import get
 from plimsoll.scaling import LayerScaler
-from plimsoll.scaling.layerwise.rule import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
+from plimsoll.scaling.layerwise.exponents import HIGHEST, LOWEST, Moments, by_moments, by_spectra, top_of
 from plimsoll.spectrum import Spectrum, measure
 from tests.support.cases import each
 from tests.support.scaling.layer_models import needs_wide_gradients

@@ -214,7 +214,7 @@ def test_dropout_whose_mask_depends_on_the_dtype(
 
 
 def test_where_the_shadow_is_nan_a_zero_is_neither() -> None:
-    from plimsoll.watch.shadow.zero_counts import Counts
+    from plimsoll.watch.shadow.shadow_step import Counts
 
     tally = Counts()
     tally.add([0], torch.ones(4, dtype=torch.bool), torch.tensor([0.0, 1e-40, torch.inf, torch.nan]))

@@ -1,7 +1,7 @@
-"""Values that a device still computes: handed to the host without anyone in the training step waiting for them.
+"""Device values that are copied to the host asynchronously.
 
-On the CPU a value is there at once. On other devices it is copied to pinned memory on the current stream, with an event
-behind the copy; only whoever reads the value waits for that event.
+On the CPU a value is ready at once. On other devices it is copied to pinned memory on the current stream, and an event
+is recorded after the copy. Only a reader of the value waits for that event, never the training step.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Later:
-    """A tensor's contents as they are now, to be read on the host at some later time."""
+class DeviceValue:
+    """Snapshot of a tensor's contents, to be read on the host later."""
 
     __slots__ = ("_event", "_host")
 
@@ -29,15 +29,40 @@ class Later:
             self._event.record(torch.cuda.current_stream(x.device))
 
     def ready(self) -> bool:
-        """Whether `tensor` would come back at once."""
+        """Return whether `tensor` returns without waiting."""
         return self._event is None or bool(self._event.query())
 
     def tensor(self) -> Tensor:
-        """The contents, on the host; waits for the device."""
+        """Return the contents on the host. Waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
     def value(self) -> float:
-        """The number, of a tensor that holds one; waits for the device."""
+        """Return the number in a one-element tensor. Waits for the device."""
         return float(self.tensor().item())
+
+
+def number(value: object) -> "float | DeviceValue":
+    """Return a number as a float, or a one-element tensor of a device as a `DeviceValue`.
+
+    Raises:
+        ValueError: `value` is a tensor of several elements.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"one number is needed; this tensor has the shape {tuple(value.shape)}")
+        if value.device.type == "cpu":
+            return float(value.detach().item())
+        return DeviceValue(value.reshape(()).double())
+    return float(value)  # type: ignore[arg-type]
+
+
+def ready(value: "float | DeviceValue | None") -> bool:
+    """Return whether `resolved` returns without waiting."""
+    return not isinstance(value, DeviceValue) or value.ready()
+
+
+def resolved(value: "float | DeviceValue | None") -> float | None:
+    """Return the number. Waits for the device that computes it."""
+    return value.value() if isinstance(value, DeviceValue) else value

@@ -15,11 +15,8 @@ from plimsoll import checks, kernels
 from plimsoll.errors import ArgumentError, NotRecordedError, StateError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.state.persistence import LOSSES, SavedScaler, fresh_state
-from plimsoll.scaling.step.fused_step import step_fused
-from plimsoll.scaling.step.gradients import Gradient, Gradients, gather
-from plimsoll.scaling.step.optimizer_step import check_step, steps_on_device, takes_scaler
-from plimsoll.scaling.step.rank_agreement import agree, combined
-from plimsoll.scaling.step.skip_reason import blame
+from plimsoll.scaling.step.gradients import Gradient, Gradients, agree, blame, combined, gather
+from plimsoll.scaling.step.optimizer_step import check_step, step_fused, steps_on_device, takes_scaler
 from plimsoll.scaling.step_outcome import StepOutcome
 from plimsoll.text import power
 from plimsoll.watch.hooks import torch_hooks

@@ -8,8 +8,7 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
-from plimsoll.scaling.hysteresis import Hysteresis
-from plimsoll.scaling.state.growth_rule import Rule, RuleState, advance
+from plimsoll.scaling.state.growth_rule import Hysteresis, Rule, RuleState, advance
 
 
 class DynamicScaler(LossScaler, name="dynamic"):

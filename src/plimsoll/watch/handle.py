@@ -13,18 +13,18 @@ from torch import nn
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
+from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.runs.writing import argument_checks
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
-from plimsoll.watch.closing import Closing, finish
 from plimsoll.watch.companion import Beside
 from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.lifecycle import Closing, finish
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.ranks.collector import reducing_writer
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.sampling.device_numbers import Later, number, resolved
 from plimsoll.watch.session import Core
 from plimsoll.watch.settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch.shadow import shadow_step
@@ -208,7 +208,7 @@ class Watch:
         if not self._is_open("log"):
             return
         step = self._core.step
-        if any(isinstance(value, Later) for value in values.values()):
+        if any(isinstance(value, DeviceValue) for value in values.values()):
             self._core.writer.submit(lambda: [Scalars(step=step, values=_all_resolved(values))], 100 * len(values))
         else:
             self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
@@ -383,7 +383,7 @@ def _describe(core: Core, root: nn.Module) -> None:
     )
 
 
-def _loggable(name: str, value: Any) -> "float | Later":
+def _loggable(name: str, value: Any) -> "float | DeviceValue":
     try:
         return number(value)
     except (TypeError, ValueError) as error:
@@ -392,5 +392,5 @@ def _loggable(name: str, value: Any) -> "float | Later":
         ) from error
 
 
-def _all_resolved(values: "Mapping[str, float | Later]") -> dict[str, float]:
+def _all_resolved(values: "Mapping[str, float | DeviceValue]") -> dict[str, float]:
     return {name: cast("float", resolved(value)) for name, value in values.items()}

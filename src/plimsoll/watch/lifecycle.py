@@ -1,10 +1,14 @@
-"""Whether a watch may write into a folder that holds a run already, and from which step on.
+"""Start and end of a watch: may it write into a folder that holds a run, and how it is closed.
 
-A run is one training. Another training in its folder would be appended: its first steps would look like a spike, and
-its tensors would stand among those of another model. So a run is continued where that was asked for, where this process
-has watched the same model into it before, and where the model and its optimizer fit: tensors of the same names and
-shapes, and an optimizer that has made about as many steps as the run has. Elsewhere `watch` refuses. In a notebook,
-where a cell is run again and again, the earlier run is kept under a numbered name and the folder is free.
+A run is one training. If another training were appended to it, its first steps would look like a spike, and its tensors
+would be listed among those of another model. So a run is continued if that was asked for, if this process has watched
+the same model into the folder before, or if model and optimizer fit: tensors of the same names and shapes, and an
+optimizer with about as many steps as the run. Otherwise `watch` refuses. In a notebook, where cells run again, the
+earlier run is kept under a numbered name.
+
+The end of a watch first removes all hooks, then writes what is left. It may be interrupted anywhere, and requested
+twice, by two threads, or by a function that it calls itself. Each part can be repeated and is dropped only when it is
+done, so that the next call continues where an interrupted one stopped.
 """
 
 import atexit
@@ -12,6 +16,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,8 +30,10 @@ from plimsoll.runs.storage import manifest as _manifest, parts as _parts, script
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.text import printable
-from plimsoll.watch.closing import finish
+from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean, unwrapped
+from plimsoll.watch.session import Core
+from plimsoll.watch.steps.step_boundary import Steps
 
 _AHEAD = 1000  # steps that a killed run may have lost, at least; or as many as it has
 
@@ -202,3 +209,61 @@ def _set_aside(found: Earlier) -> None:
         ) from error
     said = f"plimsoll: {found.path} held an earlier training, which is kept as {kept.name}"
     print(printable(said, lines=False))  # noqa: T201
+
+
+class Closing:
+    """The end of one watch. `handles` are those of its hooks on the root module."""
+
+    def __init__(self, core: Core, steps: Steps) -> None:
+        self._core, self._steps = core, steps
+        self.handles: list[Any] = []
+        self._lock = threading.RLock()
+        self._busy = self._done = False
+
+    def __call__(self) -> None:
+        """Ends the watch, or waits for the thread that does."""
+        if self._core.left:
+            return
+        with signal_deferral.deferred(), self._lock:
+            if self._busy or self._done:  # busy: something that is called at the end closes the watch
+                return
+            try:
+                self._busy = True
+                self._end()
+                self._done = True
+            finally:
+                self._busy = False
+
+    def _end(self) -> None:
+        core, steps = self._core, self._steps
+        while core.at_close:
+            call = core.at_close[-1]
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  (P2: a guard's mistake must not keep the hooks in)
+                core.failed("close", error)
+            if call in core.at_close:  # it may have taken itself back
+                core.at_close.remove(call)
+        for handle in self.handles:
+            handle.remove()
+        if steps.taps is not None:
+            steps.taps.detach()
+        for listener in (steps, steps.wiring, steps.origin):
+            if listener is not None:
+                torch_hooks.forget(listener)
+        if core.open:
+            steps.settle_if_ended(closing=True)
+            steps.recorder.send_facts()
+        if core.shadow is not None:  # it has counted until here
+            core.shadow.detach()
+        core.shut()
+        core.writer.close()
+
+
+def finish(end: "weakref.finalize[Any, Any]") -> None:
+    """Calls a finalizer's function and then detaches it, so that after an interruption it can be called again."""
+    found = end.peek()
+    if found is not None:
+        _, call, arguments, named = found
+        call(*arguments, **named)
+        end.detach()

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 
 from plimsoll.runs.storage import script
 from plimsoll.watch import lifecycle
-from plimsoll.watch.attribution.no_optimizer import Probe
 from plimsoll.watch.handle import watch
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 from plimsoll.watch.names import class_of, unwrapped
+from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.session import Core
 from plimsoll.watch.steps.step_boundary import Steps

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.device_value import DeviceValue, resolved
 from plimsoll.runs import Batch
-from plimsoll.watch.sampling.device_numbers import Later, resolved
 
 BANK_ROWS = 1024
 _MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.update_into` counts beside a row
@@ -61,7 +61,7 @@ class Rows:
         self.factors: dict[int, float] = {}  # entries whose values carry another factor
         self.moves: dict[int, Tensor] = {}  # by bank, of updates
         self.updates: list[int] = []  # entries that are updates
-        self.extras: list[tuple[str, int, float | Later]] = []
+        self.extras: list[tuple[str, int, float | DeviceValue]] = []
         self.folds = 0  # how often rows were added up: numbers of rows from before may be of others since
         self._distinct: set[int] = set()  # series
         self._free: list[int] = []  # rows that were added to others
@@ -271,10 +271,10 @@ class _Part:
         self.readers = 1
         self._host: NDArray[np.int64] | None = None
         self._guard = threading.Lock()
-        self._copies: list[Later] | None = None
-        self._moves = {position: Later(moves) for position, moves in rows.moves.items()}
+        self._copies: list[DeviceValue] | None = None
+        self._moves = {position: DeviceValue(moves) for position, moves in rows.moves.items()}
         if rows.device.type != "cpu":
-            self._copies = [Later(bank) for bank in rows.banks[:-1]] + [Later(rows.banks[-1][: rows.next])]
+            self._copies = [DeviceValue(bank) for bank in rows.banks[:-1]] + [DeviceValue(rows.banks[-1][: rows.next])]
             pool.give_back(rows.banks)  # what the device does with them later comes after the copy
 
     @property

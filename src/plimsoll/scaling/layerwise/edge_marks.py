@@ -7,7 +7,7 @@ gradients in exact arithmetic; they only decide what a narrow format can hold on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -106,3 +106,26 @@ def shifted(x: Tensor, edge: Edge) -> Tensor:
     # Past `Function.apply`, which looks for torch.func transforms (`forward_mode` has) and is patched in the forward.
     past: Any = super(torch.autograd.Function, Shift)
     return cast("Tensor", past.apply(x, edge))
+
+
+def behind(x: Tensor) -> dict[int, int]:
+    """The exponents found behind a tensor, each with a unit that has it; 0 for a leaf without a `Shift` between."""
+    found: dict[int, int] = {}
+    for edge in _nearest(x.grad_fn):
+        found.setdefault(edge.exponent if edge else 0, edge.unit if edge else OUTSIDE)
+    return found
+
+
+def _nearest(start: Any) -> Iterator[Edge | None]:
+    """The nearest edges behind a node; None for each leaf that is reached without one."""
+    pending, seen = [start], {start}
+    while pending:
+        node = pending.pop()
+        edge = edge_of(node)
+        if edge is not None or hasattr(node, "variable"):
+            yield edge
+            continue
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

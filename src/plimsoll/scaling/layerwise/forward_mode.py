@@ -19,8 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback  # pyright: igno
 from torch.overrides import TorchFunctionMode
 
 from plimsoll.errors import StateError, UnsupportedTensorError
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Mark, mark, marked, shifted
-from plimsoll.scaling.layerwise.graph_exponent import behind
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Mark, behind, mark, marked, shifted
 from plimsoll.scaling.layerwise.scaled_modules import Layers
 
 # Getters that make a view; all others read a property.

@@ -11,26 +11,25 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll import checks
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import get_element
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, mark
-from plimsoll.scaling.layerwise.exponents import Choice, RuleName
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, behind, mark
+from plimsoll.scaling.layerwise.exponents import Choice, RuleName, clamped
 from plimsoll.scaling.layerwise.forward_mode import tensors_in
-from plimsoll.scaling.layerwise.graph_exponent import behind
 from plimsoll.scaling.layerwise.module_hooks import After, Before
-from plimsoll.scaling.layerwise.nonfinite_layers import broken_units
-from plimsoll.scaling.layerwise.rule import clamped
 from plimsoll.scaling.layerwise.scaled_modules import (
     WIDENS,
     Layers,
+    broken_units,
     keep_gradients_wide,
     refuse_unsupported,
     set_gradient_dtype,
     unwrapped,
 )
-from plimsoll.scaling.state.saved_state import read_state
+from plimsoll.scaling.state.persistence import read_state
 from plimsoll.spectrum import Spectrum
 
 _RULES = ("spectra", "zhao")
@@ -105,8 +104,7 @@ class LayerScaler(LossScaler, name="layer"):
         enabled: bool = True,
         process_group: Any = None,
     ) -> None:
-        if rule not in _RULES:
-            raise ArgumentError(f"LayerScaler: expected rule to be one of {_RULES}; got {rule!r}. Use 'spectra'.")
+        checks.one_of("LayerScaler", "rule", rule, _RULES)
         first = next(model.parameters(), None)
         device = device or ("cpu" if first is None else first.device.type)
         super().__init__(
@@ -337,6 +335,4 @@ class LayerScaler(LossScaler, name="layer"):
 
 
 def _binades(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ArgumentError(f"LayerScaler: expected {name} of 0 or more, an int; got {value!r}. Use 2, say.")
-    return value
+    return checks.integer("LayerScaler", name, value, low=0, remedy="Use 2, for example.")

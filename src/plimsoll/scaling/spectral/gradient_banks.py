@@ -18,7 +18,7 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.formats import Format
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.device_value import Later
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling.spectral.rule import Look
 from plimsoll.scaling.spectral.scale_windows import ScaleReport, scale_report
 from plimsoll.scaling.step.gradients import Gradient
@@ -78,9 +78,9 @@ class OptimizerBanks:
     def keep(self, optimizer: Any, scale: Tensor) -> "KeptBanks":
         """A copy on its way to the host, with the parameters' names: what the next step measures leaves it alone."""
         return KeptBanks(
-            [Later(bank) for bank in self._measured()],
+            [DeviceValue(bank) for bank in self._measured()],
             [parameter_name(optimizer, *place) for places in self.places.values() for place in places],
-            Later(scale),
+            DeviceValue(scale),
         )
 
     def _measured(self) -> list[Tensor]:
@@ -91,9 +91,9 @@ class OptimizerBanks:
 class KeptBanks:
     """The banks of one optimizer as they were at one step."""
 
-    banks: list[Later]
+    banks: list[DeviceValue]
     names: list[str]
-    scale: Later
+    scale: DeviceValue
 
     def ready(self) -> bool:
         """Whether `report` would come back at once."""

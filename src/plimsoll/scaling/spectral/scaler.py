@@ -12,7 +12,7 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import FP16, FP32, Format, get_element
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.device_value import Later
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
 from plimsoll.scaling.spectral.gradient_banks import (
@@ -183,7 +183,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         lowered = scale * 2.0 ** -self._rule().drop(self._memory)
         overflows += found_inf > 0
         parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen]
-        self._waiting.append(Facts(Later(torch.cat([part.double() for part in parts]))))
+        self._waiting.append(Facts(DeviceValue(torch.cat([part.double() for part in parts]))))
         return torch.where(found_inf > 0, lowered, held)
 
     def _catch_up(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from plimsoll.formats import Format
-from plimsoll.kernels.device_value import Later
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling.spectral.gradient_banks import KeptBanks, OptimizerBanks
 from plimsoll.scaling.spectral.scale_windows import ScaleReport
 
@@ -90,7 +90,7 @@ class Facts:
 
     __slots__ = ("_given",)
 
-    def __init__(self, given: Later | list[float]) -> None:
+    def __init__(self, given: DeviceValue | list[float]) -> None:
         self._given = given
 
     def ready(self) -> bool:
@@ -99,6 +99,6 @@ class Facts:
 
     def numbers(self) -> list[float]:
         """The numbers; waits for the device."""
-        if isinstance(self._given, Later):
+        if isinstance(self._given, DeviceValue):
             self._given = cast("list[float]", self._given.tensor().tolist())
         return self._given

@@ -1,17 +1,50 @@
-"""The dynamic scaler's rule, as one function of its state: written once, for Python numbers and for tensors.
+"""Rule of the dynamic scaler: one function of its state, for Python numbers and for tensors.
 
-On the host it costs some comparisons; on a device it is a few kernels and waits for nothing. `select` is what differs:
-``a if condition else b`` there, `torch.where` here.
+On the host the rule costs a few comparisons. On a device it is a few kernels and waits for nothing. Only `select`
+differs: ``a if condition else b`` on the host, `torch.where` on a device.
 
-A scale is *proven* once it has held for as many clean steps as regrowth waits. What lowers a proven scale is a burst:
-the scale regrows to where it was. What lowers a scale that has just grown has shown where the limit lies now: the scale
-regrows no further than to below it, and goes on by the growth interval.
+A scale is *proven* after as many clean steps as regrowth waits. An overflow at a proven scale is taken for a burst: the
+scale regrows to its old value. An overflow soon after a growth shows the new limit: the scale regrows to below the
+limit only, and grows further by the growth interval.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
-from plimsoll.scaling.hysteresis import Hysteresis
+from plimsoll import checks
+
+Kind = Literal["consecutive", "windowed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hysteresis:
+    """Number of overflows after which the scale is lowered.
+
+    A step with an overflow is skipped whether or not the scale is lowered. DeepSpeed's scale grows one clean step
+    later: DeepSpeed counts neither the first clean step after an overflow nor the first of the training.
+
+    Args:
+        overflows: The overflow that brings the count to this number lowers the scale, as does each one after it.
+            Default: 1.
+        kind: ``"consecutive"``: every clean step resets the count, so that single hard batches do not lower the scale.
+            DeepSpeed counts so with ``consecutive_hysteresis``. ``"windowed"``: growth of the scale resets the count,
+            so that overflows add up over a growth interval, as in Megatron-LM and in DeepSpeed without
+            ``consecutive_hysteresis``. Default: ``"consecutive"``.
+
+    Raises:
+        ArgumentError: An argument is out of range.
+    """
+
+    overflows: int = 1
+    kind: Kind = "consecutive"
+
+    def __post_init__(self) -> None:
+        checks.integer(
+            "Hysteresis", "overflows", self.overflows, low=1, remedy="Use 1 to lower the scale at every overflow."
+        )
+        checks.one_of("Hysteresis", "kind", self.kind, get_args(Kind))
+
 
 # A number is a Python number or a tensor of one element; truth values are bools or such tensors.
 Number = Any
@@ -19,7 +52,7 @@ Select = Callable[[Any, Any, Any], Any]
 
 
 class RuleState(NamedTuple):
-    """What the rule remembers from step to step."""
+    """State of the rule from step to step."""
 
     scale: Number
     clean: Number  # steps without overflow since the last overflow or growth
@@ -29,7 +62,7 @@ class RuleState(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The numbers that the rule works by."""
+    """Settings of the rule."""
 
     growth_factor: float
     backoff_factor: float
@@ -41,7 +74,7 @@ class Rule(NamedTuple):
 
 
 def advance(state: RuleState, overflowed: Number, rule: Rule, select: Select) -> RuleState:
-    """The state after one more step."""
+    """Return the state after one more step."""
     clean, lowered = _after_clean(state, rule, select), _after_overflow(state, rule, select)
     return RuleState(*(select(overflowed, there, here) for there, here in zip(lowered, clean, strict=True)))
 

@@ -1,12 +1,15 @@
 """The gradients of an optimizer's parameters, as plain tensors that can be multiplied in place, by device."""
 
+import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plimsoll import kernels
 from plimsoll.errors import UnsupportedTensorError
 
 _STRIDED = torch.strided
@@ -73,3 +76,73 @@ def _stored(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.dtype is torch.float16 and not gradient.is_coalesced():
         gradient = parameter.grad = gradient.coalesce()
     return gradient._values()  # type: ignore[attr-defined]  # noqa: SLF001  (values() refuses what is not coalesced)
+
+
+def agree(
+    per_device: dict[torch.device, Tensor], found: Tensor, meshes: dict[int, Any], process_group: Any
+) -> dict[torch.device, Tensor]:
+    """The same dictionary, after the largest of all ranks' findings was written to each of its tensors.
+
+    Ranks are those of `process_group` and of the meshes over which gradients are spread. A rank without gradients takes
+    part with `found`, zero on the scale's device. Without groups nothing is communicated.
+    """
+    groups = [group for group in (process_group, *meshes.values()) if group is not None]
+    if not groups:
+        return per_device
+    common = combined(per_device.values(), found.device) if per_device else found
+    for group in groups:
+        _reduce(common, group)
+    if not per_device:
+        per_device[common.device] = common
+    for one in per_device.values():
+        one.copy_(common, non_blocking=one.device.type != "cpu")
+    return per_device
+
+
+def combined(founds: Any, device: torch.device) -> Tensor:
+    """One tensor of no dimension: 1 if any of those given is above 0, else 0; none of them is written to."""
+    first, *others = [found.to(device, non_blocking=device.type != "cpu").reshape(()) for found in founds]
+    if not others:
+        return first.clone()
+    return torch.stack([first, *others]).amax()
+
+
+def _reduce(found: Tensor, group: Any) -> None:
+    distributed = sys.modules["torch.distributed"]  # there is no group without it
+    distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
+
+
+def blame(optimizer: Any, losses: Iterable[Tensor]) -> str:
+    """One sentence; reads the gradients, and waits for them, so it is for steps that are known to be skipped."""
+    counts = [(gradient, _nonfinite(gradient.values)) for gradient in _all(optimizer)]
+    bad = [(gradient, count) for gradient, count in counts if count]
+    name = type(optimizer).__name__
+    if not bad:
+        return f"non-finite gradients on another rank; those of {name} are finite here"
+    (worst, count), *others = bad
+    place = f"{count} of {worst.values.numel()} values of {_parameter(optimizer, worst)} of {name}"
+    more = f" and in {len(others)} more of its {len(counts)} gradients" if others else ""
+    return f"non-finite gradients in {place}{more}{_of_loss(losses)}"
+
+
+def _all(optimizer: Any) -> list[Gradient]:
+    return [gradient for these in gather(optimizer).by_device.values() for gradient in these]
+
+
+def _nonfinite(values: Tensor) -> int:
+    counts = kernels.new_counts(1, values.device)
+    kernels.count_nonfinite_into([values.detach()], counts, 0)
+    return int(counts.item())
+
+
+def _parameter(optimizer: Any, gradient: Gradient) -> str:
+    names = optimizer.param_groups[gradient.group].get("param_names")
+    named = f" ({names[gradient.index]})" if names else ""
+    return f"parameter {gradient.index}{named} in group {gradient.group}"
+
+
+def _of_loss(losses: Iterable[Tensor]) -> str:
+    """What to add if a loss itself was not finite: no scale helps then."""
+    values = [float(loss.item()) for loss in losses]
+    bad = [value for value in values if not math.isfinite(value)]
+    return f"; the loss itself was {bad[0]:g}, before scaling" if bad else ""

@@ -20,9 +20,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
-from plimsoll.watch.sampling.device_numbers import Later
 from plimsoll.watch.session import Core
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -65,9 +65,9 @@ class Averages:
             else:
                 looks.setdefault(counts.device, []).append((copy, counts))
         for seen in looks.values():
-            self._hand_over([copy for copy, _ in seen], Later(torch.stack([counts for _, counts in seen])))
+            self._hand_over([copy for copy, _ in seen], DeviceValue(torch.stack([counts for _, counts in seen])))
 
-    def _hand_over(self, copies: "list[_Copy]", counts: Later) -> None:
+    def _hand_over(self, copies: "list[_Copy]", counts: DeviceValue) -> None:
         step, of = self.core.step, len(copies)
         facts = [(copy.name, copy.format, copy.size) for copy in copies]
 

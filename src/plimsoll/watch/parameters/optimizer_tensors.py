@@ -18,8 +18,7 @@ from plimsoll.kernels import row_layout
 from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
-from plimsoll.watch.parameters.updates import Updates
-from plimsoll.watch.sampling.update_kind import Kinds, kind_of
+from plimsoll.watch.parameters.updates import UpdateKinds, Updates, kind_of
 from plimsoll.watch.session import Core, contained
 
 _FEW = 3  # modules that a name lists
@@ -36,7 +35,7 @@ class Parameters:
         self.narrowed: dict[str, torch.dtype] = {}  # parameters whose gradient came through a narrower dtype
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: dict[int, tuple[object, dict[str, Tensor], set[int], list[int]]] = {}  # by optimizer
-        self._kinds = Kinds(core)
+        self._kinds = UpdateKinds(core)
         self._updates = Updates(core)
         self._read_early: set[int] = set()
         self.start_step()
@@ -345,7 +344,7 @@ class Parameters:
             named = self._named(parameters_of(optimizer))
             kept = (state, named, {id(p) for p in named.values()}, [id(p) for group in groups for p in group])
             self._kept[id(optimizer)] = kept
-            self._kinds.tell(optimizer, named)
+            self._kinds.record(optimizer, named)
         return kept[1], kept[2]
 
     def _forget_if_other(self, optimizer: Any) -> None:

@@ -1,10 +1,12 @@
-"""Updates: by how much a step changes the weights, and which weights it left where they were.
+"""Changes of weights: their size at a sampled step, how an optimizer makes them, and whether there are any.
 
-The change is the difference of the weights after and before the step, so sampled steps need a copy of them. Where every
-step is sampled the copy's memory is kept: taking it anew each time costs more than the copying.
+`Updates` measures the difference of the weights after and before a step. `UpdateKinds` records how an optimizer steps
+16-bit weights, so that rules can judge weights that do not move. `Probe` finds steps that a script makes without an
+optimizer.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,9 +15,14 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.watch.session import Core
 
+OWN = "own"  # the kind of an optimizer that declares none
+_NARROW = (torch.float16, torch.bfloat16)
+# A probe compares a few values of a few weights: enough for a step that moves all, and microseconds on a CPU.
+_PROBED_TENSORS, _PROBED_VALUES = 8, 256
+
 
 class Updates:
-    """The copies of one watch."""
+    """Copies of the weights before a sampled step, and the measurement of their changes."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -37,6 +44,7 @@ class Updates:
             live = self.core.readable(p, "updates", name)
             if live is not None:
                 self._before[name] = self._copied(name, live)
+        # Allocating the copies again costs more than the copying, so they are reused if every step is sampled.
         self._buffers = dict(self._before) if self._samples_every_step() else {}
 
     def read(self, params: Mapping[str, Tensor]) -> None:
@@ -92,3 +100,67 @@ def by_device(named: Mapping[str, Tensor]) -> dict[torch.device, list[str]]:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return cast("Any", a).shape == b.shape and a.stride() == b.stride()
+
+
+class UpdateKinds:
+    """Record of how optimizers step 16-bit weights: one event when a weight is first met, and one at each change.
+
+    Whatever changes the way of an optimizer's step sets its attribute `plimsoll_update`: "masters", "stochastic" or
+    "kahan".
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._recorded: dict[str, str] = {}
+
+    def record(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
+        """Record how the optimizer steps those of the weights whose kind is new or has changed."""
+        kind = kind_of(optimizer)
+        new = [name for name, p in named.items() if p.dtype in _NARROW and self._recorded.get(name) != kind]
+        if new:
+            self._recorded.update(dict.fromkeys(new, kind))
+            who = type(optimizer).__name__
+            message = f"{who} steps {len(new)} 16-bit weights: {kind}"
+            self._core.say("update", message, optimizer=who, update=kind, parameters=new)
+
+
+def kind_of(optimizer: Any) -> str:
+    """Return how an optimizer steps 16-bit weights."""
+    return str(getattr(optimizer, "plimsoll_update", OWN))
+
+
+class Probe:
+    """Snapshot of some weights, which shows later whether a script has changed them itself.
+
+    Args:
+        parameters: The weights.
+        wait: Whether values on other devices than the CPU are compared too, which waits for them. Default: no.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, wait: bool = False) -> None:
+        weights = list(parameters)
+        self._versions = [(weakref.ref(p), p._version) for p in weights]  # noqa: SLF001  (public in all but name)
+        # `p.data.add_(p.grad, alpha=-lr)` does not raise the version: only values show it. On a device they would have
+        # to be waited for, so there the version and dropped gradients decide.
+        near = [p for p in weights if (wait or p.device.type == "cpu") and p.numel() and _is_there(p)]
+        near = sorted(near, key=lambda p: p.numel())[:_PROBED_TENSORS]
+        self._values = [(weakref.ref(p), _some(p).clone()) for p in near]
+
+    def is_moved(self, *, unknown: bool = False) -> bool:
+        """Return whether the weights have changed; `unknown` if that cannot be seen."""
+        if any((p := ref()) is not None and p._version != version for ref, version in self._versions):  # noqa: SLF001
+            return True
+        if not self._values:
+            return unknown and bool(self._versions)
+        pairs = [(ref(), before) for ref, before in self._values]
+        return any(p is not None and _is_there(p) and not torch.equal(_some(p), before) for p, before in pairs)
+
+
+def _some(p: Tensor) -> Tensor:
+    return p.detach().reshape(-1)[:_PROBED_VALUES]
+
+
+def _is_there(p: Tensor) -> bool:
+    """Return whether a parameter's storage is allocated: FSDP frees the storage of gathered parameters."""
+    plain = type(p.data) is Tensor and p.is_contiguous()
+    return plain and p.untyped_storage().nbytes() >= (p.storage_offset() + p.numel()) * p.element_size()

@@ -28,8 +28,7 @@ from plimsoll.runs.columns.arrow import Table, array, values_of
 from plimsoll.runs.columns.bank_rows import blocks_of, numbers, rows_of
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.writing import signal_deferral
-from plimsoll.watch.ranks.sender import Sender
-from plimsoll.watch.ranks.store_channel import Link, decoded
+from plimsoll.watch.ranks.store_channel import Link, Sender, decoded
 
 _HELLO_SECONDS = 20.0  # for rank 0 to open the run
 _END_SECONDS = 5.0  # that a closing rank gives the others

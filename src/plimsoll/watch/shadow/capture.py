@@ -1,5 +1,6 @@
 """What a shadow step keeps of a forward: enough to repeat it, and where its tensors and their gradients are zero."""
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.watch.names import unwrapped
 from plimsoll.watch.shadow.fp32_replay import as_it_was, autocast_of, borrowed, buffers_of, fresh_inputs, tensors_of
 from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
 
@@ -108,3 +110,32 @@ class Call:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # noqa: SLF001  (public in all but name)
+
+
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
+    """Has `around` called, with the real call, for each call of a compiled module around the root; returns the undoing.
+
+    `around` is a bound method, and is held weakly.
+    """
+    import torch._dynamo.eval_frame as dynamo  # (whoever has an optimizer has imported it already)
+
+    kind = cast("Any", dynamo.OptimizedModule)
+    original, listener, ours = kind.__call__, weakref.WeakMethod(cast("Any", around)), weakref.ref(root)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (told := listener()) is None or unwrapped(self) is not ours():
+            return original(self, *args, **kwargs)
+        return told(functools.partial(original, self), args, kwargs)
+
+    kind.__call__ = call
+    return lambda: _undo(kind, call, original)
+
+
+def _undo(kind: Any, call: object, original: object) -> None:
+    """Puts the original back, unless someone has wrapped ours since: then ours stays, and tells nobody."""
+    if kind.__dict__.get("__call__") is call:
+        kind.__call__ = original

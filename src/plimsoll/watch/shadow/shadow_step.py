@@ -15,22 +15,22 @@ the repetition fails, nothing of the step is told but an event, of the kind "sha
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.ranks.ranks import Ranks
+from plimsoll.watch.sample import Sample
 from plimsoll.watch.session import Core, contained
 from plimsoll.watch.settings import SHADOWED, Settings
-from plimsoll.watch.shadow.capture import Call, Seen
-from plimsoll.watch.shadow.compiled_root import watch_calls
+from plimsoll.watch.shadow.capture import Call, Seen, watch_calls
 from plimsoll.watch.shadow.fp32_replay import borrowed, draws_by_dtype, fresh_inputs, in_fp32, leaf, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
-from plimsoll.watch.shadow.zero_counts import Counts
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
@@ -285,3 +285,64 @@ class Shadow:
         for call in calls:
             call.release()
         self._start()
+
+
+class Counts:
+    """Pairs of counts, by device and series."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, dict[int, Tensor]] = {}
+
+    def add(self, series: Iterable[int], zeros: Tensor, repeated: Tensor) -> bool:
+        """Compares real zeros with the values of the repetition; whether they can be compared."""
+        if zeros.shape != repeated.shape or zeros.device != repeated.device:
+            return False
+        self._add(series, _pair(zeros, repeated))
+        return True
+
+    def add_gradient(self, series: int, values: Tensor, repeated: Tensor, *, absent: int) -> None:
+        """Compares a parameter's gradient; of a sparse one what is stored, while `absent` others are zero in both."""
+        if repeated.is_sparse:
+            repeated = repeated.coalesce().values()
+        if values.shape == repeated.shape and values.device == repeated.device:
+            pair = _pair(values == 0, repeated)
+            pair[1] += absent
+            self._add([series], pair)
+
+    def _add(self, series: Iterable[int], pair: Tensor) -> None:
+        found = self._found.setdefault(pair.device, {})
+        for number in series:
+            found[number] = found[number] + pair if number in found else pair
+
+    def enter(self, sample: Sample, left_out: Collection[int]) -> None:
+        """Puts the counts beside the sample's entries, one of each series (its entries are added up when written)."""
+        for device, found in self._found.items():
+            rows = sample.rows(device)
+            entries = {number: entry for entry, number in enumerate(rows.series)}
+            told = [number for number in found if number in entries and number not in left_out]
+            if not told:
+                continue
+            counts = DeviceValue(torch.stack([found[number] for number in told]))
+            for row, number in enumerate(told):
+                rows.extras.append(("underflowed", entries[number], _Cell(counts, row, 0)))
+                rows.extras.append(("structural", entries[number], _Cell(counts, row, 1)))
+
+
+class _Cell(DeviceValue):
+    """One number of a table that is there later."""
+
+    __slots__ = ("_place", "_table")
+
+    def __init__(self, table: DeviceValue, row: int, column: int) -> None:
+        self._table, self._place = table, (row, column)
+
+    def ready(self) -> bool:
+        return self._table.ready()
+
+    def value(self) -> float:
+        return float(self._table.tensor()[self._place])
+
+
+def _pair(zeros: Tensor, repeated: Tensor) -> Tensor:
+    """int64[2]: zeros that are nonzero in the repetition, and those that are zero there too. NaN is neither."""
+    return torch.stack([(zeros & (repeated.abs() > 0)).sum(), (zeros & (repeated == 0)).sum()])

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from plimsoll.kernels.device_value import DeviceValue, ready, resolved
 from plimsoll.runs import Event, Record, Scalars
 from plimsoll.text import number, power
 from plimsoll.watch.sample import Sample, Sealed
-from plimsoll.watch.sampling.device_numbers import Later, ready, resolved
 from plimsoll.watch.session import Core
 
 _SEND_SECONDS = 5.0  # after which numbers are handed over, however few they are
@@ -39,11 +39,11 @@ class Facts:
     """The numbers of one step; those that a device still computes come later."""
 
     step: int
-    loss: float | Later | None = None
-    other_losses: Mapping[str, float | Later] = field(default_factory=dict[str, "float | Later"])
-    scale: float | Later | None = None
-    nonfinite: float | Later | None = None
-    skipped: float | Later | None = None
+    loss: float | DeviceValue | None = None
+    other_losses: Mapping[str, float | DeviceValue] = field(default_factory=dict[str, "float | DeviceValue"])
+    scale: float | DeviceValue | None = None
+    nonfinite: float | DeviceValue | None = None
+    skipped: float | DeviceValue | None = None
 
     def ready(self) -> bool:
         """Whether all are known without waiting."""

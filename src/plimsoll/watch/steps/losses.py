@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, parameters_of
-from plimsoll.watch.sampling.device_numbers import Later
 from plimsoll.watch.session import Core
 
 MAIN = "loss"
@@ -33,7 +33,7 @@ class Loss:
 
     __slots__ = ("holders", "stepped", "taken", "value")
 
-    def __init__(self, value: float | Later | None, holders: set[int]) -> None:
+    def __init__(self, value: float | DeviceValue | None, holders: set[int]) -> None:
         self.value, self.holders = value, holders
         self.stepped = False  # some optimizer has stepped since
         self.taken = False  # and one of ours has stepped on it
@@ -65,7 +65,7 @@ class Losses:
 
     # -- backwards -----------------------------------------------------------------------------------------------------
 
-    def backward_begins(self, value: float | Later | None, roots: list[Tensor]) -> None:
+    def backward_begins(self, value: float | DeviceValue | None, roots: list[Tensor]) -> None:
         """A backward begins from these tensors, with this loss."""
         now = self._marks()
         self._drop(now)
@@ -209,11 +209,11 @@ class Losses:
         self._names.append((set(ids), name))
         return name
 
-    def end_step(self, microbatches: int) -> dict[str, float | Later]:
+    def end_step(self, microbatches: int) -> dict[str, float | DeviceValue]:
         """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
         taken = self._taken
         main = taken.get(MAIN)
-        found: dict[str, float | Later] = {}
+        found: dict[str, float | DeviceValue] = {}
         for name, losses in taken.items():
             value = total([loss.value for loss in losses if loss.value is not None], microbatches)
             if value is None or (name != MAIN and losses == main):
@@ -243,22 +243,22 @@ class _Step:
         self.evaluations = 0  # that have been followed by another
 
 
-class _Sum(Later):
+class _Sum(DeviceValue):
     """Several numbers that are there later, added up and divided."""
 
     __slots__ = ("_divisor", "_parts")
 
-    def __init__(self, parts: list[float | Later], divisor: int) -> None:
+    def __init__(self, parts: list[float | DeviceValue], divisor: int) -> None:
         self._parts, self._divisor = parts, divisor
 
     def ready(self) -> bool:
-        return all(not isinstance(part, Later) or part.ready() for part in self._parts)
+        return all(not isinstance(part, DeviceValue) or part.ready() for part in self._parts)
 
     def value(self) -> float:
-        return sum(part.value() if isinstance(part, Later) else part for part in self._parts) / self._divisor
+        return sum(part.value() if isinstance(part, DeviceValue) else part for part in self._parts) / self._divisor
 
 
-def total(losses: list[float | Later], divisor: int) -> float | Later | None:
+def total(losses: list[float | DeviceValue], divisor: int) -> float | DeviceValue | None:
     """The sum of the losses that were backpropagated (with accumulation, of all micro-batches); a pipeline's mean."""
     if not losses:
         return None

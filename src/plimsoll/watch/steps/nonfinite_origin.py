@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll import kernels
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean, tensors_among, tensors_in
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
-from plimsoll.watch.sampling.device_numbers import Later
 from plimsoll.watch.session import Core, contained
 from plimsoll.watch.steps.losses import Loss, Losses
 from plimsoll.watch.taps.compiled_taps import is_capturing
@@ -48,7 +48,7 @@ class Buffers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._at_first: dict[str, Later] = {}
+        self._at_first: dict[str, DeviceValue] = {}
         self._said: set[str] = set()
 
     def look(self) -> None:
@@ -66,9 +66,9 @@ class Buffers:
             counts = kernels.new_counts(len(named), device)
             for place, x in enumerate(named.values()):
                 kernels.count_nonfinite_into([x], counts, place)
-            self._hand_over(list(named), Later(counts))
+            self._hand_over(list(named), DeviceValue(counts))
 
-    def _hand_over(self, names: list[str], counts: Later) -> None:
+    def _hand_over(self, names: list[str], counts: DeviceValue) -> None:
         step, key = self._core.step, "\n".join(names)
         before = self._at_first.setdefault(key, counts)
         if before is counts:

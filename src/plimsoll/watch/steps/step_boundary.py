@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.attribution.no_optimizer import Probe
+from plimsoll.kernels.device_value import DeviceValue, number
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
-from plimsoll.watch.sampling.device_numbers import Later, number
+from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.session import Core, contained
 from plimsoll.watch.steps.flight_recorder import Facts, Recorder
 from plimsoll.watch.steps.losses import MAIN, Losses, total
@@ -57,12 +57,12 @@ class Steps(torch_hooks.Listener):
         self._microbatches = 1
         self._trained_forwards = 0  # of this step, with the model in training mode
         self.losses = Losses(core, parameters)
-        self._micro_losses: list[float | Later] = []  # of this step's backwards, for a pipeline
+        self._micro_losses: list[float | DeviceValue] = []  # of this step's backwards, for a pipeline
         self._turns = Turns(core)
         self._unled = not optimizers  # as long as no optimizer steps, and nobody says where a step ends
         self._probe: Probe | None = None
-        self._scale: float | Later | None = None
-        self._skipped: float | Later | None = None
+        self._scale: float | DeviceValue | None = None
+        self._skipped: float | DeviceValue | None = None
         self._scaler: weakref.ref[Any] | None = None
         self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # losses by what a scaler made of them
         self._scales: weakref.ref[Any] | None = None  # the scaler that made them
@@ -203,7 +203,7 @@ class Steps(torch_hooks.Listener):
         if self.core.shadow is not None:
             self.core.shadow.backward_ends()
 
-    def _value(self, roots: list[Tensor]) -> float | Later | None:
+    def _value(self, roots: list[Tensor]) -> float | DeviceValue | None:
         """The loss that the script goes back from: a number, or the sum of several."""
         if not roots or any(root.numel() != 1 for root in roots):
             return None
@@ -428,7 +428,7 @@ class Steps(torch_hooks.Listener):
         self.core.writer.flush(seconds)
 
 
-def _scale_of(scaler: Any) -> float | Later | None:
+def _scale_of(scaler: Any) -> float | DeviceValue | None:
     """The scale as it is now, without waiting for a device."""
     scale = getattr(scaler, "_scale", None)
     if isinstance(scale, Tensor):

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
-from plimsoll.watch.sampling.device_numbers import Later, number, resolved
-from plimsoll.watch.sampling.update_kind import OWN, kind_of
+from plimsoll.watch.parameters.updates import OWN, kind_of
 from plimsoll.watch.session import Core, contained
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
@@ -64,7 +64,7 @@ class _Followed:
         self.before: weakref.ref[Tensor] | None = None  # the gradient that the last backward has found
         self.left: weakref.ref[Tensor] | None = None  # and the one that it has left
         self.carried = False  # the last backward was added to it
-        self.size: float | Later | None = None  # its largest magnitude before that
+        self.size: float | DeviceValue | None = None  # its largest magnitude before that
 
     def gradient(self) -> Tensor | None:
         """The gradient as it is now; None for one that has no versions."""

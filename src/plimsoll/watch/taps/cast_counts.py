@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.formats import ROLES, Role, get_element
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Record, Scalars
 from plimsoll.runs.reading.module_casts import EVENT, scalar_of
 from plimsoll.watch.names import clean
-from plimsoll.watch.sampling.device_numbers import Later
 from plimsoll.watch.session import Core, contained
 
 _ROW_BYTES = 100  # of one scale that waits to be written
@@ -97,9 +97,9 @@ class Casts:
         for name, scale in scales.items():
             by_device.setdefault(scale.device, []).append(name)
         for names in by_device.values():
-            values = Later(torch.stack([scales[name].detach().double().reshape(()) for name in names]))
+            values = DeviceValue(torch.stack([scales[name].detach().double().reshape(()) for name in names]))
 
-            def produce(names: list[str] = names, values: Later = values) -> list[Record]:
+            def produce(names: list[str] = names, values: DeviceValue = values) -> list[Record]:
                 found = cast("list[float]", values.tensor().tolist())
                 return [Scalars(step=step, values=dict(zip(names, found, strict=True)))]
 

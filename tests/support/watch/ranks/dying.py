@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import plimsoll as pl
-from plimsoll.watch.ranks import collector, sender
+from plimsoll.watch.ranks import collector, store_channel
 from tests.support.patience import HANG_SECONDS
 from tests.support.watch.ranks.launch import wait_for_each_other
 from tests.support.watch.ranks.models import Net, data, sgd, train
@@ -51,7 +51,7 @@ def main(folder: Path, port: int, rank: int, who: int) -> None:
             wait_for_the_end_of(int(store.get("dying")))
         train(model, optimizer, data(1, broken=False))
     # The other is known to be dead: however short the wait for it is, it is not too short.
-    sender.PATIENCE_SECONDS, collector._END_SECONDS = 0.0, 0.1
+    store_channel.PATIENCE_SECONDS, collector._END_SECONDS = 0.0, 0.1
     each.close()
     reduced.close()
 

@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.runs import Run
 from plimsoll.spectrum import Spectrum
-from plimsoll.watch.ranks import collector, sender, store_channel
+from plimsoll.watch.ranks import collector, store_channel
 from tests.support import processes
 from tests.support.patience import HANG_SECONDS
 
@@ -20,7 +20,7 @@ MOVES = ("pushed", "unmoved", "weight_norm")
 
 def wait_for_each_other() -> None:
     """In a rank: waits of ranks for each other end with what they wait for, however slow the machine is."""
-    sender.PATIENCE_SECONDS = sender._TAKEN_SECONDS = store_channel._SECONDS = HANG_SECONDS
+    store_channel.PATIENCE_SECONDS = store_channel._TAKEN_SECONDS = store_channel._SECONDS = HANG_SECONDS
     collector._HELLO_SECONDS = collector._END_SECONDS = collector._OPEN_SECONDS = HANG_SECONDS
 
 

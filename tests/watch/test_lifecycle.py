@@ -191,6 +191,6 @@ def test_a_cell_with_the_watch_alone_is_run_again(tmp_path: Path, shell: object)
 
 def test_another_kernel_s_run_is_kept_too(tmp_path: Path, shell: object) -> None:
     cell(shell, CELL, path=tmp_path / "nb", steps=3)
-    cell(shell, "w.close()\nfrom plimsoll.watch import lifecycle\ncontinuing._watched.clear()")
+    cell(shell, "w.close()\nfrom plimsoll.watch import lifecycle\nlifecycle._watched.clear()")
     cell(shell, CELL, path=tmp_path / "nb", steps=2)
     assert [len(pl.Run(tmp_path / name).steps) for name in ("nb", "nb-1")] == [2, 3]

@@ -1,1 +1,0 @@
-"""Whose loss, whose step: backwards and optimizers of one model among others."""
