@@ -32,7 +32,7 @@ def numbers() -> Mapping[str, str]:
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
     largest, entries = folders.most_common(1)[0]
     python = sum(_lines(path) for path in files)
-    page = sum(_lines(path) for path in SOURCE.rglob("*") if path.suffix in PAGE)
+    page = sum(_lines(path) for path in SOURCE.rglob("*") if path.suffix in PAGE and ".min." not in path.name)
     graph = import_graph({name: path for path, name in modules.items()})
     tests = sorted((ROOT / "tests").rglob("*.py"))
     private = sum(1 for path in files for _ in foreign_private_imports(path))

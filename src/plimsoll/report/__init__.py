@@ -1,4 +1,4 @@
-"""What a run shows: figures, each made by one function; a report in one file; a live page.
+"""Figures of a run, each made by one function, a report in one file, and a live page.
 
 Figures are Plotly objects, the same in a notebook, in the report and on the page. Names are loaded when they are first
 used, and Plotly only when a figure is made. Calling the package writes a report: ``plimsoll.report(run)``.

@@ -1,1 +1,1 @@
-"""What figures are drawn with."""
+"""Parts, themes and arithmetic of figures."""

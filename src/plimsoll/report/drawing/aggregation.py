@@ -60,7 +60,7 @@ class Columns:
         return "step" if self.each == 1 else "around step"
 
     def said(self, how: How) -> str:
-        """How the columns were made, in words; nothing where each is one sample."""
+        """Note on how the columns were merged, empty where each is one sample."""
         return "" if self.each == 1 else f"each column: {counted(self.each, 'sample')}, {_SAID[how]}"
 
 
@@ -94,7 +94,7 @@ class Rows:
         return ordered if len(self.starts) == len(self.order) else _merged(ordered, self.starts, how, axis=0)
 
     def said(self, how: How) -> str:
-        """How the rows were made, in words; nothing where each is one layer."""
+        """Note on how the rows were merged, empty where each is one layer."""
         if len(self.starts) == len(self.order):
             return ""
         return f"{len(self.order):,} layers in {len(self.starts):,} rows, {_SAID[how]} of each"

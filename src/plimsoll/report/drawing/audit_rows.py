@@ -50,7 +50,7 @@ class Line:
                     yield reading
 
     def at(self, when: str, direction: Direction) -> Place | None:
-        """What is drawn of one audit; None where that does not have it."""
+        """Drawn values of one audit, None where it has none."""
         row = self.before if when == "before" else self.after
         if row is None:
             return None
@@ -91,7 +91,7 @@ def middle(reading: Reading) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticks:
-    """What the axis names: each operation; or, `grouped`, each run of operations in one module."""
+    """Labels of the axis: each operation, or, if `grouped`, each run of operations in one module."""
 
     grouped: bool
     places: list[float]
@@ -116,7 +116,7 @@ def ticks_of(rows: Sequence[Row]) -> Ticks:
 
 
 def _groups(rows: Sequence[Row]) -> list[int]:
-    """Where groups begin: by the deepest part of the modules' paths that gives few enough of them."""
+    """Starts of the groups: by the deepest part of the modules' paths that gives few enough of them."""
     paths = [row.module.split(".") for row in rows]
     best = [0]
     for depth in range(1, max(len(path) for path in paths) + 1):

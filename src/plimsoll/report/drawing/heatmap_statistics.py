@@ -1,4 +1,4 @@
-"""What a heat map can show: each statistic as layers by steps, how samples of it become one, how it is drawn and said.
+"""Statistics of heat maps: each as layers by steps, how samples of it become one, how it is drawn and said.
 
 Shares are drawn by their square root, so that one per cent is seen beside all; sizes by their power of two.
 """

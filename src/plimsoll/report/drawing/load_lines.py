@@ -33,7 +33,7 @@ class LoadLine:
 
     @property
     def words(self) -> str:
-        """What stands beside the line."""
+        """Words beside the line."""
         return f"{self.format}: {self.says}" if self.format else self.says
 
 

@@ -1,4 +1,4 @@
-"""What all figures are made with: the view that is asked, a Plotly figure from plain data, and parts that recur.
+"""Parts of all figures: the view, a Plotly figure from plain data, lines, marks, bands and lanes.
 
 A figure is put together as plain data, and made a Plotly object by `made` at the very end: so Plotly is loaded only
 when a figure is asked for. A figure that has nothing to show says in words what is missing; it is never an exception,
@@ -7,6 +7,7 @@ since a report must not fail for want of one recorded thing.
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
 from plimsoll.report.drawing.theme import GREY, MODEBAR_REMOVE, TEMPLATES
+from plimsoll.report.labels import labels, wrapped
 from plimsoll.runs import Run
 from plimsoll.runs.reading.name_matching import unknown
 
@@ -134,3 +136,54 @@ def band(x: Ints | Floats, low: Floats, high: Floats, name: str, colour: str, **
         {**common, "y": plotted(low), "showlegend": False},
         {**common, "y": plotted(high), "fill": "tonexty", "fillcolor": shade, "name": name},
     ]
+
+
+# -- lanes under a time axis: each thing that lasts has one of its own, so that none overlaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One lane: its label, colour, the stretches of steps in it, and words for each."""
+
+    label: str
+    colour: str
+    spans: tuple[tuple[int, int], ...]
+    words: tuple[str, ...]
+
+
+def lanes(strips: Sequence[Lane]) -> tuple[list[Trace], Layout]:
+    """The traces of lanes, the first on top, and their axis."""
+    texts = labels((lane.label for lane in strips), most=44)
+    traces = [_lane(lane, -float(i)) for i, lane in enumerate(strips)]
+    axis: Layout = {
+        "tickvals": [-i for i in range(len(strips))],
+        "ticktext": texts,
+        "range": [0.6 - len(strips), 0.6],
+        "showgrid": False,
+        "zeroline": False,
+        "ticks": "",
+    }
+    return traces, axis
+
+
+def _lane(lane: Lane, height: float) -> Trace:
+    """A bar from step to step, with a mark where it begins."""
+    across: list[int | None] = []
+    words: list[str] = []
+    sizes: list[int] = []
+    for (first, last), said in zip(lane.spans, lane.words, strict=True):
+        when = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        across += [first, last, None]
+        words += [f"{when}<br>{wrapped(said)}"] * 2 + [""]
+        sizes += [11, 7, 7]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": across,
+        "y": [height] * len(across),
+        "text": words,
+        "line": {"color": lane.colour, "width": 7},
+        "marker": {"color": lane.colour, "size": sizes, "opacity": 1, "line": {"width": 0}},
+        "showlegend": False,
+        "hovertemplate": "%{text}<extra></extra>",
+    }

@@ -99,7 +99,7 @@ def _reach(lines: Sequence[Line]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """How an audit's marks look."""
+    """Style of an audit's marks."""
 
     when: str
     colour: str
@@ -152,7 +152,7 @@ def _marks(places: Sequence[tuple[float, Place]], axis: str, look: _Look, low: f
 
 
 def _edges(places: Sequence[tuple[float, Place]], axis: str, low: float, high: float) -> list[Trace]:
-    """What has no place on the scale: NaN and Inf at the right edge; all zero, and no gradient, at the left one."""
+    """Marks without a place on the scale: NaN and Inf at the right edge; all zero, and no gradient, at the left one."""
     inside = 0.015 * (high - low)
     kinds: list[tuple[str, str, str, float, Callable[[Place], bool]]] = [
         ("NaN or Inf", RED, "x", high - inside, lambda p: p.reading is not None and p.reading.spoiled > 0),
@@ -252,7 +252,7 @@ def _head(axis: str, words: str) -> Layout:
 
 
 def _legend_of_bars() -> list[Trace]:
-    """What the bars mean: traces without a place."""
+    """Legend of the bars: traces without a place."""
     return [
         {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
          "marker": {"color": GREY, "size": 10, "symbol": "square", "opacity": opacity}}

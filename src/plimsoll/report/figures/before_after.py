@@ -93,7 +93,7 @@ def _levels(view: View, collection: str, kind: Statistic) -> dict[str, float]:
 
 
 def _as_it_was(view: View, collection: str) -> dict[str, float]:
-    """Of each module, the highest share that the run's own formats flushed."""
+    """Highest share of each module that the run's own formats flushed."""
     recorded = "activation_gradients" if collection == "gradients" else collection
     recorded = recorded if recorded in view.run.tensors else collection
     found: dict[str, float] = {}
@@ -105,7 +105,7 @@ def _as_it_was(view: View, collection: str) -> dict[str, float]:
 
 
 def _as_planned(view: View, plan: Plan, role: str) -> dict[str, float]:
-    """Of each module of a plan, the share that its format would lose of the run's values, at its scale."""
+    """Share of each module of a plan that its format would lose of the run's values, at its scale."""
     rows = check_plan(plan, view).rows
     return {row.module: row.found.estimate for row in rows if row.role == role and row.found is not None}
 

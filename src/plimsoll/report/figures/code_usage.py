@@ -126,7 +126,7 @@ class _Use:
 
 
 def _cast(view: View, collection: str, wanted: Format | None) -> CastCells | None:
-    """What of these tensors is cast to the format, or to any."""
+    """Casts of these tensors to the format, or to any."""
     return next((c for c in cast_cells(view, collection) if wanted in (None, c.format)), None)
 
 
@@ -180,7 +180,7 @@ def _bars(use: _Use, fmt: Format) -> tuple[list[Trace], Layout]:
 
 
 def _cast_over_time(cast: CastCells, columns: Columns, since_step: int | None) -> tuple[list[Trace], Layout]:
-    """Of the tensor that has most, the share beyond the format's largest value, and that with fewer digits or none."""
+    """Largest shares over the tensors: beyond the format's largest value, with fewer digits, and zero."""
     marks, notes = since_mark(since_step, row="2")
     shares = {
         "beyond the largest value": (cast.saturated, RED),

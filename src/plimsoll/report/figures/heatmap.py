@@ -10,7 +10,7 @@ from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError
-from plimsoll.report.drawing.aggregation import Rows, few
+from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
 from plimsoll.report.drawing.plotly_parts import (
     STEP_AXIS,
@@ -126,10 +126,51 @@ def painted(
     since_step: int | None = None,
 ) -> "Figure":
     """A matrix as a heat map."""
-    matrix, said = focused(matrix, focus)
-    rows, columns = few(matrix.names, matrix.steps)
-    values = rows.merged(columns.merged(matrix.values, kind.how), kind.how)
-    colour = coloured(values, kind.scale, kind.words)
+    drawn = panel(matrix, kind.how, kind.scale, kind.words, focus=focus)
+    shapes, notes = since_mark(since_step)
+    layout: Layout = {
+        "xaxis": dict(STEP_AXIS),
+        "yaxis": drawn.axis,
+        "coloraxis": drawn.colours,
+        "height": int(min(max(170 + 22 * drawn.count, 260), 680)),
+        "shapes": shapes,
+        "annotations": notes,
+    }
+    subtitle = joined([drawn.only, note, *drawn.merged])
+    return made(operation, title, subtitle, [drawn.trace], layout, {**meta, "rows": drawn.rows})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Panel:
+    """One picture of layers by steps, as parts of a figure.
+
+    `count`: how many rows are drawn. `rows`: the tensor behind each, for `meta`. `only` and `merged`: what is left out
+    and what is merged, in words.
+    """
+
+    trace: Trace
+    axis: Layout
+    colours: Layout
+    count: int
+    rows: list[str | None]
+    only: str
+    merged: tuple[str, str]
+
+
+def panel(
+    matrix: Matrix,
+    how: How,
+    scale: Scale,
+    words: str,
+    *,
+    focus: Sequence[str] = (),
+    most_cells: int = MOST_CELLS,
+    top: float | None = None,
+) -> Panel:
+    """Return the picture of a matrix, with rows and columns merged until at most `most_cells` cells are drawn."""
+    matrix, only = focused(matrix, focus)
+    rows, columns = few(matrix.names, matrix.steps, most_cells)
+    colour = coloured(rows.merged(columns.merged(matrix.values, how), how), scale, words, top)
     ticks = row_labels(rows, matrix, focus)
     trace: Trace = {
         "type": "heatmap", "x": columns.at, "y": ticks, "z": colour.z, "coloraxis": "coloraxis",
@@ -138,17 +179,15 @@ def painted(
     }  # fmt: skip
     if colour.shown is not None:
         trace["customdata"] = colour.shown
-    shapes, notes = since_mark(since_step)
-    layout: Layout = {
-        "xaxis": dict(STEP_AXIS),
-        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
-        "coloraxis": colour.axis,
-        "height": int(min(max(170 + 22 * len(ticks), 260), 680)),
-        "shapes": shapes,
-        "annotations": notes,
-    }
-    subtitle = joined([said, note, columns.said(kind.how), rows.said(kind.how)])
-    return made(operation, title, subtitle, [trace], layout, {**meta, "rows": series_of(rows, matrix)})
+    return Panel(
+        trace=trace,
+        axis={"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""},
+        colours=colour.axis,
+        count=len(ticks),
+        rows=series_of(rows, matrix),
+        only=only,
+        merged=(columns.said(how), rows.said(how)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,13 +8,14 @@ import numpy as np
 from plimsoll.diagnosis import Finding, View, diagnose, grouped
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.report.drawing.aggregation import Columns
-from plimsoll.report.drawing.lanes import Lane, lanes
 from plimsoll.report.drawing.plotly_parts import (
     STEP_AXIS,
+    Lane,
     Layout,
     Source,
     Trace,
     band,
+    lanes,
     line,
     made,
     nothing,

@@ -7,8 +7,7 @@ import numpy as np
 
 from plimsoll.diagnosis import View
 from plimsoll.report.drawing.aggregation import Columns
-from plimsoll.report.drawing.lanes import Lane, lanes
-from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Layout, Source, made, nothing, view_of
+from plimsoll.report.drawing.plotly_parts import STEP_AXIS, Lane, Layout, Source, lanes, made, nothing, view_of
 from plimsoll.report.drawing.theme import GREEN, GREY, ORANGE, RED
 from plimsoll.report.figure_declaration import figure
 from plimsoll.report.labels import joined, safe, wrapped
@@ -77,7 +76,7 @@ def _lane(kind: str, events: Sequence[Event]) -> Lane:
 
 
 def _missing(view: View) -> list[str]:
-    """What is not there, line by line; safe to show."""
+    """Missing parts of the record, line by line, safe to show."""
     told = [f"dropped: {counted(n, 'record')} ({safe(reason)})" for reason, n in sorted(view.run.dropped.items())]
     told += [wrapped(problem, 110, 220) for problem in view.run.problems]
     more = len(told) - _MOST_LINES

@@ -32,7 +32,7 @@ _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 def scale_curve(
     run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None
 ) -> "Figure":
-    """What a format would lose of all recorded values at each loss scale, and how many would overflow.
+    """Shares of all recorded values that a format would lose, or that overflow, at each loss scale.
 
     The scales that work for all layers at all steps (nothing overflows, less than 1 % of any layer is lost) are shaded;
     those that were used are marked. The curves add all layers and steps up: `scale_window` tells them apart.

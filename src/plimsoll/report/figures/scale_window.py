@@ -112,7 +112,7 @@ def _bounds(columns: Columns, need: Floats, room: Floats) -> list[Trace]:
 
 
 def _own(scales: Scales, columns: Columns, focus: Sequence[str]) -> list[Trace]:
-    """Of the layers in focus, the lowest scale that each needs."""
+    """Lowest scale that each of the layers in focus needs."""
     colours = (ORANGE, GREEN)
     places = {name: i for i, name in enumerate(scales.names)}
     chosen = [places[name] for name in focus if name in places][: len(colours)]

@@ -66,7 +66,7 @@ def spectrogram(
     since_step: int | None = None,
     until: int | None = None,
 ) -> "Figure":
-    """Where one tensor's values lie over time: steps across, powers of two up, colour is the share of the values.
+    """Spectrogram of one tensor's values over time: steps across, powers of two up, colour is the share of the values.
 
     Zeros, infinities and NaN have rows of their own. The lines are formats' limits: above the first values overflow,
     below the second they have fewer digits, below the third they become zero.
@@ -160,7 +160,7 @@ def _lines(
 
 
 def _narrow(cells: Cells) -> bool:
-    """Whether the narrowest format of a tensor is one whose range can be too small."""
+    """Return whether the narrowest format of a tensor is one whose range can be too small."""
     return min(get_element(name, "spectrogram").binades for name in cells.formats) < _WIDE
 
 

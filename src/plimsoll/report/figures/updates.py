@@ -179,7 +179,7 @@ def _quartiles(values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _swallowed_below(formats: Sequence[str]) -> tuple[list[float], list[Layout]]:
-    """Where updates of weights in 16 bits or fewer are mostly lost: half the spacing of a weight's neighbours."""
+    """Levels below which updates of weights in 16 bits or fewer are mostly lost: half a weight's spacing."""
     narrow = [fmt for fmt in (get_element(name, "updates") for name in formats) if fmt.bits <= 16]
     limits = [float(-fmt.mantissa_bits - 2) for fmt in narrow]
     words = [
@@ -209,7 +209,7 @@ def _power_axis(traces: Sequence[Trace], more: Sequence[float]) -> Layout:
 
 
 def _lags(view: View) -> tuple[tuple[str, ...], Ints, Floats] | None:
-    """Of each gradient with second moments, its sum of squares over theirs, corrected for their start at zero."""
+    """Ratio of each gradient's sum of squares to its second moments, corrected for their start at zero."""
     gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
     if gradients is None or optimizer is None:
         return None

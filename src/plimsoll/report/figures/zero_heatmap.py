@@ -8,7 +8,7 @@ import numpy as np
 from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.estimates.format_losses import Narrow
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.report.drawing.aggregation import MOST_CELLS, few
+from plimsoll.report.drawing.aggregation import MOST_CELLS
 from plimsoll.report.drawing.heatmap_statistics import Matrix
 from plimsoll.report.drawing.plotly_parts import (
     STEP_AXIS,
@@ -22,7 +22,7 @@ from plimsoll.report.drawing.plotly_parts import (
     view_of,
 )
 from plimsoll.report.figure_declaration import figure
-from plimsoll.report.figures.heatmap import coloured, focused, row_labels, series_of
+from plimsoll.report.figures.heatmap import panel
 from plimsoll.report.labels import capital, joined, of
 from plimsoll.text import counted
 
@@ -66,7 +66,7 @@ def zero_heatmap(
 
 
 def _parts(narrow: Narrow) -> list[tuple[str, Floats]]:
-    """What the pictures show, and its share of all values, by cell."""
+    """Pictures with their share of all values, by cell."""
     cells = narrow.cells
     count = cells.total_of("count")
     with np.errstate(all="ignore"):
@@ -90,34 +90,24 @@ def _painted(
     traces: list[Trace] = []
     marks, notes = since_mark(since_step)
     layout: Layout = {"xaxis": dict(STEP_AXIS), "shapes": marks, "annotations": notes}
-    top, subtitle, tall = 1.0, said, 0
-    each = (1.0 - 0.1 * (len(parts) - 1)) / len(parts)
+    top, drawn = 1.0, None
+    part_height = (1.0 - 0.1 * (len(parts) - 1)) / len(parts)
     for i, (words, values) in enumerate(parts):
-        matrix, only = focused(Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values), focus)
-        rows, columns = few(matrix.names, matrix.steps, MOST_CELLS // len(parts))
-        drawn = columns.merged(rows.merged(matrix.values, "mean"), "mean")
-        colour = coloured(drawn, "share", words, top=1.0)
-        ticks = row_labels(rows, matrix, focus)
+        matrix = Matrix(names=cells.names, series=cells.names, steps=cells.steps, values=values)
+        drawn = panel(matrix, "mean", "share", words, focus=focus, most_cells=MOST_CELLS // len(parts), top=1.0)
         axis = "y" if i == 0 else f"y{i + 1}"
-        traces.append(
-            {"type": "heatmap", "x": columns.at, "y": ticks, "z": colour.z, "customdata": colour.shown,
-             "coloraxis": "coloraxis", "yaxis": axis, "hoverongaps": False, "ygap": 1 if len(ticks) <= 40 else 0,
-             "hovertemplate": f"%{{y}}<br>{columns.when} %{{x}}<br>{colour.hover}<extra></extra>"}
-        )  # fmt: skip
-        layout[f"yaxis{axis[1:]}"] = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": "",
-                                      "domain": [max(top - each, 0.0), top]}  # fmt: skip
+        traces.append({**drawn.trace, "yaxis": axis})
+        layout[f"yaxis{axis[1:]}"] = {**drawn.axis, "domain": [max(top - part_height, 0.0), top]}
         notes.append({"text": f"<b>{words}</b>", "x": 1, "xref": "paper", "xanchor": "right", "y": top, "yref": "paper",
                       "yanchor": "bottom"})  # fmt: skip
-        layout["coloraxis"] = {
-            **colour.axis,
-            "colorbar": {**colour.axis["colorbar"], "title": {"text": "of all values"}},
-        }
+        bar = {**drawn.colours["colorbar"], "title": {"text": "of all values"}}
+        layout["coloraxis"] = {**drawn.colours, "colorbar": bar}
         layout["xaxis"]["anchor"] = axis
-        subtitle = joined([said, only, columns.said("mean"), rows.said("mean")])
-        meta["rows"] = series_of(rows, matrix)
-        top -= each + 0.1
-        tall = len(ticks)
-    layout["height"] = int(min(max(150 + (30 + 18 * tall) * len(parts), 260), 760))
+        top -= part_height + 0.1
+    assert drawn is not None  # there is always the first part
+    meta["rows"] = drawn.rows
+    layout["height"] = int(min(max(150 + (30 + 18 * drawn.count) * len(parts), 260), 760))
+    subtitle = joined([said, drawn.only, *drawn.merged])
     return made("zero_heatmap", title, subtitle, traces, layout, meta)
 
 

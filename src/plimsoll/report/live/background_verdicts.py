@@ -27,7 +27,7 @@ _SUMMARIES = 300  # of these with their findings, up to some 50 KB each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is said of a run as it was at a token; `summary` is None where it was dropped or cannot be made.
+    """Verdict on a run as it was at a token; `summary` is None where it was dropped or cannot be made.
 
     `serial`: different for each verdict; `at`: when it was found; `took_seconds`.
     """

@@ -25,7 +25,7 @@ Look = Callable[[str], "Mapping[str, object] | None"]
 
 
 class _Stream:
-    """What one browser has not been told yet, the newest of each kind."""
+    """Queue of one browser: news that it has not received, the newest of each kind."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Mapping[str, object]] = {}
@@ -62,7 +62,7 @@ class Streams:
 
     @property
     def tasks(self) -> int:
-        """How many tasks look after something."""
+        """Number of tasks that watch something."""
         return len(self._tasks)
 
     def close(self) -> None:

@@ -114,12 +114,12 @@ def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: Catalog)
 
 
 def _may_be_replicas(catalog: Catalog) -> bool:
-    """Whether several ranks hold series of which only all steps tell whether they count once."""
+    """Return whether several ranks hold series of which only all steps tell whether they count once."""
     tensors = [m.get("tensors", {}) for m in catalog.manifests.values()] if len(catalog.ranks) > 1 else []
     return any(not entry.get("shared") for each in tensors for names in each.values() for entry in names.values())
 
 
 def _rewritten_with_loss(catalog: Catalog) -> bool:
-    """Whether merging may have left rows out: replaced ones, or those thinned by age."""
+    """Return whether merging may have left rows out: replaced ones, or those thinned by age."""
     manifests = catalog.manifests.values()
     return any(m.get("thin") or any(s.get("from_step") is not None for s in m.get("sessions", [])) for m in manifests)

@@ -39,7 +39,7 @@ class LiveRun:
         self.size_bytes = 0
 
     def answer(self, listed: Listed, question: object, make: Callable[[LiveView], Any]) -> Any:
-        """What `make` makes of the run's view, once for each state of the run and question; each time for None."""
+        """Return what `make` makes of the run's view, cached by state and question. No cache for None."""
         with self.held():
             view = self._followed(listed)
             if question is None:
@@ -74,7 +74,7 @@ class LiveRun:
         self._lock.release()
 
     def judged(self, listed: Listed, make: Callable[[LiveView], _T]) -> _T:
-        """What `make` makes of a copy of the view, without keeping others waiting; what it has read is kept."""
+        """Return what `make` makes of a copy of the view. Others need not wait, and data read is kept."""
         with self._lock:
             copy = self._followed(listed).copied()
         result = make(copy)
@@ -145,7 +145,7 @@ class Live:
         return found, result
 
     def judged(self, listed: Listed, make: Callable[[View], _T]) -> _T:
-        """What `make` makes of a run for the list; a run that nobody has open is not kept open for it."""
+        """Return what `make` makes of a run for the list. The run is not kept open for it."""
         with self._lock:
             run = self._open.get((listed.id, listed.path))
         if run is not None:
@@ -154,7 +154,7 @@ class Live:
         return make(View(self.list.source.opened(listed.path)))
 
     def opened(self, run_id: str) -> Listed:
-        """As `listed`; the run is kept open from now on, while it fits. Raises `RunError` if it cannot be read."""
+        """Return the row of a run and keep the run open while it fits. Raises `RunError` if it cannot be read."""
         found = self.listed(run_id)
         if not found.opens:
             raise RunError(_why(found.problem or "damaged"))
@@ -164,7 +164,7 @@ class Live:
     def answer_of_two(
         self, first: str, second: str, question: object, make: Callable[[LiveView, LiveView], bytes]
     ) -> bytes:
-        """What `make` makes of two runs' views, remembered for the state that both are in."""
+        """Return what `make` makes of two runs' views, cached for the state of both."""
         key = (first, self.listed(first).token, second, self.listed(second).token, question)
         with self._lock:
             if key in self._pairs:
@@ -221,7 +221,7 @@ def _why(problem: str) -> str:
 
 
 def _identity(run: Run) -> tuple[object, ...]:
-    """What tells a run from another one that was put in its place."""
+    """Identity of a run: another run in its place has another one."""
     sessions: Any = run.manifest.get("sessions") or [{}]
     return run.manifest.get("created"), sessions[0].get("started"), sessions[0].get("pid")
 

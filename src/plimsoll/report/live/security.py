@@ -149,7 +149,7 @@ def cookie_of(token: str) -> tuple[str, str]:
 
 
 def is_api(path: str) -> bool:
-    """Whether who asked expects JSON."""
+    """Return whether the client expects JSON."""
     return path.startswith("/api/")
 
 

@@ -11,7 +11,7 @@ from plimsoll.report.figure_registry import FIGURES, figure_for, figures_of
 
 
 def needs_findings(name: str, query: Mapping[str, str]) -> bool:
-    """Whether a figure is made of the findings."""
+    """Return whether a figure takes the findings."""
     return "finding" in query or _known(name).takes_findings
 
 

@@ -140,7 +140,7 @@ def _query(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _needs(collection: str, answers: Sequence[Offline]) -> dict[str, object]:
-    """What each format needs, in words."""
+    """Needs of each format, in words."""
     return {
         "collection": collection,
         "note": answers[0].censored,

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's.
+"""Notebook output of a run: the verdict and the findings as HTML; a figure with them where it draws Plotly's.
 
 A notebook shows the richest form that it knows. Those that know Plotly's media type (JupyterLab, VS Code) show the
 figure of loss and scale, with the verdict as its title and a lane for each finding; others the HTML, which loads

@@ -1,4 +1,4 @@
-"""What-if answers that a page can give without Python: each format at each shift, worked out beforehand.
+"""Precomputed what-if answers of a report: each format at each shift.
 
 Over all steps of a run a layer is one histogram for each format and scale that it was recorded in, since counts add up.
 So the 65 shifts of four formats cost less than reading the run once. Numbers differ from `whatif`'s by where in one
@@ -58,24 +58,24 @@ class Offline:
 
     @property
     def sentence(self) -> str:
-        """What the format needs; `WhatIf.sentence` without what it is judged by."""
+        """Need of the format: `WhatIf.sentence` without the note on how it is judged."""
         if self.answer.block:
             return block_sentence(self.answer.format, self.answer.stretches)
         return sentence(self.answer.format, self.answer.stretches, scaled="gradients" in self.answer.collections[0])
 
     @property
     def censored(self) -> str:
-        """What the answers are judged by, where the run's own format may have lost values; else nothing."""
+        """Note on how the answers are judged where the run's own format may have lost values, else empty."""
         whole = self.answer.sentence
         return f"{whole.removesuffix(self.sentence).rstrip(': ')}." if self.answer.censored else ""
 
     def at_best(self, name: str) -> Interval:
-        """What is overall lost, or overflows, at the best shift."""
+        """Overall share that is lost, or overflows, at the best shift."""
         estimate, low, high = (self.overall[name + bound][self.best - SHIFTS[0]] for bound in ("", "_low", "_high"))
         return Interval(low=low, high=high, estimate=estimate)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON-able data; shares by tensor are 16 bits each, little-endian, in base64."""
+        """Return JSON-able data. Shares by tensor have 16 bits each, little-endian, in base64."""
         return {
             "format": self.answer.format,
             "block": self.answer.block,
@@ -175,7 +175,7 @@ def _in_blocks(answer: WhatIf) -> Offline:
 
 
 def _told(answer: WhatIf) -> dict[str, Floats]:
-    """How many values of each tensor are lost, or overflow, at the answer's own shift."""
+    """Return how many values of each tensor are lost, or overflow, at the answer's own shift."""
     p = answer.prediction
     return {
         name + bound: np.nansum(tally[i], axis=1)

@@ -39,7 +39,7 @@ class Listed:
     opens: bool = True
 
     def is_live(self, now: float) -> bool:
-        """Whether a training seems to be writing it."""
+        """Return whether a training seems to be writing the run."""
         return self.problem is None and not self.closed and now - self.modified < _LIVE_SECONDS
 
 

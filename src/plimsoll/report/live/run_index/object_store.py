@@ -64,7 +64,7 @@ class StoredRuns:
         return ((newest, whole, int.from_bytes(digest)),)
 
     def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
-        """What manifests and names say, several at a time: a request takes its time, and there may be a thousand."""
+        """Return the rows of runs, read several at a time: requests are slow, and there may be a thousand."""
         with ThreadPoolExecutor(_REQUESTS) as pool:
             return list(pool.map(self._row, changed))
 
@@ -116,7 +116,7 @@ class _AsListed(Stored):
         self._files = files
 
     def names(self, kind: str = "") -> list[str]:
-        """What lies there."""
+        """Return the entries of a folder."""
         if not kind:
             return sorted({file.partition("/")[0] for file in self._files})
         return sorted(file.removeprefix(f"{kind}/") for file in self._files if file.startswith(f"{kind}/"))
@@ -135,7 +135,7 @@ def _by_run(tree: Files) -> dict[str, Files]:
 
 
 def _of_run(tree: Files) -> Files:
-    """What a run's own folder and those of its kinds hold."""
+    """Return the entries of a run's own folder and of those of its kinds."""
     return {path: facts for path, facts in tree.items() if "/" not in path or _split(path)[0] in KINDS}
 
 

@@ -25,7 +25,7 @@ from plimsoll.runs.storage.location import Stored, place_of
 
 
 class Source(Protocol):
-    """Where runs lie: how they are found, seen to change, and opened.
+    """Storage of runs: finds them, notices changes, and opens them.
 
     `poll_seconds`: how often to look whether something is new. `list_seconds`: how old the list may be in any case.
     `settled_seconds`: a change so soon after a look may bear the same time as the one before it.
@@ -42,11 +42,11 @@ class Source(Protocol):
         ...
 
     def stamp(self, path: Path) -> Stamp | None:
-        """What changes when something is written to a run, its first entries times in ns; None where there is none."""
+        """Return the stamp of a run, which changes with every write. Its first entries are times in ns."""
         ...
 
     def rows(self, changed: Sequence[tuple[str, Path, Stamp]]) -> list[Listed]:
-        """What manifests and names say of runs, each given by its id, path and stamp."""
+        """Return the rows of runs, each given by its id, path and stamp."""
         ...
 
     def check(self, path: Path) -> None:
@@ -182,7 +182,7 @@ class _Here:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What changes when something is written to a run: times and numbers of its folders and first manifest."""
+    """Return the stamp of a run: times and numbers of its folders and first manifest."""
     entries: list[tuple[int, int, int]] = []
     whole = os.fspath(path)
     for place in ("", *KINDS, "run.json"):
@@ -198,7 +198,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
-    """What manifests and names say of a run; whatever is wrong with it costs its own row."""
+    """Return the row of a run. A defect of the run costs only its own row."""
 
     def catalog() -> Catalog:
         refuse_links_out(path, root, within_folders=False)

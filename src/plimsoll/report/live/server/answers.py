@@ -1,4 +1,4 @@
-"""What the live page's API answers, as JSON (docs/how-to/serve.md lists it): made of a run's view and kept with it."""
+"""Answers of the live page's API as JSON (docs/how-to/serve.md lists them), cached with the run's view."""
 
 import os
 import time
@@ -80,7 +80,7 @@ class Answers:
         return _with({"token": _token(listed, verdict)}, body)
 
     def whatif(self, run_id: str, query: Mapping[str, str]) -> bytes:
-        """What a format would make of a run."""
+        """Return the effect of a format and a scale on a run."""
         unknown = sorted(query.keys() - {"format", "shift", "collection"})
         if unknown or not query.get("format"):
             raise ArgumentError(
@@ -119,7 +119,7 @@ class Answers:
         return self.live.answer_of_two(first, second, question, lambda a, b: drawn_of_two(a, b, name, query).encode())
 
     def look(self, run_id: str) -> Mapping[str, object] | None:
-        """What a stream tells of a run, or of the list (""); None where nothing can be told."""
+        """Return the news of a run, or of the list (""), for a stream. None where nothing is known."""
         if not run_id:
             self.verdicts.looked_at()
             self._found(_FOLLOWED_SECONDS)
@@ -163,7 +163,7 @@ class Answers:
         }
 
     def _judged(self, run: Listed) -> Summary | str:
-        """What is said of a run, or why nothing can be."""
+        """Return the summary of a run, or why there is none."""
         try:
             return self.live.judged(run, summary)
         except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
@@ -200,7 +200,7 @@ def _renewed(found: Summary, view: View) -> Summary:
 
 
 def _token(listed: Listed, verdict: Verdict | None) -> str:
-    """What changes when a run has something new to show: data, or a verdict on it."""
+    """Token that changes when a run has something new to show: data or a verdict."""
     return listed.token if verdict is None else f"{listed.token}-{verdict.serial}"
 
 

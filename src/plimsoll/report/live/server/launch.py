@@ -89,7 +89,7 @@ class _Place:
 
     @property
     def names(self) -> list[str]:
-        """What the page goes by: with its port, since other ports are other people's pages."""
+        """Host names of the page, with its port, since other ports are other people's pages."""
         names = [*LOOPBACK, _bracketed(self.host)]
         if self._address.is_unspecified:  # of every address of this machine, and of its names
             names = [*LOOPBACK, socket.gethostname(), socket.getfqdn()]

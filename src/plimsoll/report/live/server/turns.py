@@ -26,7 +26,7 @@ class BusyError(StateError):
 
 @dataclass(kw_only=True, eq=False)
 class _Question:
-    """What is asked about some runs; `overdue` where nobody waits for the answer any more that is being made."""
+    """Question about some runs. `overdue`: its answer is still being made, but nobody waits for it."""
 
     runs: tuple[str, ...]
     make: Callable[[], bytes]
@@ -44,7 +44,7 @@ class Turns:
         self._under_way: list[_Question] = []
 
     async def answer(self, runs: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
-        """What `make` returns or raises; `BusyError` for too many questions, `StateError` where it takes too long."""
+        """Return what `make` returns. Raises `BusyError` for too many questions, `StateError` if it takes too long."""
         question = _Question(runs=tuple(dict.fromkeys(runs)), make=make)
         self._begin(question)
         found = asyncio.wrap_future(question.answer)

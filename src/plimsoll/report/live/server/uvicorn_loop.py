@@ -54,7 +54,7 @@ class _Connection(H11Protocol):
         self._follow_request()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no request, or goes wrong in its content: then nothing else answers it any more."""
+        """Answer bytes that are no request, or whose content is wrong: nothing else answers them."""
         super().send_400_response(msg)
         if self.cycle is not None:  # pyright: ignore[reportUnnecessaryComparison]
             self.cycle.disconnected = True
@@ -148,7 +148,7 @@ def run(made: App, listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _plain_logs() -> Generator[None]:
-    """What is logged while the server runs goes to stderr in characters that do nothing to the terminal."""
+    """Write the log of the running server to stderr, without characters that control the terminal."""
     handler, root = logging.StreamHandler(), logging.getLogger()
     handler.setFormatter(_Plain())
     root.addHandler(handler)
