@@ -25,8 +25,9 @@ from scipy.special import erf
 
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
-from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
-from plimsoll.runs.columns.step_rows import from_batch
+from plimsoll.runs.columns.schema import Series
+from plimsoll.runs.columns.spectrum_columns import columns_of, spectra_table
+from plimsoll.runs.columns.step_table import from_batch
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import parquet
 
@@ -156,10 +157,10 @@ def background(entries: int, rounds: int) -> list[dict[str, object]]:
     doubled = Batch(
         step=0, rows=batch.rows, index=np.repeat(batch.index, 2), series=np.repeat(batch.series, 2)
     )  # every series in two entries
-    chunks = [chunk(0, from_batch(batch, entries))] * 10
+    chunks = [columns_of(0, from_batch(batch, entries))] * 10
 
     def columns(given: Batch) -> None:
-        chunk(0, from_batch(given, entries))
+        columns_of(0, from_batch(given, entries))
 
     calls = {
         "merge a step, make its columns": lambda: columns(batch),

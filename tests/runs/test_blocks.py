@@ -13,10 +13,9 @@ from plimsoll import measure
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank, row_layout
 from plimsoll.runs import Batch, Run, RunWriter, StepRecord
-from plimsoll.runs.columns.bank_rows import rows_of
-from plimsoll.runs.columns.block_columns import NAMES, blocks_of
-from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
-from plimsoll.runs.columns.step_rows import from_batch
+from plimsoll.runs.columns.schema import BLOCK_COLUMNS, Series
+from plimsoll.runs.columns.spectrum_columns import blocks_of, columns_of, rows_of, spectra_table
+from plimsoll.runs.columns.step_table import from_batch
 from tests.support.runs import making
 from tests.support.spectra import same_tables
 
@@ -75,7 +74,7 @@ def test_rows_come_back_as_they_were() -> None:
     index = np.arange(len(given))
     entries = from_batch(Batch(step=1, rows=given, index=index, series=index, blocks=np.full(len(index), 32)), 100)
     series = [Series(collection="weights", name=f"{i:02}", format="fp32", shared=True) for i in index]
-    table = spectra_table([chunk(1, entries)], series)
+    table = spectra_table([columns_of(1, entries)], series)
     lengths = blocks_of(table)
     assert lengths is not None and lengths.tolist() == [32] * len(given)
     assert np.array_equal(rows_of(table), given)
@@ -85,9 +84,9 @@ def test_a_run_without_records_has_no_columns_of_them(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         writer.write(batch(writer, 0, tensors()))
     for part in (tmp_path / "spectra").glob("*.parquet"):
-        assert not set(NAMES) & set(pq.read_schema(part).names)
+        assert not set(BLOCK_COLUMNS) & set(pq.read_schema(part).names)
     run = Run(tmp_path)
-    assert run.block_lengths == () and not set(NAMES) & set(run.table().column_names)
+    assert run.block_lengths == () and not set(BLOCK_COLUMNS) & set(run.table().column_names)
     assert run.spectrum("weights", "w0", 0).blocks is None
 
 
@@ -96,11 +95,11 @@ def test_columns_are_those_of_the_format(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         writer.write(batch(writer, 0, [x], 4))
     row = Run(tmp_path).table().to_pylist()[0]
-    assert {name: row[name] for name in NAMES} == {
+    assert {name: row[name] for name in BLOCK_COLUMNS} == {
         "block": 4, "blocks": 3, "zero_blocks": 1, "nonfinite_blocks": 1, "poisoned": 2, "depths": [1, 0, 0, 1, 1],
         "lowest_maximum": 3, "maxima": [1],
     }  # fmt: skip
-    assert not set(NAMES) & set(Run(tmp_path).table(blocks=False).column_names)
+    assert not set(BLOCK_COLUMNS) & set(Run(tmp_path).table(blocks=False).column_names)
 
 
 @pytest.mark.parametrize("order", [(0, 32), (32, 0), (16, 32)])

@@ -240,13 +240,14 @@ def test_a_part_is_rewritten_once_for_each_rule_as_it_ages(tmp_path: Path, monke
 
 def append(opened: rank_folder.RankFolder, step: int) -> None:
     from plimsoll.runs import Batch
-    from plimsoll.runs.columns.spectrum_table import Series, chunk, spectra_table
-    from plimsoll.runs.columns.step_rows import from_batch
+    from plimsoll.runs.columns.schema import Series
+    from plimsoll.runs.columns.spectrum_columns import columns_of, spectra_table
+    from plimsoll.runs.columns.step_table import from_batch
 
     one = np.array([0])
     given = Batch(step=step, rows=making.rows_of(making.tensors(1)), index=one, series=one)
     series = [Series(collection="weights", name="every", format="fp32", shared=True)]
-    opened.append("spectra", opened.next_flush(), spectra_table([chunk(step, from_batch(given, 1))], series))
+    opened.append("spectra", opened.next_flush(), spectra_table([columns_of(step, from_batch(given, 1))], series))
 
 
 @pytest.mark.parametrize("rule", [(-1, 2), (10, 0)])

@@ -8,14 +8,14 @@ from hypothesis import given, strategies as st
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import EXTRAS, Batch
-from plimsoll.runs.columns.step_rows import StepRows, concatenated, from_batch, merged
+from plimsoll.runs.columns.step_table import StepTable, concatenated, from_batch, merged
 from tests.support.cases import each
 from tests.support.runs import making
 
 ROWS = making.rows_of(making.tensors(12))
 
 
-def entries(index: list[int], series: list[int], **more: object) -> StepRows:
+def entries(index: list[int], series: list[int], **more: object) -> StepTable:
     return from_batch(
         Batch(step=0, rows=ROWS, index=np.array(index, np.int64), series=np.array(series, np.int64), **more), 100
     )

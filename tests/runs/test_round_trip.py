@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from plimsoll.kernels import row_layout
 from plimsoll.runs import EXTRAS, Batch, Event, Run, RunWriter, Scalars
-from plimsoll.runs.columns.bank_rows import rows_of
-from plimsoll.runs.columns.spectrum_table import SCHEMAS, Series, chunk, spectra_table
+from plimsoll.runs.columns.schema import SCHEMAS, Series
+from plimsoll.runs.columns.spectrum_columns import columns_of, rows_of, spectra_table
 from plimsoll.spectrum import Source
 from tests.support.runs import making
 
@@ -52,12 +52,12 @@ def rows(draw: st.DrawFn) -> np.ndarray:
 
 @given(rows(), st.integers(-(2**62), 2**62))
 def test_any_row_comes_back_bit_for_bit_from_the_columns(given_rows: np.ndarray, step: int) -> None:
-    from plimsoll.runs.columns.step_rows import from_batch
+    from plimsoll.runs.columns.step_table import from_batch
 
     index = np.arange(len(given_rows))
     entries = from_batch(Batch(step=step, rows=given_rows, index=index, series=index), len(index))
     series = [Series(collection="c", name=f"{i}", format="fp32", shared=True) for i in index]
-    table = spectra_table([chunk(step, entries)], series).cast(SCHEMAS["spectra"])
+    table = spectra_table([columns_of(step, entries)], series).cast(SCHEMAS["spectra"])
     assert np.array_equal(rows_of(table), given_rows)
     assert table["step"].to_pylist() == [step] * len(index)
 

@@ -197,7 +197,7 @@ def test_a_large_run_is_read_in_pieces(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_has_the_parts_columns(path: Path) -> None:
-    from plimsoll.runs.columns.spectrum_table import SCHEMAS
+    from plimsoll.runs.columns.schema import SCHEMAS
 
     table = Run(path).table()
     assert isinstance(table, pa.Table) and table.schema.equals(SCHEMAS["spectra"]) and len(table) == 72

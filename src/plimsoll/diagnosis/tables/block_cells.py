@@ -14,8 +14,7 @@ from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, from_table
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
-from plimsoll.runs.columns.block_columns import blocks_of, whole_numbers
-from plimsoll.runs.columns.trimmed_lists import flat
+from plimsoll.runs.columns.spectrum_columns import blocks_of, integers, list_items
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,15 +89,15 @@ def read_blocks(run: Run, collection: str, until: int | None) -> BlockCells | No
     length = blocks_of(table)
     if length is None:
         return None
-    depth_start, depths = flat(table["depths"])
-    maxima_start, maxima = flat(table["maxima"])
+    depth_start, depths = list_items(table["depths"])
+    maxima_start, maxima = list_items(table["maxima"])
     return BlockCells(
         cells=from_table(collection, table, run.tensors[collection]),
         length=length,
-        poisoned=whole_numbers(table, "poisoned"),
+        poisoned=integers(table, "poisoned"),
         depth_start=depth_start,
         depths=depths,
-        lowest=whole_numbers(table, "lowest_maximum"),
+        lowest=integers(table, "lowest_maximum"),
         maxima_start=maxima_start,
         maxima=maxima,
     )

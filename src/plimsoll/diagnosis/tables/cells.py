@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
-from plimsoll.runs.columns.bank_rows import numbers
-from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.records import EXTRAS
 
 Floats = NDArray[np.float64]

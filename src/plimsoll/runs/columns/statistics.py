@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.columns.bank_rows import numbers
-from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.records import EXTRAS
 
 Columns = dict[str, NDArray[np.float64]]

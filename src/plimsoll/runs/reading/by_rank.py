@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.columns.bank_rows import numbers
+from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.reading import rank_merge
 from plimsoll.runs.reading.row_selection import select
 from plimsoll.runs.reading.run import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import RunError
-from plimsoll.runs.columns.spectrum_table import KINDS, Kind
+from plimsoll.runs.columns.schema import KINDS, Kind
 from plimsoll.runs.reading.ending import gone_writers, is_here
 from plimsoll.runs.storage import manifest, parts as _parts, script
 from plimsoll.runs.storage.limits import DamageError

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import pc, values_of
-from plimsoll.runs.columns.spectrum_table import Kind
+from plimsoll.runs.columns.schema import Kind
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import manifest as _manifest, parquet
 from plimsoll.runs.storage.limits import MOST_NAMES

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, array, pc, values_of
-from plimsoll.runs.columns.bank_rows import digests, numbers
-from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.spectrum_columns import digests, numbers
 from plimsoll.runs.reading.module_casts import PREFIX
 from plimsoll.tensor_collections import OF_MODULES
 

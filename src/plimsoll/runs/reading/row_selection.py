@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.runs.columns import block_columns, row_order
+from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
-from plimsoll.runs.columns.spectrum_table import SCHEMAS, Kind
+from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, Kind
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import StorageLocation
@@ -64,7 +64,7 @@ def select(
     """
     wanted = steps or Steps()
     names = list(columns or SCHEMAS[kind].names)
-    more = block_columns.NAMES if blocks and columns is None and kind == "spectra" else ()
+    more = BLOCK_COLUMNS if blocks and columns is None and kind == "spectra" else ()
 
     def load(place: StorageLocation, part: Part) -> Table:
         return _load(place, part, (names, more), equal or {}, wanted, catalog.visible_end(part))

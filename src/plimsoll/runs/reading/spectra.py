@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from plimsoll.runs.columns import row_order, step_rows
+from plimsoll.runs.columns import row_order, step_table
 from plimsoll.runs.columns.arrow import Table, array, pa, values_of
-from plimsoll.runs.columns.bank_rows import blocks_of, numbers, rows_of
-from plimsoll.runs.columns.spectrum_table import SCHEMAS, WIDE, Series, chunk_of, spectra_table
+from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series
+from plimsoll.runs.columns.spectrum_columns import blocks_of, columns_of, numbers, rows_of, spectra_table
 from plimsoll.runs.reading import rank_merge, unscaling
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.reading.contents import RunContents
@@ -66,15 +66,15 @@ def _summed(piece: Table) -> Iterator[Table]:
             continue
         first = table.take(array(starts))
         series = [Series(**row) for row in first.select(["collection", "name", "format", "shared"]).to_pylist()]
-        merged, blocks = step_rows.merged_rows(rows_of(table), blocks_of(table), starts)
-        entries = step_rows.StepRows(
+        merged, blocks = step_table.merged_rows(rows_of(table), blocks_of(table), starts)
+        entries = step_table.StepTable(
             series=np.arange(len(starts)),
             scales=numbers(first, "scale"),
             rows=merged,
-            extras=step_rows.merged_extras(np.stack([numbers(table, name) for name in EXTRAS], axis=1), starts),
+            extras=step_table.merged_extras(np.stack([numbers(table, name) for name in EXTRAS], axis=1), starts),
             blocks=blocks,
         )
-        made = spectra_table([chunk_of(values_of(first["step"]), entries)], series)
+        made = spectra_table([columns_of(values_of(first["step"]), entries)], series)
         yield made.cast(WIDE if "block" in made.column_names else SCHEMAS["spectra"])
 
 
@@ -152,7 +152,7 @@ def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectr
     starts = row_order.starts(columns)
     banked, blocks = rows_of(table), blocks_of(table)
     if len(starts) < len(table):
-        banked, blocks = step_rows.merged_rows(banked, blocks, starts)
+        banked, blocks = step_table.merged_rows(banked, blocks, starts)
     lengths = [0] * len(banked) if blocks is None else blocks.tolist()
     kept = table.select(["collection", "name", "step", "format", "scale"]).take(array(starts)).to_pylist()
     held: tuple[int, str, str, Spectrum] | None = None

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.kernels import row_layout
-from plimsoll.runs.columns import block_columns, trimmed_lists
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
-from plimsoll.runs.columns.spectrum_table import COUNTS, EXTREMES, SCHEMAS, WIDE
+from plimsoll.runs.columns.schema import BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, WIDE
+from plimsoll.runs.columns.spectrum_columns import list_items, numbers
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage.limits import EVENT_BYTES, RANGES, DamageError, check_depth, from_json
 from plimsoll.runs.storage.parts import Part
@@ -26,7 +26,7 @@ _BINADES = (row_layout.LOWEST_BINADE, row_layout.LOWEST_BINADE + row_layout.BINA
 _LENGTHS = (0, row_layout.BINADES)
 _WORD_BYTES = 1 << 16
 _RANGES: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys((*COUNTS, *block_columns.COUNTS), RANGES["count"]),
+    **dict.fromkeys((*COUNTS, *BLOCK_COUNTS), RANGES["count"]),
     **dict.fromkeys(("absmin", "absmax", "abssum", "sumsq", *EXTRAS), _MAGNITUDE),
     "scale": _POSITIVE,
     "lowest": _BINADES,
@@ -34,7 +34,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "block": (1, 1 << 30),
     "time": (-(1 << 53), 1 << 53),
 }
-_NULLABLE = frozenset({*EXTREMES, *EXTRAS, "lowest", *block_columns.NAMES})
+_NULLABLE = frozenset({*EXTREMES, *EXTRAS, "lowest", *BLOCK_COLUMNS})
 _NEVER_NAN = ("scale", "time")
 _LISTS = ("binades", "depths", "maxima")
 _WORDS = ("collection", "name", "format", "kind")
@@ -101,7 +101,7 @@ def _check_rows(table: Table) -> None:
     """Whether the columns of each row agree, as `Spectrum` asks of each spectrum."""
     count, zeros, *others = (values_of(table[name]) for name in COUNTS)
     finite = count - np.sum(others, axis=0)
-    low, high, absmin, absmax = (_number(table, name) for name in EXTREMES)
+    low, high, absmin, absmax = (numbers(table, name) for name in EXTREMES)
     agree = (finite >= zeros) & (np.isnan(absmin) == (finite == zeros))
     for extreme in (low, high, absmax):
         agree &= np.isnan(extreme) == (finite == 0)
@@ -118,9 +118,9 @@ def _binades_agree(
     table: Table, nonzero: NDArray[np.int64], absmin: NDArray[np.float64], absmax: NDArray[np.float64]
 ) -> NDArray[np.bool_]:
     """Whether the binades hold the nonzero values, begin with the smallest and end with the largest."""
-    start, counts = trimmed_lists.flat(table["binades"])
+    start, counts = list_items(table["binades"])
     lengths, total = np.diff(start), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    first = _number(table, "lowest")
+    first = numbers(table, "lowest")
     agree = (np.diff(total[start]) == nonzero) & (np.isnan(first) == (lengths == 0))
     return agree & ((lengths == 0) | ((first == _binade(absmin)) & (first + lengths - 1 == _binade(absmax))))
 
@@ -132,17 +132,13 @@ def _binade(magnitudes: NDArray[np.float64]) -> NDArray[np.int64]:
 def _check_blocks(table: Table) -> None:
     """Whether block records are there as a whole or not at all, and within the ends of a wide row."""
     missing = pc.is_null(table["block"])
-    for name in (*block_columns.COUNTS, "depths", "maxima"):
+    for name in (*BLOCK_COUNTS, "depths", "maxima"):
         if name in table.column_names and not pc.is_null(table[name]).equals(missing):
             raise DamageError(f"columns block and {name}: one is missing where the other is not")
     if "maxima" in table.column_names and "lowest_maximum" in table.column_names:
         lengths = values_of(pc.list_value_length(table["maxima"]).fill_null(0))
-        first = _number(table, "lowest_maximum")
+        first = numbers(table, "lowest_maximum")
         agree = np.isnan(first) == (lengths == 0)
         agree &= (lengths == 0) | (first + lengths - 1 <= _BINADES[1])
         if not agree.all():
             raise DamageError("columns lowest_maximum and maxima: outside the range of binades")
-
-
-def _number(table: Table, name: str) -> NDArray[np.float64]:
-    return np.asarray(values_of(table[name]), dtype=np.float64)

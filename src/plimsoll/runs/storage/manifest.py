@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from plimsoll.errors import PlimsollError, RunError
 from plimsoll.formats import get_element
-from plimsoll.runs.columns.spectrum_table import SCHEMA, Series
+from plimsoll.runs.columns.schema import SCHEMA, Series
 from plimsoll.runs.storage import atomic_files, parts as _parts
 from plimsoll.runs.storage.limits import MANIFEST_BYTES, RANGES, DamageError, check_depth, from_json, shown, whole
 from plimsoll.runs.storage.parts import Part

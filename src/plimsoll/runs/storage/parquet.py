@@ -12,7 +12,7 @@ from typing import Any
 
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import ParquetFile, ParquetWriter, Table, pa, pq
-from plimsoll.runs.columns.spectrum_table import SCHEMA, Kind
+from plimsoll.runs.columns.schema import SCHEMA, Kind
 from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.storage.column_checks import checked
 from plimsoll.runs.storage.limits import DamageError

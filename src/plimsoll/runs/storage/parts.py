@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from plimsoll.errors import RunError
-from plimsoll.runs.columns.spectrum_table import KINDS, Kind
+from plimsoll.runs.columns.schema import KINDS, Kind
 from plimsoll.runs.storage.limits import RANGES
 from plimsoll.runs.storage.location import StorageLocation
 

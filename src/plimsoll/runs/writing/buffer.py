@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from plimsoll.runs.columns.arrow import Table
-from plimsoll.runs.columns.spectrum_table import Chunk, Kind, Series, rows_table, spectra_table
+from plimsoll.runs.columns.schema import Kind, Series, rows_table
+from plimsoll.runs.columns.spectrum_columns import spectra_table
 from plimsoll.runs.records import Event, Scalars, size_bytes
 from plimsoll.runs.storage import manifest
 from plimsoll.runs.writing.dropped_records import DroppedRecords
@@ -28,7 +29,7 @@ class Buffer:
 
     def __init__(self, bound_bytes: int, dropped: DroppedRecords) -> None:
         self._bound, self._dropped = bound_bytes, dropped
-        self._spectra: deque[Chunk] = deque()
+        self._spectra: deque[tuple[int, Table]] = deque()
         self._rows: dict[Kind, deque[list[dict[str, Any]]]] = {"scalars": deque(), "events": deque()}
         self._sizes: dict[Kind, deque[int]] = {"spectra": deque(), "scalars": deque(), "events": deque()}
         self._bytes = 0
@@ -42,10 +43,10 @@ class Buffer:
         """Whether it is worth writing now. After a failed attempt only what came since counts."""
         return self._bytes - self._tried_bytes >= min(_FULL_BYTES, self._bound // 2)
 
-    def add_spectra(self, chunk: Chunk) -> None:
-        """Takes one step's spectra."""
-        self._spectra.append(chunk)
-        self._add("spectra", chunk.size_bytes)
+    def add_spectra(self, step: int, columns: Table) -> None:
+        """Add one step's spectra, as `spectrum_columns.columns_of` returns them."""
+        self._spectra.append((step, columns))
+        self._add("spectra", columns.nbytes)
 
     def add_scalars(self, record: Scalars) -> None:
         """Takes one step's scalars."""
@@ -85,7 +86,7 @@ class Buffer:
 
     def span(self) -> tuple[int, int] | None:
         """The lowest and the highest step of the spectra and scalars."""
-        steps = [int(chunk.step[0]) for chunk in self._spectra]
+        steps = [step for step, _ in self._spectra]
         steps += [rows[0]["step"] for rows in self._rows["scalars"]]
         return (min(steps), max(steps)) if steps else None
 
@@ -98,7 +99,7 @@ class Buffer:
         if not self._sizes[kind]:
             return None
         if kind == "spectra":
-            return spectra_table(self._spectra, series)
+            return spectra_table([columns for _, columns in self._spectra], series)
         rows = [row for rows in self._rows[kind] for row in rows]
         return rows_table(_in_order(rows) if kind == "scalars" else rows, kind)
 

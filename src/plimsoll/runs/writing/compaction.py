@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import ParquetFile, Schema, Table, array, pa, values_of
-from plimsoll.runs.columns.block_columns import conformed
-from plimsoll.runs.columns.row_order import ordered
-from plimsoll.runs.columns.spectrum_table import KEYS, SCHEMAS, WIDE, Kind
+from plimsoll.runs.columns.row_order import KEYS, ordered
+from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Kind, conformed
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.parts import Part

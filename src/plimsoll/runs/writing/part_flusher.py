@@ -8,7 +8,7 @@ from typing import Any
 
 from plimsoll.errors import PlimsollError
 from plimsoll.runs.columns.arrow import Table
-from plimsoll.runs.columns.spectrum_table import KINDS, Kind, Series
+from plimsoll.runs.columns.schema import KINDS, Kind, Series
 from plimsoll.runs.records import Event
 from plimsoll.runs.writing.buffer import Buffer
 from plimsoll.runs.writing.dropped_records import DroppedRecords

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import Table, pc
-from plimsoll.runs.columns.spectrum_table import KINDS, Kind, Series
+from plimsoll.runs.columns.schema import KINDS, Kind, Series
 from plimsoll.runs.reading import closed_runs
 from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _parts
 from plimsoll.runs.storage.location import Folder

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from plimsoll.runs.columns.spectrum_table import Series
+from plimsoll.runs.columns.schema import Series
 from plimsoll.spectrum import Source
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plimsoll.runs.columns.spectrum_table import Series
-from plimsoll.runs.columns.step_rows import StepRows
+from plimsoll.runs.columns.schema import Series
+from plimsoll.runs.columns.step_table import StepTable
 from plimsoll.runs.reading.unscaling import true_spectrum
 from plimsoll.runs.records import Event, Scalars, Sink, StepRecord
 from plimsoll.runs.user_messages import warn_user
@@ -49,7 +49,7 @@ class SinkFeed:
         if self._runners:
             self._of(record.step)[1].append(record)
 
-    def batch(self, step: int, entries: StepRows, series: Sequence[Series]) -> None:
+    def batch(self, step: int, entries: StepTable, series: Sequence[Series]) -> None:
         """Hands on a complete step, and before it what has waited for earlier ones."""
         if not self._runners:
             return
@@ -114,7 +114,7 @@ class SinkFeed:
             runner.put(record)
 
 
-def _lazily(entries: StepRows, series: Sequence[Series]) -> Callable[[], Spectra]:
+def _lazily(entries: StepTable, series: Sequence[Series]) -> Callable[[], Spectra]:
     """Decodes a step's spectra when they are first asked for."""
     named: list[Series] = [series[int(i)] for i in entries.series]
     decoded: dict[tuple[str, str], Spectrum] = {}

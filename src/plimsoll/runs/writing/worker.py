@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plimsoll.errors import PlimsollError
-from plimsoll.runs.columns import step_rows
-from plimsoll.runs.columns.spectrum_table import chunk
-from plimsoll.runs.columns.step_rows import StepRows
+from plimsoll.runs.columns import step_table
+from plimsoll.runs.columns.spectrum_columns import columns_of
+from plimsoll.runs.columns.step_table import StepTable
 from plimsoll.runs.records import Batch, Event, Record, Scalars, size_bytes
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.runs.writing.buffer import Buffer
@@ -80,7 +80,7 @@ class Worker:
         self._queue: queue.SimpleQueue[tuple[_Item, int, _Room]] = queue.SimpleQueue()
         self._guard = threading.RLock()
         self._spectra, self._numbers = _Room(queue_bytes), _Room(_NUMBERS_BYTES)
-        self._steps: dict[int, StepRows] = {}
+        self._steps: dict[int, StepTable] = {}
         self._deadline: float | None = None
         self._running = True
         self._closed = False
@@ -216,9 +216,9 @@ class Worker:
             self._expect_write()
 
     def _take_batch(self, batch: Batch) -> None:
-        entries = step_rows.from_batch(batch, len(self._registry.series))
+        entries = step_table.from_batch(batch, len(self._registry.series))
         if batch.step in self._steps:
-            entries = step_rows.merged(step_rows.concatenated([self._steps.pop(batch.step), entries]))
+            entries = step_table.merged(step_table.concatenated([self._steps.pop(batch.step), entries]))
         self._steps[batch.step] = entries
         if batch.last:
             self._complete(batch.step)
@@ -228,7 +228,7 @@ class Worker:
     def _complete(self, step: int) -> None:
         entries = self._steps.pop(step)
         if len(entries):
-            self._buffer.add_spectra(chunk(step, entries))
+            self._buffer.add_spectra(step, columns_of(step, entries))
         self._feed.batch(step, entries, self._registry.series)
 
     def _expect_write(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Batch, Event, Record, RunWriter, Scalars
 from plimsoll.runs.columns.arrow import Table, array, values_of
-from plimsoll.runs.columns.bank_rows import blocks_of, numbers, rows_of
+from plimsoll.runs.columns.spectrum_columns import blocks_of, numbers, rows_of
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.writing import signal_deferral
 from plimsoll.watch.ranks.store_channel import Link, Sender, decoded

@@ -19,7 +19,7 @@ import torch
 
 from plimsoll.runs import RunWriter
 from plimsoll.runs.columns.arrow import Table, pa, strings
-from plimsoll.runs.columns.spectrum_table import Kind, Series
+from plimsoll.runs.columns.schema import Kind, Series
 from plimsoll.runs.writing import writer
 from plimsoll.runs.writing.dropped_records import DroppedRecords
 from plimsoll.runs.writing.part_flusher import PartFlusher

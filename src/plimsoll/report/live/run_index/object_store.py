@@ -15,7 +15,7 @@ from typing import Any
 from plimsoll.errors import ArgumentError
 from plimsoll.report.live.run_index.listed_run import Listed, Stamp, told
 from plimsoll.runs import Run
-from plimsoll.runs.columns.spectrum_table import KINDS
+from plimsoll.runs.columns.schema import KINDS
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage import manifest
 from plimsoll.runs.storage.location import Stored

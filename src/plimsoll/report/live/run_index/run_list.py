@@ -19,7 +19,7 @@ from plimsoll.errors import ArgumentError, RunError
 from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as Stamp, told
 from plimsoll.report.live.run_index.object_store import StoredRuns
 from plimsoll.runs import Run
-from plimsoll.runs.columns.spectrum_table import KINDS
+from plimsoll.runs.columns.schema import KINDS
 from plimsoll.runs.reading.catalog import Catalog
 from plimsoll.runs.storage.location import Stored, place_of
 

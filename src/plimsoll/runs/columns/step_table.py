@@ -1,8 +1,8 @@
-"""One step's measured rows, merged: at most one row for each series and scale, without a Python object for any row.
+"""Table of one step's statistics rows: at most one row for each series and scale.
 
-Rows stay in the bank's layout (`plimsoll.kernels.row_layout`): counts and sums add, the three extreme keys take the
-larger. Of wide rows the block records add as well, where all that are merged have one of the same block length; values
-without one spoil it, as in `Spectrum.__add__`.
+Rows stay in the layout of a bank (`plimsoll.kernels.row_layout`), so that no Python object is made for any of them.
+Merging adds counts and sums, and takes the larger of each extreme. Block records add up where all merged rows have one
+of the same block length. As in `Spectrum.__add__`, values without a block record make the sum one without.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,15 @@ _NORM = EXTRAS.index("weight_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepRows:
-    """Rows with what belongs to each: the series, the scale, and the extras (a column for each of `EXTRAS`).
+class StepTable:
+    """Columns of one step, a NumPy array each.
 
-    `blocks`: of wide rows, the block length of each record, 0 for none; None for narrow rows.
+    Attributes:
+        series: Number of each row's series.
+        scales: Factor of the stored values over the true ones.
+        rows: Statistics rows, int64[n, 288], or int64[n, 848] with block records.
+        extras: float64[n, 5], a column for each of `EXTRAS`, NaN for none.
+        blocks: Block length of each record, 0 for none. None for narrow rows.
     """
 
     series: NDArray[np.int64]
@@ -37,8 +42,16 @@ class StepRows:
         return len(self.series)
 
 
-def from_batch(batch: Batch, registered: int) -> StepRows:
-    """The entries of a batch, merged; `ArgumentError` where its arrays contradict each other."""
+def from_batch(batch: Batch, registered: int) -> StepTable:
+    """Return the table of a batch, merged.
+
+    Args:
+        batch: Measured rows.
+        registered: How many series there are.
+
+    Raises:
+        ArgumentError: Arrays of the batch contradict each other.
+    """
     entries = len(batch.index)
     scales = np.ones(entries) if batch.scales is None else np.asarray(batch.scales, dtype=np.float64)
     extras = np.full((entries, len(EXTRAS)), np.nan)
@@ -55,10 +68,10 @@ def from_batch(batch: Batch, registered: int) -> StepRows:
     return _grouped(series[order], scales[order], rows, blocks, extras[order], starts)
 
 
-def concatenated(parts: Sequence[StepRows]) -> StepRows:
-    """All entries, one after the other."""
+def concatenated(parts: Sequence[StepTable]) -> StepTable:
+    """Return the rows of all tables, which may be narrow and wide."""
     wide = any(p.blocks is not None for p in parts)
-    return StepRows(
+    return StepTable(
         series=np.concatenate([p.series for p in parts]),
         scales=np.concatenate([p.scales for p in parts]),
         rows=np.concatenate([_widened(p.rows) if wide else p.rows for p in parts]),
@@ -71,20 +84,19 @@ def _widened(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.pad(rows, ((0, 0), (0, row_layout.WIDE - rows.shape[1])))
 
 
-def _blocks(part: StepRows) -> NDArray[np.int64]:
+def _blocks(part: StepTable) -> NDArray[np.int64]:
     return np.zeros(len(part), dtype=np.int64) if part.blocks is None else part.blocks
 
 
-def merged(entries: StepRows) -> StepRows:
-    """The same with entries of one series and scale merged, in the order of series and scale."""
-    order, starts = _groups(entries.series, entries.scales)
-    series, scales, rows = entries.series[order], entries.scales[order], entries.rows[order]
-    blocks = None if entries.blocks is None else entries.blocks[order]
-    return _grouped(series, scales, rows, blocks, entries.extras[order], starts)
+def merged(table: StepTable) -> StepTable:
+    """Return the table with rows of one series and scale merged, sorted by series and scale."""
+    order, starts = _groups(table.series, table.scales)
+    blocks = None if table.blocks is None else table.blocks[order]
+    return _grouped(table.series[order], table.scales[order], table.rows[order], blocks, table.extras[order], starts)
 
 
 def _groups(series: NDArray[np.int64], scales: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The order of series and scale, and where in it a new pair of them begins."""
+    """Return the order by series and scale, and where in it each new pair of them starts."""
     order = np.lexsort((scales, series))
     series, scales = series[order], scales[order]
     first = np.ones(len(order), dtype=bool)
@@ -99,17 +111,17 @@ def _grouped(
     blocks: NDArray[np.int64] | None,
     extras: NDArray[np.float64],
     starts: NDArray[np.intp],
-) -> StepRows:
-    """Entries in order, those of one group merged."""
+) -> StepTable:
+    """Return sorted rows with those of one group merged."""
     if len(starts) < len(rows):
         (rows, blocks), extras = merged_rows(rows, blocks, starts), merged_extras(extras, starts)
-    return StepRows(series=series[starts], scales=scales[starts], rows=rows, extras=extras, blocks=blocks)
+    return StepTable(series=series[starts], scales=scales[starts], rows=rows, extras=extras, blocks=blocks)
 
 
 def merged_rows(
     rows: NDArray[np.int64], blocks: NDArray[np.int64] | None, starts: NDArray[np.intp]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Rows merged group by group, and the block lengths; a group reaches from one of `starts` to the next."""
+    """Return rows merged group by group, and their block lengths. A group reaches from one of `starts` to the next."""
     result = np.add.reduceat(rows, starts, axis=0)
     result[:, _EXTREMES] = np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
     sums = np.ascontiguousarray(rows[:, _SUMS]).view(np.float64)
@@ -123,7 +135,7 @@ def merged_rows(
 
 
 def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Of each group the block length of all its rows that counted anything; 0 where they differ or one has none."""
+    """Return the block length that all nonempty rows of a group have; 0 where they differ or one has none."""
     counted = rows[:, row_layout.COUNT] > 0
     highest = np.maximum.reduceat(np.where(counted, blocks, 0), starts)
     lowest = np.minimum.reduceat(np.where(counted, blocks, np.iinfo(np.int64).max), starts)
@@ -131,13 +143,13 @@ def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[
 
 
 def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Sums of what is there, NaN where nothing is; norms as the root of their squares' sum."""
+    """Return the sums of extras group by group, NaN where all are NaN. Norms add as squares."""
     there = ~np.isnan(extras)
     contributions = np.add.reduceat(there, starts, axis=0, dtype=np.int64)
     result = np.add.reduceat(np.where(there, extras, 0.0), starts, axis=0)
     result[contributions == 0] = np.nan
     norms = np.where(there[:, _NORM], extras[:, _NORM], 0.0)
-    several = contributions[:, _NORM] > 1
+    several = contributions[:, _NORM] > 1  # one norm alone stays as it is: its square's root may be rounded
     result[several, _NORM] = np.sqrt(np.add.reduceat(norms * norms, starts))[several]
     return result
 

@@ -1,0 +1,94 @@
+"""Columns of a run's parts: names, types, and tables of scalars and events.
+
+Docs: docs/reference/run-format.md. A golden run folder of each earlier version is read by the tests.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.runs.columns.arrow import Array, Schema, Table, array, pa, strings
+from plimsoll.runs.records import EXTRAS
+
+SCHEMA = 1  # the version that readers check
+
+Kind = Literal["spectra", "scalars", "events"]
+KINDS: tuple[Kind, ...] = ("spectra", "scalars", "events")
+
+COUNTS = ("count", "zeros", "nans", "pos_infs", "neg_infs")
+EXTREMES = ("min", "max", "absmin", "absmax")
+SUMS = ("sum", "abssum", "sumsq")
+BLOCK_COUNTS = ("blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
+
+_WORDS: list[tuple[str, Any]] = [("collection", pa.string()), ("name", pa.string()), ("format", pa.string())]
+_INT64_LIST = pa.list_(pa.field("element", pa.int64()))
+SCHEMAS: Mapping[Kind, Schema] = {
+    "spectra": pa.schema(
+        [("step", pa.int64()), *_WORDS, ("shared", pa.bool_()), *((n, pa.int64()) for n in COUNTS)]
+        + [(n, pa.float64()) for n in (*EXTREMES, *SUMS, "scale")]
+        + [("lowest", pa.int16()), ("binades", _INT64_LIST)]
+        + [(n, pa.float64()) for n in EXTRAS]
+    ),
+    "scalars": pa.schema([("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())]),
+    "events": pa.schema(
+        [("step", pa.int64()), *((n, pa.string()) for n in ("kind", "message", "details")), ("time", pa.float64())]
+    ),
+}
+# Block records have columns of their own, and only parts with such a record have these columns. Readers ask for
+# columns by name, so a reader that is older than block records still reads such a part.
+_BLOCK_FIELDS: Sequence[Any] = (
+    pa.field("block", pa.int32()),
+    *(pa.field(name, pa.int64()) for name in BLOCK_COUNTS),
+    pa.field("depths", _INT64_LIST),
+    pa.field("lowest_maximum", pa.int16()),
+    pa.field("maxima", _INT64_LIST),
+)
+BLOCK_COLUMNS: tuple[str, ...] = tuple(field.name for field in _BLOCK_FIELDS)
+WIDE: Schema = pa.schema([*SCHEMAS["spectra"], *_BLOCK_FIELDS])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Identity of one series.
+
+    Attributes:
+        collection: Name of the collection.
+        name: Name of the tensor.
+        format: Format of the values when they were measured.
+        shared: Whether ranks hold different parts of one tensor, which readers add up.
+    """
+
+    collection: str
+    name: str
+    format: str
+    shared: bool
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], kind: Kind) -> Table:
+    """Return the table of scalars or events, in the given order."""
+    columns: list[Array] = []
+    for field in SCHEMAS[kind]:
+        values = [row[field.name] for row in rows]
+        columns.append(
+            strings(values) if field.type == pa.string() else array(np.array(values, field.type.to_pandas_dtype()))
+        )
+    return pa.Table.from_arrays(columns, schema=SCHEMAS[kind])
+
+
+def words(values: Sequence[str], codes: NDArray[np.int64]) -> Array:
+    """Return a dictionary column of strings, given by their position in `values`."""
+    distinct = sorted(set(values))
+    position = {value: i for i, value in enumerate(distinct)}
+    recoded = np.array([position[value] for value in values], dtype=np.int32)[codes]
+    return pa.DictionaryArray.from_arrays(array(recoded), strings(distinct))
+
+
+def conformed(table: Table, schema: Schema) -> Table:
+    """Return the table with a schema's columns in its order and types. Columns that the table lacks are null."""
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(schema.names).cast(schema)
