@@ -28,7 +28,7 @@ from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from plimsoll.runs.columns.schema import Series
 from plimsoll.runs.columns.spectrum_columns import columns_of, spectra_table
 from plimsoll.runs.columns.step_table import from_batch
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import parquet
 
 COLLECTIONS = ("weights", "gradients", "activations", "activation_gradients")
@@ -175,8 +175,8 @@ def background(entries: int, rounds: int) -> list[dict[str, object]]:
 
 def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
     """What checksums, and looking at what is read, add to writing and reading the run's largest part of spectra."""
-    catalog = Catalog(folder)
-    part = max(catalog.of("spectra"), key=lambda p: (folder / p.name).stat().st_size)
+    listed = RunFolder(folder)
+    part = max(listed.of("spectra"), key=lambda p: (folder / p.name).stat().st_size)
     table = pq.read_table(folder / part.name)
     options = parquet._options("spectra")  # noqa: SLF001
 
@@ -195,7 +195,7 @@ def checks(folder: Path, rounds: int) -> list[dict[str, object]]:
         ),
         "read and look at all columns": (
             lambda: pq.ParquetFile(plain).read(),
-            lambda: parquet.read(parquet.opened(catalog.place, part), part, table.column_names),
+            lambda: parquet.read(parquet.opened(listed.place, part), part, table.column_names),
         ),
     }
     found: list[dict[str, object]] = []

@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 from collections.abc import Collection, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from plimsoll.errors import ArgumentError
 
@@ -41,11 +41,11 @@ def integer(
     """
     try:
         result = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the last two: tensors of several values, or of the meta device
         result = None
     if result is None or (low is not None and result < low) or (high is not None and result > high):
         if low is not None and high is not None:
-            bounds = f" from {low} to {high}"
+            bounds = f" from {low} to {_short(high)}"
         else:
             bounds = f" of at least {low}" if low is not None else f" of at most {high}" if high is not None else ""
         raise _error(operation, f"{name} to be an integer{bounds}", name, value, remedy)
@@ -141,6 +141,32 @@ def nearest(name: str, known: Iterable[str], many: int = 3) -> list[str]:
     """
     by_folded = {entry.casefold(): entry for entry in known}
     return [by_folded[n] for n in difflib.get_close_matches(name.casefold(), by_folded, n=many, cutoff=0.5)]
+
+
+def items(operation: str, name: str, value: object, *, remedy: str = "Put it in brackets.") -> list[Any]:
+    """Return the items of a list, a tuple or another iterable that is no text.
+
+    Args:
+        operation: What the user called, for the message.
+        name: The argument's name.
+        value: What came.
+        remedy: What to do, as a sentence.
+
+    Raises:
+        ArgumentError: `value` is text or not iterable.
+
+    >>> items("watch", "sinks", ("wandb", "mlflow"))
+    ['wandb', 'mlflow']
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _error(operation, f"{name} to be a list", name, value, remedy)
+    return list(cast("Iterable[Any]", value))
+
+
+def _short(bound: int) -> str:
+    """Return a bound as text, a large power of two as one: nobody recognizes 4611686018427387904."""
+    exponent = bound.bit_length() - 1
+    return f"2^{exponent}" if exponent > 40 and bound == 1 << exponent else f"{bound}"
 
 
 def _as_float(value: object) -> float | None:

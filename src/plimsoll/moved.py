@@ -44,7 +44,7 @@ MOVED = {
     "runs._run": "runs.reading.run",
     "runs._sinks": "runs.sinks",
     "runs._sinks._mlflow": "runs.sinks.mlflow",
-    "runs._sinks._tensorboard": "runs.sinks.tensorboard.sink",
+    "runs._sinks._tensorboard": "runs.sinks.tensorboard",
     "runs._sinks._wandb": "runs.sinks.wandb",
     "runs._writer": "runs.writing.writer",
     "scaling._dynamic": "scaling.dynamic",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.cli.paths import said
-from plimsoll.runs.storage.uri import without_secrets
+from plimsoll.runs.storage.location import without_secrets
 from tests.support.diagnosis.faults import falling
 from tests.support.diagnosis.stories import constant, told
 

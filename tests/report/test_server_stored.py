@@ -17,7 +17,7 @@ from plimsoll.report.live.run_index.run_list import RunsList
 from plimsoll.report.live.server.answers import Answers
 from plimsoll.report.live.server.app import app
 from plimsoll.runs import Run, RunWriter, Scalars
-from plimsoll.runs.storage import listing as _listing
+from plimsoll.runs.storage import location as _location
 from plimsoll.runs.storage.location import Stored
 
 URI = "memory://bucket/runs"
@@ -239,7 +239,7 @@ def test_one_run_that_is_not_reached_is_trouble_too(tmp_path: Path, store: Any, 
 def test_where_a_store_tells_no_times_they_are_when_a_change_was_seen(
     tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_listing, "_TIMES", ())
+    monkeypatch.setattr(_location, "_TIMES", ())
     writer = RunWriter(tmp_path / "a", flush_seconds=600)
     writer.write(Scalars(step=1, values={"loss": 1.0}))
     assert writer.flush()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from plimsoll.cli.entry_point import app
 from plimsoll.errors import RunError
 from plimsoll.runs import Event, Run, RunWriter, Scalars
-from plimsoll.runs.reading import contents
+from plimsoll.runs.reading import run_folder
 from plimsoll.runs.storage import limits, manifest as _manifest, parquet
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.writing import rank_folder
@@ -298,7 +298,7 @@ def test_a_manifest_that_somebody_changed_is_read_and_named(path: Path) -> None:
 
 
 def test_names_beyond_the_bound_are_left_out_and_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_NAMES", 1)
+    monkeypatch.setattr(run_folder, "MOST_NAMES", 1)
     run = Run(path, warn=False)
     assert {c: len(names) for c, names in run.tensors.items()} == {"weights": 1, "gradients": 1}
     assert len(run.table()) == 2 * STEPS
@@ -310,7 +310,7 @@ def test_names_beyond_the_bound_are_left_out_and_said(path: Path, monkeypatch: p
 def test_of_very_many_scalars_those_of_the_watch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunWriter(tmp_path / "run") as writer:
         writer.write(Scalars(step=3, values={"a": 1.0, "b": 2.0, "loss": 3.0, "scale": 4.0}))
-    monkeypatch.setattr(contents, "MOST_NAMES", 3)
+    monkeypatch.setattr(run_folder, "MOST_NAMES", 3)
     run = Run(tmp_path / "run", warn=False)
     assert run.scalar_names == ("a", "loss", "scale") and run.scalar_steps == [3]
     assert run.missing == ["4 scalars: the first 3 are read, 1 are left out"]
@@ -370,7 +370,7 @@ def test_a_session_that_cannot_go_on_in_a_folder_is_recorded_beside_it(
 
 def test_the_checksum_of_a_footer_is_of_the_footer_without_it(path: Path) -> None:
     file = parts(path)[0]
-    part = next(p for p in Run(path)._catalog.of("spectra") if p.name.endswith(file.name))
+    part = next(p for p in Run(path)._folder.of("spectra") if p.name.endswith(file.name))
     assert parquet.opened(Folder(path), part).metadata.num_rows == part.rows == STEPS
     with pytest.raises(limits.DamageError, match="40 rows, where the manifest has 41"):
         parquet.opened(Folder(path), replace(part, rows=41))

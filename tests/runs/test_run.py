@@ -211,14 +211,14 @@ def test_a_live_run_is_followed_by_reading_only_what_is_new(tmp_path: Path, monk
     run = Run(tmp_path)
     assert run.steps == [] and not run.closed
     read: list[str] = []
-    real = run._content._steps_in
+    real = run._contents._steps_in
 
     def counting(place: object, part: Part) -> object:
-        if part not in run._content._steps:
+        if part not in run._contents._steps:
             read.append(part.name)
         return real(place, part)
 
-    monkeypatch.setattr(run._content, "_steps_in", counting)
+    monkeypatch.setattr(run._contents, "_steps_in", counting)
     for step in range(5):
         making.write_steps(writer, [step], name=f"w{step}")
         assert writer.flush()
@@ -262,7 +262,7 @@ def test_parts_that_compaction_takes_away_under_the_reader_are_found_in_the_new_
     assert run.series("weights", "every", "count")[0].tolist() == list(range(12)) and run.problems == []
     run = Run(tmp_path)
     shutil.move(tmp_path / "spectra" / parts(tmp_path)[0], tmp_path / "away.parquet")
-    monkeypatch.setattr(run._catalog, "refresh", lambda: None)
+    monkeypatch.setattr(run._folder, "refresh", lambda: None)
     with pytest.raises(RunError, match=r"Run: expected parts that stay long enough to be read; got 20 listings"):
         run.series("weights", "every", "count")
 

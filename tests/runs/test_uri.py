@@ -13,7 +13,7 @@ from pyarrow import fs
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.integrations.session import Session
 from plimsoll.runs import Run, RunWriter, Scalars
-from plimsoll.runs.storage import uri as _uri
+from plimsoll.runs.storage import location
 from plimsoll.runs.storage.location import Folder, Stored, place_of
 from plimsoll.watch import watch
 
@@ -141,17 +141,17 @@ def test_googles_storage_is_not_waited_for_a_quarter_of_an_hour(
         def from_uri(given: str) -> tuple[str, str]:
             return given, "exp1"
 
-    monkeypatch.setattr(_uri.fs, "FileSystem", Recorder)
-    assert _uri.filesystem_of(uri) == (asked, "exp1")
+    monkeypatch.setattr(location.fs, "FileSystem", Recorder)
+    assert location.filesystem_of(uri) == (asked, "exp1")
 
 
 def test_a_pyarrow_without_a_storage_leaves_it_to_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bare:
         @staticmethod
         def from_uri(_: str) -> Any:
-            raise _uri.pa.ArrowNotImplementedError("Got S3 URI but Arrow compiled without S3 support")
+            raise location.pa.ArrowNotImplementedError("Got S3 URI but Arrow compiled without S3 support")
 
-    monkeypatch.setattr(_uri.fs, "FileSystem", Bare)
+    monkeypatch.setattr(location.fs, "FileSystem", Bare)
     monkeypatch.setattr(fsspec, "url_to_fs", lambda uri: (fsspec.filesystem("memory"), uri.removeprefix("s3://")))
-    made, inside = _uri.filesystem_of("s3://bucket/exp1")
+    made, inside = location.filesystem_of("s3://bucket/exp1")
     assert made.type_name == "py::fsspec+memory" and inside == "bucket/exp1"

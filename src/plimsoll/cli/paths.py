@@ -65,7 +65,7 @@ def opened(place: str) -> list[Opened]:
 
     Raises `RunError` where there is none, as `plimsoll.Run` does, in words of the command line.
     """
-    from plimsoll.runs.reading.catalog import NoRunError
+    from plimsoll.runs.reading.run_folder import NoRunError
     from plimsoll.runs.storage.location import Stored, place_of
     from plimsoll.runs.storage.script import ITSELF, names_in
 
@@ -129,7 +129,7 @@ def _model(run: "Run") -> str:
 
 def said(place: str) -> str:
     """What a command calls the run: the path, or the URI without what is secret in it."""
-    from plimsoll.runs.storage.uri import is_uri, without_secrets
+    from plimsoll.runs.storage.location import is_uri, without_secrets
 
     return without_secrets(place) if is_uri(place) else str(Path(place))
 
@@ -152,7 +152,7 @@ def folder_here(operation: str, option: str, given: str | None, example: str) ->
 def _here(operation: str, expected: str, given: str | None, example: str, kind: int) -> Path | None:
     if given is None or "://" not in given:  # asked first: before a script runs, `run` loads nothing that it might miss
         return None if given is None else Path(given)
-    from plimsoll.runs.storage.uri import is_uri, without_secrets
+    from plimsoll.runs.storage.location import is_uri, without_secrets
 
     if not is_uri(given):
         return Path(given)

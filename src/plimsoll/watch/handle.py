@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from plimsoll import kernels
+from plimsoll.checks import items
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.runs import RunWriter, Scalars, as_sink
-from plimsoll.runs.writing import argument_checks
+from plimsoll.runs.writing.writer import checked_step
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
 from plimsoll.watch.companion import Beside
@@ -97,8 +98,8 @@ def watch(
         queue_bytes=queue_bytes, block=block,
     )  # fmt: skip
     if start_step is not None:
-        start_step = argument_checks.step("watch", "start_step", start_step)
-    made_sinks = [as_sink(sink) for sink in argument_checks.listed("watch", "sinks", sinks)]
+        start_step = checked_step("watch", "start_step", start_step)
+    made_sinks = [as_sink(sink) for sink in items("watch", "sinks", sinks)]
     _check_model(model)
     optimizers = _optimizers(optimizer)
     place = Ranks()

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from plimsoll.runs.sinks.tensorboard import event_file as _crc32c
-from plimsoll.runs.sinks.tensorboard.event_file import crc32c
+from plimsoll.runs.sinks import tensorboard as _crc32c
+from plimsoll.runs.sinks.tensorboard import crc32c
 from tests.support.cases import each
 
 tensorboard = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow", reason="the oracle")

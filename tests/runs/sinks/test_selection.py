@@ -7,7 +7,7 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
+from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, STATISTICS, Selection, histogram
 from plimsoll.spectrum import Spectrum, measure
 from tests.support.runs.sinks import TAG, record, spectrum
 

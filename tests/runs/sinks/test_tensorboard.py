@@ -14,7 +14,7 @@ import torch
 
 from plimsoll.runs.records import Event, StepRecord
 from plimsoll.runs.sinks import TensorBoard
-from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, STATISTICS
+from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, STATISTICS
 from plimsoll.spectrum import measure
 from tests.support.runs.sinks import NAME, TAG, record
 

@@ -94,7 +94,7 @@ def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Diver
 
 def _called(given: str, one: Opened) -> str:
     """The run's folder, or the URI that it was given by."""
-    from plimsoll.runs.storage.uri import is_uri
+    from plimsoll.runs.storage.location import is_uri
 
     return one.called if is_uri(given) else str(one.run.path)
 

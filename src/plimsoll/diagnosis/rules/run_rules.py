@@ -29,7 +29,7 @@ from plimsoll.diagnosis.rules.wiring import (
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
-from plimsoll.runs.reading.name_matching import matching
+from plimsoll.runs.reading.row_selection import matching
 
 RULES: tuple[Rule, ...] = (
     UnderflowHigh(), UnderflowRising(), NoSingleScale(), ScaleLow(), ScaleCollapse(), ScaleOscillation(),

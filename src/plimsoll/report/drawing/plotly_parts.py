@@ -20,7 +20,7 @@ from plimsoll.extras import install_line
 from plimsoll.report.drawing.theme import GREY, MODEBAR_REMOVE, TEMPLATES
 from plimsoll.report.labels import labels, wrapped
 from plimsoll.runs import Run
-from plimsoll.runs.reading.name_matching import unknown
+from plimsoll.runs.reading.row_selection import unknown
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

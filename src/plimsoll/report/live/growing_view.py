@@ -16,7 +16,7 @@ from plimsoll.diagnosis.tables.growing_cells import before, joined, size_bytes
 from plimsoll.diagnosis.what_if.answer import predictor_bytes
 from plimsoll.diagnosis.what_if.block_formats import size_bytes as block_bytes
 from plimsoll.runs import Run
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage.parts import Part
 
 ALL = -(1 << 62)  # from this step on everything may have changed
@@ -31,8 +31,8 @@ class LiveView(View):
         self._state = _state_of(self._catalog)
 
     @property
-    def _catalog(self) -> Catalog:
-        return self.run._catalog  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    def _catalog(self) -> RunFolder:
+        return self.run._folder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
     @property
     def size_bytes(self) -> int:
@@ -88,12 +88,12 @@ class LiveView(View):
             self._cells[collection] = kept if added is None else joined(kept, added, order)
 
 
-def _state_of(catalog: Catalog) -> dict[Part, int]:
+def _state_of(catalog: RunFolder) -> dict[Part, int]:
     """The parts that count, and the last step of each that does."""
     return {part: catalog.visible_end(part) for part in catalog.parts}
 
 
-def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: Catalog) -> int | None:
+def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: RunFolder) -> int | None:
     """The lowest step at which spectra may have changed; None for no step, `ALL` where that cannot be told."""
     gone = [part for part in known if part.kind == "spectra" and part not in now]
     new = [part for part in now if part.kind == "spectra" and part not in known]
@@ -113,13 +113,13 @@ def _since(known: Mapping[Part, int], now: Mapping[Part, int], catalog: Catalog)
     return min(starts, default=None)
 
 
-def _may_be_replicas(catalog: Catalog) -> bool:
+def _may_be_replicas(catalog: RunFolder) -> bool:
     """Return whether several ranks hold series of which only all steps tell whether they count once."""
     tensors = [m.get("tensors", {}) for m in catalog.manifests.values()] if len(catalog.ranks) > 1 else []
     return any(not entry.get("shared") for each in tensors for names in each.values() for entry in names.values())
 
 
-def _rewritten_with_loss(catalog: Catalog) -> bool:
+def _rewritten_with_loss(catalog: RunFolder) -> bool:
     """Return whether merging may have left rows out: replaced ones, or those thinned by age."""
     manifests = catalog.manifests.values()
     return any(m.get("thin") or any(s.get("from_step") is not None for s in m.get("sessions", [])) for m in manifests)

@@ -37,15 +37,15 @@ def parts_of(run: Run) -> dict[int, int]:
     """
     if len(run.ranks) < 2:
         return {}
-    catalog = run._catalog  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    told = {rank: cast("dict[str, Any]", m.get("ranks") or {}) for rank, m in catalog.manifests.items()}
+    folder = run._folder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    told = {rank: cast("dict[str, Any]", m.get("ranks") or {}) for rank, m in folder.manifests.items()}
     if told and all(int(entry.get("data_parallel", 1)) > 1 for entry in told.values()):
         return {rank: int(entry.get("data_index", 0)) for rank, entry in told.items()}
     weights = run.tensors.get("weights", ())
     if not weights or any(entry.get("wrapper") or entry.get("mesh") for entry in told.values()):
         return {}
     wanted = {"collection": ["weights"], "name": [weights[0]]}
-    table = row_order.by(select(catalog, "spectra", equal=wanted, blocks=False), ("name",))
+    table = row_order.by(select(folder, "spectra", equal=wanted, blocks=False), ("name",))
     return (
         {rank: rank for rank in run.ranks} if rank_merge.is_plain(table) and rank_merge.are_replicas(table, {}) else {}
     )
@@ -53,7 +53,7 @@ def parts_of(run: Run) -> dict[int, int]:
 
 def losses(run: Run, parts: Mapping[int, int]) -> ByRank:
     """Return the loss of each rank."""
-    table = select(run._catalog, "scalars", equal={"name": ["loss"]})  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    table = select(run._folder, "scalars", equal={"name": ["loss"]})  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     return _apart("loss", table, values_of(table["value"]), np.ones(len(table)), parts)
 
 
@@ -65,7 +65,7 @@ def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
     for start in range(0, len(names), at_once):
         some = names[start : start + at_once]
         wanted = {"collection": ["activations"], "name": some}
-        table = select(run._catalog, "spectra", equal=wanted, columns=columns)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        table = select(run._folder, "spectra", equal=wanted, columns=columns)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         of = np.asarray(table["name"].to_pylist(), dtype=object)
         squares, counts = numbers(table, "sumsq") / numbers(table, "scale") ** 2, numbers(table, "count")
         for name in some:

@@ -1,20 +1,42 @@
 """Reading rows of the parts: only what is asked for, without what was replaced, each as often as it counts."""
 
+import difflib
+import fnmatch
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.errors import NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, Kind
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import StorageLocation
 from plimsoll.runs.storage.parts import Part
+
+
+def matching(names: Iterable[str], pattern: str | None) -> list[str]:
+    """The names that a pattern means: the one that it is, or else those it matches as a glob; all for None."""
+    listed = list(names)
+    if pattern is None:
+        return listed
+    return [pattern] if pattern in listed else fnmatch.filter(listed, pattern)
+
+
+def unknown(operation: str, what: str, name: str, names: Sequence[str], *, closed: bool = True) -> NotRecordedError:
+    """The error for a name that is not there, with the nearest ones; for a run that is `closed`, or written still."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or sorted(names)[:3]
+    listed = ", ".join(repr(n) for n in near)
+    advice = f"The nearest are {listed}." if near else "Nothing of this kind was recorded."
+    if not closed:
+        advice += " The run is open: its writer writes every few seconds, so call Run.refresh() and ask again."
+    return NotRecordedError(f"{operation}: expected {what} that was recorded; got {name!r}. {advice}")
+
 
 _GROUPS = 16  # row groups that are read at a time where only some of their rows are wanted: some 30 MB
 
@@ -49,7 +71,7 @@ class Steps:
 
 
 def select(
-    catalog: Catalog,
+    folder: RunFolder,
     kind: Kind,
     *,
     equal: Mapping[str, Collection[str]] | None = None,
@@ -67,9 +89,9 @@ def select(
     more = BLOCK_COLUMNS if blocks and columns is None and kind == "spectra" else ()
 
     def load(place: StorageLocation, part: Part) -> Table:
-        return _load(place, part, (names, more), equal or {}, wanted, catalog.visible_end(part))
+        return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part))
 
-    found = catalog.read(lambda: [p for p in catalog.of(kind) if _is_worth_reading(catalog, p, wanted)], load)
+    found = folder.read(lambda: [p for p in folder.of(kind) if _is_worth_reading(folder, p, wanted)], load)
     schema = pa.schema([*(SCHEMAS[kind].field(name) for name in names), ("rank", pa.int32())])
     tables = [table.append_column("rank", array(np.full(len(table), part.rank, np.int32))) for part, table in found]
     table = pa.concat_tables([pa.Table.from_batches([], schema), *tables], promote_options="default")
@@ -78,8 +100,8 @@ def select(
     return row_order.ordered(table, kind, ("rank",))
 
 
-def _is_worth_reading(catalog: Catalog, part: Part, steps: Steps) -> bool:
-    return steps.may_be_in(part) and catalog.visible_end(part) >= part.min_step
+def _is_worth_reading(folder: RunFolder, part: Part, steps: Steps) -> bool:
+    return steps.may_be_in(part) and folder.visible_end(part) >= part.min_step
 
 
 def _load(

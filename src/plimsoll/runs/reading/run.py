@@ -18,11 +18,9 @@ from plimsoll import display
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.runs.columns import row_order, statistics
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.reading import module_casts, name_matching, rank_merge, spectra as _spectra
-from plimsoll.runs.reading.catalog import Catalog, runs_below
-from plimsoll.runs.reading.contents import RunContents
-from plimsoll.runs.reading.ending import gone_writers
-from plimsoll.runs.reading.row_selection import Steps, select
+from plimsoll.runs.reading import module_casts, rank_merge, spectra as _spectra
+from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
+from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
 from plimsoll.runs.records import Event
 from plimsoll.runs.storage import limits
 from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
@@ -59,8 +57,8 @@ class Run:
         place = place_of(path, filesystem)
         if isinstance(place, Folder):
             write_for_reader(place.path)
-        self._catalog = Catalog(place, warn=warn)
-        self._content = RunContents(self._catalog)
+        self._folder = RunFolder(place, warn=warn)
+        self._contents = RunContents(self._folder)
 
     @staticmethod
     def find(folder: str | os.PathLike[str]) -> list[Path]:
@@ -76,57 +74,57 @@ class Run:
     @property
     def path(self) -> Path:
         """The run's folder, in the filesystem that it lies in."""
-        return self._catalog.path
+        return self._folder.path
 
     @property
     def steps(self) -> list[int]:
         """The steps that spectra were recorded at, on any rank."""
-        return self._content.steps().tolist()
+        return self._contents.steps().tolist()
 
     @property
     def tensors(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the series, by collection."""
-        return self._content.tensors()
+        return self._contents.tensors()
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
         """The lengths of the blocks that spectra have records of (`plimsoll.watch` with `block`); none without."""
-        return self._content.block_lengths()
+        return self._contents.block_lengths()
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """The names of the scalars."""
-        return self._content.scalar_names()
+        return self._contents.scalar_names()
 
     @property
     def scalar_steps(self) -> list[int]:
         """The steps that scalars were recorded at, on any rank."""
-        return self._content.steps("scalars").tolist()
+        return self._contents.steps("scalars").tolist()
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that recorded something; `problems` names those that are missing."""
-        return self._catalog.ranks
+        return self._folder.ranks
 
     @property
     def world_size(self) -> int:
         """How many ranks there should be."""
-        return self._catalog.world_size
+        return self._folder.world_size
 
     @property
     def settings(self) -> Mapping[str, object]:
         """What the writer was given as settings."""
-        return self._catalog.head.get("settings", {})
+        return self._folder.head.get("settings", {})
 
     @property
     def manifest(self) -> Mapping[str, object]:
         """All of rank 0's manifest (docs/reference/run-format.md)."""
-        return self._catalog.head
+        return self._folder.head
 
     @property
     def closed(self) -> bool:
         """Whether every rank's writer ended in order, rather than being alive or killed."""
-        manifests = self._catalog.manifests
+        manifests = self._folder.manifests
         return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
 
     @property
@@ -135,18 +133,18 @@ class Run:
 
         A writer on another machine cannot be asked and counts as alive.
         """
-        return bool(gone_writers(self._catalog.manifests.values()))
+        return bool(gone_writers(self._folder.manifests.values()))
 
     @property
     def incomplete(self) -> Mapping[int, int]:
         """Ranks that were lost while others went on, each with its last step: later sums are of the others alone."""
-        return {short.rank: short.last_step for short in self._catalog.short if short.lost}
+        return {short.rank: short.last_step for short in self._folder.short if short.lost}
 
     @property
     def dropped(self) -> Mapping[str, int]:
         """How many records the writers say they lost, by reason."""
         result: dict[str, int] = {}
-        for manifest in self._catalog.manifests.values():
+        for manifest in self._folder.manifests.values():
             for reason, records in manifest.get("dropped", {}).items():
                 result[reason] = result.get(reason, 0) + records
         return result
@@ -154,7 +152,7 @@ class Run:
     @property
     def problems(self) -> list[str]:
         """Each file that is damaged, missing or foreign, and each missing rank, with what was done about it."""
-        return self._catalog.problems
+        return self._folder.problems
 
     @property
     def missing(self) -> list[str]:
@@ -162,7 +160,7 @@ class Run:
 
         What is found in such a run is found in what is left of it. Damaged parts are found when they are read.
         """
-        return self._catalog.missing
+        return self._folder.missing
 
     # -- spectra
 
@@ -176,7 +174,7 @@ class Run:
         """
         self._check_series("Run.spectrum", collection, name)
         wanted = Steps(low=step, high=step + 1)
-        for _, _, _, spectrum in _spectra.read(self._catalog, self._content, collection, [name], wanted, raw=raw):
+        for _, _, _, spectrum in _spectra.read(self._contents, collection, [name], wanted, raw=raw):
             return spectrum
         steps = self.series(collection, name, "count")[0]
         near = sorted(steps.tolist(), key=lambda s: (abs(s - step), s))[:3]
@@ -194,9 +192,9 @@ class Run:
         numbers, ``slice(100, 200)``; its step counts from its start. `raw` as for `spectrum`.
         """
         wanted = Steps.of(_checked(steps))
-        for each in name_matching.matching(self.tensors, collection):
-            names = name_matching.matching(self.tensors[each], name)
-            yield from _spectra.read(self._catalog, self._content, each, names, wanted, raw=raw)
+        for each in matching(self.tensors, collection):
+            names = matching(self.tensors[each], name)
+            yield from _spectra.read(self._contents, each, names, wanted, raw=raw)
 
     def series(
         self, collection: str, name: str, statistic: str, *, raw: bool = False
@@ -218,7 +216,7 @@ class Run:
             raise ArgumentError(
                 f"Run.series: expected a statistic among {', '.join(sorted(choices))}; got {statistic!r}. Choose one."
             )
-        table = _spectra.rows(self._catalog, self._content, collection, name, statistics.COLUMNS)
+        table = _spectra.rows(self._contents, collection, name, statistics.COLUMNS)
         steps, columns = statistics.merged(table, raw=raw)
         with np.errstate(all="ignore"):
             values = np.asarray(choices[statistic](columns), dtype=np.float64)
@@ -233,12 +231,12 @@ class Run:
         Of several ranks: the mean, as a loss is the mean over the whole batch; "nonfinite" is added up, "scale" is one.
         """
         if name not in self.scalar_names:
-            raise name_matching.unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
+            raise unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
         return self._scalars([name])[name]
 
     def _scalars(self, names: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """The steps and values of scalars, which all parts are read for once."""
-        table = select(self._catalog, "scalars", equal={"name": names}) if names else None
+        table = select(self._folder, "scalars", equal={"name": names}) if names else None
         if table is None or not len(table):
             return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
         table = row_order.by(table, ("name",))
@@ -259,17 +257,15 @@ class Run:
         """
         names = [name for name in self.scalar_names if name.startswith(module_casts.PREFIX)]
         found = module_casts.casts_of(self.events(), self._scalars(names))
-        return [
-            each for each in found if each.module in name_matching.matching(list({c.module for c in found}), module)
-        ]
+        return [each for each in found if each.module in matching(list({c.module for c in found}), module)]
 
     def events(self) -> list[Event]:
         """All events, by step and time."""
-        rows = select(self._catalog, "events").to_pylist()
+        rows = select(self._folder, "events").to_pylist()
         told = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
         events = [event for event in told if limits.details_fit(event.kind, event.details)]
         if len(events) < len(told):
-            self._catalog.leave_out("events whose details no watch writes", len(told) - len(events), 0)
+            self._folder.leave_out("events whose details no watch writes", len(told) - len(events), 0)
         return sorted(events, key=lambda event: (event.step, event.time))
 
     def table(
@@ -286,22 +282,22 @@ class Run:
         spectra have them and `blocks` is true.
         """
         chosen = self._chosen(collection, name)
-        return _spectra.table(self._catalog, self._content, chosen, Steps.of(_checked(steps)), blocks=blocks)
+        return _spectra.table(self._contents, chosen, Steps.of(_checked(steps)), blocks=blocks)
 
     def refresh(self) -> list[int]:
         """Looks for what was added; returns the steps that are new. Reads only parts that are.
 
         What this process itself records is written first.
         """
-        if isinstance(self._catalog.place, Folder):
-            write_for_reader(self._catalog.path)
+        if isinstance(self._folder.place, Folder):
+            write_for_reader(self._folder.path)
         return self._look()
 
     def _look(self) -> list[int]:
-        before = self._content.steps()
-        self._catalog.refresh()
-        self._content.refresh()
-        return np.setdiff1d(self._content.steps(), before).tolist()
+        before = self._contents.steps()
+        self._folder.refresh()
+        self._contents.refresh()
+        return np.setdiff1d(self._contents.steps(), before).tolist()
 
     def follow(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[list[int]]:
         """The steps that there are, then those that are added, each time there are new ones, until the run is closed.
@@ -327,23 +323,21 @@ class Run:
 
     def __repr__(self) -> str:
         series = sum(len(names) for names in self.tensors.values())
-        ends = [(p.min_step, self._catalog.visible_end(p)) for p in self._catalog.of("spectra")]
+        ends = [(p.min_step, self._folder.visible_end(p)) for p in self._folder.of("spectra")]
         span = f"steps {min(low for low, _ in ends)} to {max(high for _, high in ends)}" if ends else "no spectra"
         state = "closed" if self.closed else "open"
         ranks = f"{len(self.ranks)} of {self.world_size} ranks"
-        return f"<Run: {self._catalog.place}, {series} series, {span}, {ranks}, {state}>"
+        return f"<Run: {self._folder.place}, {series} series, {span}, {ranks}, {state}>"
 
     def _chosen(self, collection: str | None, name: str | None) -> list[tuple[str, list[str]]]:
-        collections = name_matching.matching(self.tensors, collection)
-        return [(each, name_matching.matching(self.tensors[each], name)) for each in collections]
+        collections = matching(self.tensors, collection)
+        return [(each, matching(self.tensors[each], name)) for each in collections]
 
     def _check_series(self, operation: str, collection: str, name: str) -> None:
         if collection not in self.tensors:
-            raise name_matching.unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
+            raise unknown(operation, "a collection", collection, list(self.tensors), closed=self.closed)
         if name not in self.tensors[collection]:
-            raise name_matching.unknown(
-                operation, f"a name in {collection!r}", name, self.tensors[collection], closed=self.closed
-            )
+            raise unknown(operation, f"a name in {collection!r}", name, self.tensors[collection], closed=self.closed)
 
 
 def _checked(steps: slice | None) -> slice | None:

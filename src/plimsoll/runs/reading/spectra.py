@@ -1,63 +1,80 @@
-"""Spectra out of the parts: ranks merged, scales undone, in pieces of bounded size."""
+"""Spectra read from parts: ranks merged, scales undone, in pieces of bounded size."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from plimsoll.runs.columns import row_order, step_table
 from plimsoll.runs.columns.arrow import Table, array, pa, values_of
 from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series
-from plimsoll.runs.columns.spectrum_columns import blocks_of, columns_of, numbers, rows_of, spectra_table
-from plimsoll.runs.reading import rank_merge, unscaling
-from plimsoll.runs.reading.catalog import Catalog
-from plimsoll.runs.reading.contents import RunContents
+from plimsoll.runs.columns.spectrum_columns import (
+    blocks_of,
+    columns_of,
+    numbers,
+    rows_of,
+    spectra_table,
+    stored_spectrum,
+    true_spectrum,
+)
+from plimsoll.runs.reading import rank_merge
 from plimsoll.runs.reading.row_selection import Steps, select
+from plimsoll.runs.reading.run_folder import RunContents, RunFolder
 from plimsoll.runs.records import EXTRAS
+from plimsoll.runs.storage import manifest
 from plimsoll.spectrum import Spectrum
 
 _ROWS = 1 << 14  # rows that are decoded at a time: some 40 MB as rows of a bank
 _READ = 1 << 16  # rows that are read at a time: some 30 MB as columns; each reading opens every part once
+_CHOICE_SECONDS = 10.0  # for `merge_choices`, while a training that has ended waits for its run to be closed
 
 
 def read(
-    catalog: Catalog, content: RunContents, collection: str, names: Sequence[str], steps: Steps, *, raw: bool
+    contents: RunContents, collection: str, names: Sequence[str], steps: Steps, *, raw: bool
 ) -> Iterator[tuple[int, str, str, Spectrum]]:
-    """Step, collection, name and spectrum, name after name, steps ascending."""
-    for table in _pieces(catalog, content, collection, names, steps):
+    """Yield step, collection, name and spectrum, name after name, steps ascending."""
+    for table in _pieces(contents, collection, names, steps):
         for start in range(0, len(table), _ROWS):
             yield from _decoded(_whole_steps(table, start), raw=raw)
 
 
-def rows(catalog: Catalog, content: RunContents, collection: str, name: str, columns: Sequence[str]) -> Table:
-    """Some columns of one series at all steps, replicas counted once."""
-    if len(catalog.ranks) == 1:
+def rows(contents: RunContents, collection: str, name: str, columns: Sequence[str]) -> Table:
+    """Return some columns of one series at all steps, replicas counted once."""
+    if len(contents.folder.ranks) == 1:
         wanted = [c for c in SCHEMAS["spectra"].names if c in {"step", "collection", "name", "format", *columns}]
-        return select(catalog, "spectra", equal={"collection": [collection], "name": [name]}, columns=wanted)
-    return next(_pieces(catalog, content, collection, [name], Steps()))
+        return select(contents.folder, "spectra", equal={"collection": [collection], "name": [name]}, columns=wanted)
+    return next(_pieces(contents, collection, [name], Steps()))
 
 
-def table(
-    catalog: Catalog, content: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool
-) -> Table:
-    """The rows of some series as one table with the columns of a part, one row for each series, step and scale.
+def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool) -> Table:
+    """Return some series as one table with the columns of a part, one row for each series, step and scale.
 
-    Block records are left out unless `blocks`; there are columns of them only if one of the rows has one.
+    Args:
+        contents: The run's contents.
+        chosen: Collections, each with names of its series.
+        steps: The steps.
+        blocks: Whether to include block records. Their columns exist only if one of the rows has a record.
     """
     tables = [pa.Table.from_batches([], SCHEMAS["spectra"])]
     for collection, names in chosen:
-        if len(catalog.ranks) == 1 and content.is_whole and list(names) == list(content.tensors()[collection]):
-            # All of it is wanted and held anyway: one pass over the parts, and no search for names.
-            whole = select(catalog, "spectra", equal={"collection": [collection]}, steps=steps, blocks=blocks)
+        if (
+            len(contents.folder.ranks) == 1
+            and contents.is_whole
+            and list(names) == list(contents.tensors()[collection])
+        ):
+            # The whole collection is wanted: one pass over the parts, without a search for names.
+            whole = select(contents.folder, "spectra", equal={"collection": [collection]}, steps=steps, blocks=blocks)
             tables.append(whole.drop_columns(["rank"]))
             continue
-        for piece in _pieces(catalog, content, collection, names, steps, blocks=blocks):
-            tables += _summed(piece) if len(catalog.ranks) > 1 else [piece.drop_columns(["rank"])]
+        for piece in _pieces(contents, collection, names, steps, blocks=blocks):
+            tables += _summed(piece) if len(contents.folder.ranks) > 1 else [piece.drop_columns(["rank"])]
     return pa.concat_tables(tables, promote_options="default")
 
 
 def _summed(piece: Table) -> Iterator[Table]:
-    """The rows of all ranks added up."""
+    """Yield the rows with those of all ranks added up."""
     for start in range(0, len(piece), _ROWS):
         table = _whole_steps(piece, start)
         columns = [row_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
@@ -79,61 +96,63 @@ def _summed(piece: Table) -> Iterator[Table]:
 
 
 def _pieces(
-    catalog: Catalog, content: RunContents, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
+    contents: RunContents, collection: str, names: Sequence[str], steps: Steps, *, blocks: bool = True
 ) -> Iterator[Table]:
-    """Rows of whole series, sorted by name and step, replicas counted once; as many series at a time as are small."""
-    for some in _stretches(catalog, content, names, steps):
+    """Yield rows of whole series, sorted by name and step, replicas counted once. Small series come several at once."""
+    for some in _groups(contents, names, steps):
         wanted = {"collection": [collection], "name": some}
-        found = select(catalog, "spectra", equal=wanted, steps=steps, blocks=blocks)
-        if len(catalog.ranks) > 1:
-            found = _without_replicas(catalog, content, collection, found, steps)
-        yield found
+        rows = select(contents.folder, "spectra", equal=wanted, steps=steps, blocks=blocks)
+        if len(contents.folder.ranks) > 1:
+            rows = _without_replicas(contents, collection, rows, steps)
+        yield rows
 
 
-def _stretches(catalog: Catalog, content: RunContents, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
-    """The names, as many at a time as have about `_READ` rows at these steps."""
+def _groups(contents: RunContents, names: Sequence[str], steps: Steps) -> Iterator[Sequence[str]]:
+    """Yield the names in groups of about `_READ` rows at these steps."""
     many = len(names) > 1
-    per_series = max(1, int(steps.mask(content.steps()).sum()) * len(catalog.ranks)) if many else 1
+    per_series = max(1, int(steps.mask(contents.steps()).sum()) * len(contents.folder.ranks)) if many else 1
     at_once = max(1, _READ // per_series)
     for start in range(0, len(names), at_once):
         yield names[start : start + at_once]
 
 
-def _without_replicas(catalog: Catalog, content: RunContents, collection: str, found: Table, steps: Steps) -> Table:
-    found = row_order.by(found, ("name", "step", "format", "scale", "rank"))
-    pieces = _by_series(found)
+def _without_replicas(contents: RunContents, collection: str, rows: Table, steps: Steps) -> Table:
+    rows = row_order.by(rows, ("name", "step", "format", "scale", "rank"))
+    pieces = _by_series(rows)
     plain = {name: series for name, series in pieces if rank_merge.is_plain(series)}
-    _decide(catalog, content, collection, plain, steps)
-    parts = rank_merge.parts_of_batch(catalog.manifests, collection)
-    replicas = {name for name in plain if content.replicas[collection, name]}
+    _decide(contents, collection, plain, steps)
+    parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
+    replicas = {name for name in plain if contents.replicas[collection, name]}
     result = [rank_merge.counted_once(series, parts) if name in replicas else series for name, series in pieces]
-    return pa.concat_tables([found.slice(0, 0), *result]) if replicas else found
+    return pa.concat_tables([rows.slice(0, 0), *result]) if replicas else rows
 
 
 def _by_series(table: Table) -> list[tuple[str, Table]]:
-    """The name and the rows of each series, of rows that are sorted by name."""
+    """Return the name and the rows of each series. The rows are sorted by name."""
     bounds = [*row_order.starts([row_order.codes(table["name"])]).tolist(), len(table)]
     return [
         (table["name"][start].as_py(), table.slice(start, stop - start)) for start, stop in itertools.pairwise(bounds)
     ]
 
 
-def _decide(catalog: Catalog, content: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
-    """Whether ranks hold replicas of these series: decided over all steps, whichever are asked for, and remembered."""
-    parts = rank_merge.parts_of_batch(catalog.manifests, collection)
-    open_ones = [name for name in plain if (collection, name) not in content.replicas]
+def _decide(contents: RunContents, collection: str, plain: dict[str, Table], steps: Steps) -> None:
+    """Decide which of these series are replicas, from all steps whichever are asked for, and keep the decision."""
+    parts = rank_merge.parts_of_batch(contents.folder.manifests, collection)
+    undecided = [name for name in plain if (collection, name) not in contents.replicas]
     if steps == Steps():
-        content.replicas.update({(collection, name): rank_merge.are_replicas(plain[name], parts) for name in open_ones})
+        contents.replicas.update(
+            {(collection, name): rank_merge.are_replicas(plain[name], parts) for name in undecided}
+        )
         return
-    for some in _stretches(catalog, content, open_ones, Steps()):
+    for some in _groups(contents, undecided, Steps()):
         wanted = {"collection": [collection], "name": some}
-        whole = row_order.by(select(catalog, "spectra", equal=wanted, blocks=False), ("name",))
+        whole = row_order.by(select(contents.folder, "spectra", equal=wanted, blocks=False), ("name",))
         for name, series in _by_series(whole):
-            content.replicas[collection, name] = rank_merge.are_replicas(series, parts)
+            contents.replicas[collection, name] = rank_merge.are_replicas(series, parts)
 
 
 def _whole_steps(table: Table, start: int) -> Table:
-    """About `_ROWS` rows from `start` on, cut where a name or a step begins, so that cuts fit together."""
+    """Return about `_ROWS` rows from `start` on. Both ends are where a name or a step starts, so that cuts fit."""
     return table.slice(_boundary(table, start), _boundary(table, start + _ROWS) - _boundary(table, start))
 
 
@@ -147,34 +166,64 @@ def _boundary(table: Table, row: int) -> int:
 
 
 def _decoded(table: Table, *, raw: bool) -> Iterator[tuple[int, str, str, Spectrum]]:
-    """Rows of one step and name merged: those of one scale and format as rows, the others as spectra."""
+    """Yield spectra with the rows of one step and name merged.
+
+    Rows of one scale and format are merged as rows, which is fast. Others are merged as spectra.
+    """
     columns = [row_order.codes(table[c]) for c in ("name", "step", "format", "scale")]
     starts = row_order.starts(columns)
-    banked, blocks = rows_of(table), blocks_of(table)
+    merged, blocks = rows_of(table), blocks_of(table)
     if len(starts) < len(table):
-        banked, blocks = step_table.merged_rows(banked, blocks, starts)
-    lengths = [0] * len(banked) if blocks is None else blocks.tolist()
-    kept = table.select(["collection", "name", "step", "format", "scale"]).take(array(starts)).to_pylist()
-    held: tuple[int, str, str, Spectrum] | None = None
-    for row, block, entry in zip(banked, lengths, kept, strict=True):
+        merged, blocks = step_table.merged_rows(merged, blocks, starts)
+    lengths = [0] * len(merged) if blocks is None else blocks.tolist()
+    entries = table.select(["collection", "name", "step", "format", "scale"]).take(array(starts)).to_pylist()
+    pending: tuple[int, str, str, Spectrum] | None = None
+    for row, block, entry in zip(merged, lengths, entries, strict=True):
         spectrum = (
-            unscaling.stored_spectrum(row, entry["format"], block)
+            stored_spectrum(row, entry["format"], block)
             if raw
-            else unscaling.true_spectrum(row, entry["format"], entry["scale"], block)
+            else true_spectrum(row, entry["format"], entry["scale"], block)
         )
         key = (entry["step"], entry["collection"], entry["name"])
-        if held is not None and held[:3] == key:
-            held = (*key, held[3] + spectrum)
+        if pending is not None and pending[:3] == key:
+            pending = (*key, pending[3] + spectrum)
         else:
-            if held is not None:
-                yield held
-            held = (*key, spectrum)
-    if held is not None:
-        yield held
+            if pending is not None:
+                yield pending
+            pending = (*key, spectrum)
+    if pending is not None:
+        yield pending
 
 
-def choices(catalog: Catalog, content: RunContents, chosen: Sequence[tuple[str, Sequence[str]]]) -> Iterator[None]:
-    """Decides which of these plain series are replicas (`RunContents.replicas`), a piece at each step."""
-    for collection, names in chosen:
-        for _ in _pieces(catalog, content, collection, names, Steps(), blocks=False):
-            yield
+def merge_choices(path: Path) -> Mapping[str, Mapping[str, Sequence[str]]] | None:
+    """Return for a closed run's manifest which plain series readers count once, and which they add up over ranks.
+
+    None if a rank is missing or behind rank 0, or if the decision takes too long. Readers decide for themselves then.
+    """
+    folder = RunFolder(path, warn=False)
+    contents = RunContents(folder)
+    if not _all_there(folder):
+        return None
+    plain: dict[str, dict[str, None]] = {}
+    for content in folder.manifests.values():
+        for series in manifest.series_of(content):
+            if not series.shared:
+                plain.setdefault(series.collection, {})[series.name] = None
+    deadline = time.monotonic() + _CHOICE_SECONDS
+    for collection, names in plain.items():
+        for _ in _pieces(contents, collection, list(names), Steps(), blocks=False):
+            if time.monotonic() > deadline:
+                return None
+    result: dict[str, dict[str, list[str]]] = {"counted_once": {}, "summed": {}}
+    for (collection, name), are_replicas in sorted(contents.replicas.items()):
+        result["counted_once" if are_replicas else "summed"].setdefault(collection, []).append(name)
+    return result
+
+
+def _all_there(folder: RunFolder) -> bool:
+    """Return whether every rank has recorded as many steps as rank 0."""
+    ends = dict.fromkeys(range(folder.world_size), -1)
+    for part in folder.of("spectra"):
+        if part.rank in ends:
+            ends[part.rank] = max(ends[part.rank], folder.visible_end(part))
+    return min(ends.values()) >= ends[0] >= 0

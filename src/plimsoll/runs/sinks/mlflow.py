@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, Selection
-from plimsoll.runs.sinks.tracker import Tracker, load
+from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, Selection, Tracker, load
 
 # Names may have letters, digits and "_-./ :" (no colon on Windows), and must not be paths that a file system reads as
 # others ("a//b", "../a"). mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_ENTITY_KEY_LENGTH,

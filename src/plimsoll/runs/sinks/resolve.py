@@ -13,7 +13,7 @@ from typing import cast
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import Sink, StepRecord
 from plimsoll.runs.sinks.mlflow import MLflow
-from plimsoll.runs.sinks.tensorboard.sink import TensorBoard
+from plimsoll.runs.sinks.tensorboard import TensorBoard
 from plimsoll.runs.sinks.wandb import WandB
 
 GROUP = "plimsoll.sinks"

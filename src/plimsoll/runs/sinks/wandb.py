@@ -11,8 +11,7 @@ from typing import Any
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs.records import StepRecord
-from plimsoll.runs.sinks.selection import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection
-from plimsoll.runs.sinks.tracker import Tracker, load
+from plimsoll.runs.sinks.tracker import DEFAULT_STATISTICS, MAX_HISTOGRAMS, Selection, Tracker, load
 from plimsoll.runs.user_messages import warn_user
 
 _STEP = "plimsoll/step"

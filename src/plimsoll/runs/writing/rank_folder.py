@@ -20,13 +20,45 @@ from numpy.typing import NDArray
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import Table, pc
 from plimsoll.runs.columns.schema import KINDS, Kind, Series
-from plimsoll.runs.reading import closed_runs
+from plimsoll.runs.reading.spectra import merge_choices
 from plimsoll.runs.storage import atomic_files, manifest, parquet, parts as _parts
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.lock import Lock
 from plimsoll.runs.storage.parts import Part
 from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import compaction, thinning
+from plimsoll.spectrum import Source
+
+
+class SeriesRegistry:
+    """Series in the order of their numbers, those of earlier sessions first."""
+
+    def __init__(self, former: Sequence[Series]) -> None:
+        self.series = list(former)
+        self._guard = threading.RLock()
+        self._numbers = {(s.collection, s.name, s.format, s.shared): i for i, s in enumerate(self.series)}
+
+    def number(self, collection: str, name: str, fmt: str, shared: bool) -> int:
+        """The number of a series, a new one for one that is new."""
+        key = (collection, name, fmt, shared)
+        known = self._numbers.get(key)
+        return self._registered(key) if known is None else known
+
+    def _registered(self, key: tuple[str, str, str, bool]) -> int:
+        collection, name, fmt, shared = key
+        series = Series(collection=collection, name=name, format=Source(fmt).format, shared=shared)
+        canonical = (collection, name, series.format, shared)
+        with self._guard:
+            if canonical not in self._numbers:
+                self.series.append(series)
+                self._numbers[canonical] = len(self.series) - 1
+            self._numbers[key] = self._numbers[canonical]
+            return self._numbers[key]
+
+    def after_fork(self) -> None:
+        """A lock that another thread held at the fork is never given back in the child."""
+        self._guard = threading.RLock()
+
 
 # What is merged into one part when the run is closed, some 3 seconds' work: a training that has ended is not kept long.
 _CLOSING_BYTES = 32 << 20
@@ -295,7 +327,7 @@ class RankFolder:
         """Notes in the manifest that the run was closed in order."""
         self.manifest["dropped"] = dict(dropped)
         if self.rank == 0 and self.manifest["world_size"] > 1:
-            choices = closed_runs.decided(self.path)
+            choices = merge_choices(self.path)
             if choices is not None:
                 self.manifest["ranks_merged"] = choices
         self.manifest["closed"] = datetime.now(UTC).isoformat(timespec="seconds")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plimsoll.runs.columns.schema import Series
+from plimsoll.runs.columns.spectrum_columns import true_spectrum
 from plimsoll.runs.columns.step_table import StepTable
-from plimsoll.runs.reading.unscaling import true_spectrum
 from plimsoll.runs.records import Event, Scalars, Sink, StepRecord
 from plimsoll.runs.user_messages import warn_user
 from plimsoll.runs.writing import signal_deferral

@@ -17,10 +17,8 @@ from plimsoll.runs.columns.spectrum_columns import columns_of
 from plimsoll.runs.columns.step_table import StepTable
 from plimsoll.runs.records import Batch, Event, Record, Scalars, size_bytes
 from plimsoll.runs.writing import signal_deferral
-from plimsoll.runs.writing.buffer import Buffer
-from plimsoll.runs.writing.dropped_records import DroppedRecords
-from plimsoll.runs.writing.part_flusher import PartFlusher
-from plimsoll.runs.writing.series_registry import SeriesRegistry
+from plimsoll.runs.writing.part_flusher import Buffer, DroppedRecords, PartFlusher
+from plimsoll.runs.writing.rank_folder import SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
 
 _OPEN_STEPS = 8  # steps whose last batch has not come; beyond this the oldest is taken as it is

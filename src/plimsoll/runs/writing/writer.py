@@ -1,27 +1,29 @@
 """`RunWriter`: what training calls. It queues and returns; a background thread does the rest (`_worker`)."""
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
+from plimsoll.checks import integer, items, number
 from plimsoll.errors import ArgumentError, PlimsollError, RunError
 from plimsoll.runs.records import Record, Sink
 from plimsoll.runs.storage import manifest, open_writers, parts
 from plimsoll.runs.storage.location import Folder, folder_to_write
 from plimsoll.runs.user_messages import warn_user
-from plimsoll.runs.writing import argument_checks, thinning
-from plimsoll.runs.writing.dropped_records import DroppedRecords
-from plimsoll.runs.writing.part_flusher import PartFlusher
-from plimsoll.runs.writing.rank_folder import RankFolder
-from plimsoll.runs.writing.series_registry import SeriesRegistry
+from plimsoll.runs.writing import thinning
+from plimsoll.runs.writing.part_flusher import DroppedRecords, PartFlusher
+from plimsoll.runs.writing.rank_folder import RankFolder, SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
 from plimsoll.runs.writing.worker import Worker
 
 _AS_COUNTED = "Pass rank and world_size as torch.distributed counts them."
-_NO_REASON = "Leave it out, unless there is a reason for another number."
+_LEAVE_OUT = "Leave it out, unless there is a reason for another number."
+_LAST_STEP = 1 << 62  # steps are 64-bit integers in the files
+_SINK_METHODS = ("open", "put", "flush", "close")
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
@@ -61,14 +63,16 @@ class RunWriter:
         queue_bytes: int = 64 << 20,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        world_size = argument_checks.whole("RunWriter", "world_size", world_size, 1, advice=_AS_COUNTED)
-        rank = argument_checks.whole("RunWriter", "rank", rank, 0, world_size - 1, advice=_AS_COUNTED)
-        flush_seconds = argument_checks.seconds("RunWriter", "flush_seconds", flush_seconds)
-        compact_above = argument_checks.whole("RunWriter", "compact_above", compact_above, 2, advice=_NO_REASON)
-        queue_bytes = argument_checks.whole("RunWriter", "queue_bytes", queue_bytes, 1, advice=_NO_REASON)
+        world_size = integer("RunWriter", "world_size", world_size, low=1, remedy=_AS_COUNTED)
+        rank = integer("RunWriter", "rank", rank, low=0, high=world_size - 1, remedy=_AS_COUNTED)
+        flush_seconds = number(
+            "RunWriter", "flush_seconds", flush_seconds, above=0, at_most=threading.TIMEOUT_MAX, remedy="Leave it out."
+        )
+        compact_above = integer("RunWriter", "compact_above", compact_above, low=2, remedy=_LEAVE_OUT)
+        queue_bytes = integer("RunWriter", "queue_bytes", queue_bytes, low=1, remedy=_LEAVE_OUT)
         if resume_from is not None:
-            resume_from = argument_checks.step("RunWriter", "resume_from", resume_from)
-        settings, sinks = argument_checks.settings("RunWriter", settings), argument_checks.sinks("RunWriter", sinks)
+            resume_from = checked_step("RunWriter", "resume_from", resume_from)
+        settings, sinks = _checked_settings(settings), _checked_sinks(sinks)
         log = _log_of(
             folder_to_write("RunWriter", path).absolute(),
             rank=rank,
@@ -170,6 +174,31 @@ class RunWriter:
 
     def __repr__(self) -> str:
         return f"<RunWriter: {self._path}, {len(self._registry.series)} series>"
+
+
+def checked_step(operation: str, name: str, value: object) -> int:
+    """Return the number of a first step, if it is one."""
+    remedy = "Give the number of the first step, as the restored checkpoint counts, or leave it out."
+    return integer(operation, name, value, low=0, high=_LAST_STEP, remedy=remedy)
+
+
+def _checked_settings(value: object) -> dict[str, object]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"RunWriter: expected settings to be a mapping; got settings={value!r}. Give a dict of what to keep."
+        )
+    return dict(cast("Mapping[str, object]", value or {}))
+
+
+def _checked_sinks(value: object) -> list[Any]:
+    sinks = items("RunWriter", "sinks", value)
+    for sink in sinks:
+        if not all(callable(getattr(sink, method, None)) for method in _SINK_METHODS):
+            raise ArgumentError(
+                f"RunWriter: expected sinks with the methods {', '.join(_SINK_METHODS)}; got {sink!r}. "
+                "plimsoll.runs.as_sink makes one of a name, a function or an object with put."
+            )
+    return sinks
 
 
 def _log_of(path: Path, **options: Any) -> RankFolder:

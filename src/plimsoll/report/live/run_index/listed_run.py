@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plimsoll.errors import RunError
 from plimsoll.report.page.answers import within
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import manifest as _manifest
 
 _LIVE_SECONDS = 300.0  # an open run that nothing was written to for so long is not called live
@@ -44,7 +44,7 @@ class Listed:
 
 
 def told(
-    catalog: Callable[[], Catalog], run_id: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
+    catalog: Callable[[], RunFolder], run_id: str, path: Path, root: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
     """The row of a run; whatever is wrong with it costs its own row.
 
@@ -70,7 +70,7 @@ def seconds_of(value: object) -> float | None:
 
 
 def _of_catalog(
-    catalog: Catalog, run_id: str, name: str, path: Path, modified: float, mark: Callable[[str], str]
+    catalog: RunFolder, run_id: str, name: str, path: Path, modified: float, mark: Callable[[str], str]
 ) -> Listed:
     manifests, head = catalog.manifests, catalog.head
     ends = [catalog.visible_end(part) for part in (*catalog.of("spectra"), *catalog.of("scalars"))]
@@ -92,7 +92,7 @@ def _of_catalog(
     )
 
 
-def _token(catalog: Catalog, mark: Callable[[str], str]) -> str:
+def _token(catalog: RunFolder, mark: Callable[[str], str]) -> str:
     """A digest of all parts' names and all manifests' marks."""
     digest = hashlib.blake2s(digest_size=8)
     for part in sorted(part.name for part in catalog.parts):

@@ -16,7 +16,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report.live.run_index.listed_run import Listed, Stamp, told
 from plimsoll.runs import Run
 from plimsoll.runs.columns.schema import KINDS
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import manifest
 from plimsoll.runs.storage.location import Stored
 
@@ -82,7 +82,7 @@ class StoredRuns:
         files = self._files(name)
         place = _AsListed(self._place.within(name), files)
         found = told(
-            lambda: Catalog(place, warn=False), run_id, path, self.folder, newest, lambda file: str(files.get(file))
+            lambda: RunFolder(place, warn=False), run_id, path, self.folder, newest, lambda file: str(files.get(file))
         )
         return found if newest else self._timed(found)
 

@@ -20,7 +20,7 @@ from plimsoll.report.live.run_index.listed_run import Listed as Listed, Stamp as
 from plimsoll.report.live.run_index.object_store import StoredRuns
 from plimsoll.runs import Run
 from plimsoll.runs.columns.schema import KINDS
-from plimsoll.runs.reading.catalog import Catalog
+from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage.location import Stored, place_of
 
 
@@ -200,9 +200,9 @@ def stamp_of(path: Path) -> Stamp | None:
 def listed(run_id: str, path: Path, root: Path, stamp: Stamp) -> Listed:
     """Return the row of a run. A defect of the run costs only its own row."""
 
-    def catalog() -> Catalog:
+    def catalog() -> RunFolder:
         refuse_links_out(path, root, within_folders=False)
-        return Catalog(path, warn=False)
+        return RunFolder(path, warn=False)
 
     def mark(name: str) -> str:
         found = (path / name).stat()

@@ -3,21 +3,63 @@
 import errno
 import os
 import re
+import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plimsoll.errors import RunError
+from plimsoll.runs.columns.arrow import pc, values_of
 from plimsoll.runs.columns.schema import KINDS, Kind
-from plimsoll.runs.reading.ending import gone_writers, is_here
-from plimsoll.runs.storage import manifest, parts as _parts, script
-from plimsoll.runs.storage.limits import DamageError
+from plimsoll.runs.storage import lock, manifest, parquet, parts as _parts, script
+from plimsoll.runs.storage.limits import MOST_NAMES, DamageError
 from plimsoll.runs.storage.location import Folder, StorageLocation
 from plimsoll.runs.storage.manifest import Session
 from plimsoll.runs.storage.parts import Part
 from plimsoll.text import printable
+
+_ROUNDING_SECONDS = 2.0  # of a process's start, and of clocks
+
+
+def gone_writers(manifests: Iterable[Mapping[str, Any]]) -> list[Session]:
+    """Return the last session of each manifest that is not closed and whose process has ended.
+
+    A process of another machine cannot be asked and counts as alive.
+    """
+    open_ones = [manifest.sessions_of(content) for content in manifests if not content.get("closed")]
+    return [sessions[-1] for sessions in open_ones if sessions and not _writes_still(sessions[-1])]
+
+
+def is_here(content: Mapping[str, Any]) -> bool:
+    """Return whether the manifest's last writer was a process of this machine."""
+    sessions = manifest.sessions_of(content)
+    return bool(sessions) and sessions[-1].host == socket.gethostname()
+
+
+def _writes_still(session: Session) -> bool:
+    if session.host != socket.gethostname() or session.pid <= 0:
+        return True
+    if not lock.is_alive(session.pid):
+        return False
+    started = _started(session.pid)
+    return started is None or started <= session.started + _ROUNDING_SECONDS  # else the number is another process's
+
+
+def _started(pid: int) -> float | None:
+    """Return when a process began, in Unix seconds; None where the system has no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        ticks = int(stat.rpartition(")")[2].split()[19])
+        return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
 
 _NAMED = 6  # runs below a folder that holds none itself, and missing ranks
 _LONGEST = 300  # characters of what pyarrow says about a damaged part
@@ -68,7 +110,7 @@ class IncompleteRank:
         )
 
 
-class Catalog:
+class RunFolder:
     """The manifests by rank, the parts that count, and the problems met.
 
     Raises `RunError` for a folder that holds no run, or one of a newer schema.
@@ -309,15 +351,15 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(found)
 
 
-def short_ranks(catalog: Catalog) -> list[IncompleteRank]:
+def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
     """Return the ranks that others have outrun, but for those that may be writing still."""
-    if catalog.world_size == 1:
+    if folder.world_size == 1:
         return []
-    spectra, scalars = ({rank: _end(catalog, kind, rank) for rank in catalog.ranks} for kind in ("spectra", "scalars"))
+    spectra, scalars = ({rank: _end(folder, kind, rank) for rank in folder.ranks} for kind in ("spectra", "scalars"))
     last = max(spectra.values(), default=-1)
     found: list[IncompleteRank] = []
-    for rank, content in sorted(catalog.manifests.items()):
-        if rank >= catalog.world_size:  # a restart with fewer ranks left it behind
+    for rank, content in sorted(folder.manifests.items()):
+        if rank >= folder.world_size:  # a restart with fewer ranks left it behind
             continue
         # Rank 0 writes spectra at each sampled step. Other ranks may have scalars only.
         end = spectra[rank] if rank == 0 else max(spectra[rank], scalars[rank])
@@ -329,19 +371,113 @@ def short_ranks(catalog: Catalog) -> list[IncompleteRank]:
         if end >= last or (end < 0 and rank and not numbers):
             continue
         is_lost = lost is not None or not content.get("closed")
-        if content.get("closed") or (is_lost and _has_ended(catalog, rank)):
+        if content.get("closed") or (is_lost and _has_ended(folder, rank)):
             found.append(IncompleteRank(rank=rank, last_step=end, of=last, lost=is_lost))
     return found
 
 
-def _end(catalog: Catalog, kind: Any, rank: int) -> int:
-    return max((catalog.visible_end(part) for part in catalog.of(kind) if part.rank == rank), default=-1)
+def _end(folder: RunFolder, kind: Any, rank: int) -> int:
+    return max((folder.visible_end(part) for part in folder.of(kind) if part.rank == rank), default=-1)
 
 
-def _has_ended(catalog: Catalog, rank: int) -> bool:
+def _has_ended(folder: RunFolder, rank: int) -> bool:
     """Whether a rank that has not closed writes no more: its process is gone, or cannot be asked and others closed."""
-    content = catalog.manifests[rank]
+    content = folder.manifests[rank]
     if gone_writers([content]):
         return True
-    others = (other.get("closed") for number, other in catalog.manifests.items() if number != rank)
+    others = (other.get("closed") for number, other in folder.manifests.items() if number != rank)
     return not is_here(content) and any(others)
+
+
+Names = frozenset[tuple[str, ...]]
+_OWN = ("loss", "nonfinite", "scale")  # scalars that a watch records: they come first
+
+
+class RunContents:
+    """The contents of a folder's parts."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._steps: dict[Part, NDArray[np.int64]] = {}
+        self._words: dict[Part, Names] = {}
+        self._lengths: dict[Part, frozenset[int]] = {}
+        self._tensors: Mapping[str, tuple[str, ...]] | None = None
+        self.is_whole = True  # whether `tensors` has all series
+        self.replicas: dict[tuple[str, str], bool] = {}
+
+    def refresh(self) -> None:
+        """Forgets what may have changed: parts never do, what is made of several of them may."""
+        counting = set(self.folder.parts)
+        self._steps = {part: found for part, found in self._steps.items() if part in counting}
+        self._words = {part: found for part, found in self._words.items() if part in counting}
+        self._lengths = {part: found for part, found in self._lengths.items() if part in counting}
+        self._tensors = None
+        self.replicas = {}
+
+    def steps(self, kind: Kind = "spectra") -> NDArray[np.int64]:
+        """All steps with records of a kind, ascending."""
+        found = self.folder.read(lambda: self.folder.of(kind), self._steps_in)
+        visible = [steps[steps <= self.folder.visible_end(part)] for part, steps in found]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
+
+    def _steps_in(self, place: StorageLocation, part: Part) -> NDArray[np.int64]:
+        if part not in self._steps:
+            column = parquet.read(parquet.opened(place, part), part, ["step"])["step"]
+            self._steps[part] = values_of(pc.unique(column))
+        return self._steps[part]
+
+    def tensors(self) -> Mapping[str, tuple[str, ...]]:
+        """The names by collection, in the order in which they were registered; by the parts where a manifest lacks."""
+        if self._tensors is None:
+            found: dict[str, dict[str, None]] = {}
+            for _, content in sorted(self.folder.manifests.items()):
+                for series in manifest.series_of(content):
+                    found.setdefault(series.collection, {})[series.name] = None
+            for collection, name in self._unlisted():
+                found.setdefault(collection, {})[name] = None
+            self._tensors = {c: self._first(f"series of {c}", tuple(names)) for c, names in found.items()}
+            self.is_whole = all(len(names) == len(self._tensors[c]) for c, names in found.items())
+        return self._tensors
+
+    def _unlisted(self) -> list[tuple[str, ...]]:
+        """The names in parts of ranks whose manifest cannot be read."""
+
+        def parts() -> list[Part]:
+            return [p for p in self.folder.of("spectra") if p.rank not in self.folder.manifests]
+
+        return sorted({key for _, keys in self.folder.read(parts, self._words_in) for key in keys})
+
+    def scalar_names(self) -> tuple[str, ...]:
+        """The names of scalars, sorted."""
+        found = self.folder.read(lambda: self.folder.of("scalars"), self._words_in)
+        names = {key[0] for _, keys in found for key in keys}
+        return tuple(sorted(self._first("scalars", tuple(sorted(names, key=lambda n: (n not in _OWN, n))))))
+
+    def _first(self, what: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """As many of the names as are read."""
+        if len(names) > MOST_NAMES:
+            self.folder.leave_out(what, len(names), MOST_NAMES)
+            names = names[:MOST_NAMES]
+        return names
+
+    def block_lengths(self) -> tuple[int, ...]:
+        """The lengths of the blocks that records are of, ascending."""
+        found = self.folder.read(lambda: self.folder.of("spectra"), self._lengths_in)
+        return tuple(sorted({length for _, lengths in found for length in lengths}))
+
+    def _lengths_in(self, place: StorageLocation, part: Part) -> frozenset[int]:
+        if part not in self._lengths:
+            file, found = parquet.opened(place, part), list[int | None]()
+            if "block" in file.schema_arrow.names:
+                found = pc.unique(parquet.read(file, part, ["block"])["block"]).to_pylist()
+            self._lengths[part] = frozenset(length for length in found if length is not None)
+        return self._lengths[part]
+
+    def _words_in(self, place: StorageLocation, part: Part) -> Names:
+        if part not in self._words:
+            columns = ["collection", "name"] if part.kind == "spectra" else ["name"]
+            file = parquet.opened(place, part, parquet.WORDS[part.kind])
+            table = parquet.read(file, part, columns)
+            distinct = table.group_by(columns).aggregate([])
+            self._words[part] = frozenset(zip(*(distinct[c].to_pylist() for c in columns), strict=True))
+        return self._words[part]

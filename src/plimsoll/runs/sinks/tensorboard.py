@@ -1,8 +1,8 @@
-"""Event files of TensorBoard: records with checksums, filled from TensorBoard's protocol buffers.
+"""Sink for TensorBoard: scalars by tensor and statistic, histograms from spectra, events as text.
 
-The files are written synchronously: a sink has its own thread. TensorBoard's writer starts another thread, looks for
-TensorFlow, and computes checksums in pure Python. `tensorboard.compat.proto` is TensorBoard's copy of the messages,
-which does not need TensorFlow.
+A spectrum counts magnitudes by binade and keeps no sign for each, so its histogram is that of log2(abs(x)): values in
+[2^e, 2^(e+1)) are shown at [e, e+1). Zeros and non-finite values have no place on that axis; they are the statistics
+`zero_fraction` and `nonfinite`.
 """
 
 import functools
@@ -12,15 +12,23 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.runs.records import Event
-from plimsoll.runs.sinks.selection import Histogram, StepValues
-from plimsoll.runs.sinks.tracker import load
+from plimsoll.runs.records import Event, StepRecord
+from plimsoll.runs.sinks.tracker import (
+    DEFAULT_STATISTICS,
+    MAX_HISTOGRAMS,
+    Histogram,
+    Selection,
+    StepValues,
+    Tracker,
+    load,
+)
 
 _COUNT = itertools.count()
 _POLYNOMIAL = 0x82F63B78  # CRC-32C: RFC 3720, appendix B.4, with its bits reversed
@@ -65,7 +73,7 @@ class EventFile:
             left = left[self._file.write(left) :]
 
 
-def opening(step: int) -> list[bytes]:
+def opening_payloads(step: int) -> list[bytes]:
     """Return the first records of a file. The start of a session makes readers drop later steps of earlier files."""
     events = load("tensorboard.compat.proto.event_pb2")
     start = events.SessionLog(status=events.SessionLog.START)
@@ -75,7 +83,7 @@ def opening(step: int) -> list[bytes]:
     ]
 
 
-def values(step: int, found: StepValues) -> bytes:
+def values_payload(step: int, found: StepValues) -> bytes:
     """Return the record of a step's scalars and histograms."""
     value = load("tensorboard.compat.proto.summary_pb2").Summary.Value
     summary = [value(tag=tag, simple_value=number) for tag, number in found.scalars.items()]
@@ -83,7 +91,7 @@ def values(step: int, found: StepValues) -> bytes:
     return _event(step, time.time(), summary)
 
 
-def text(event: Event) -> bytes:
+def text_payload(event: Event) -> bytes:
     """Return the record of a run's event, as text under "events/kind"."""
     tensors = load("tensorboard.compat.proto.tensor_pb2")
     dtype = load("tensorboard.compat.proto.types_pb2").DT_STRING
@@ -178,3 +186,81 @@ def _table() -> NDArray[np.uint32]:
     for k in range(1, _BLOCK):
         table[k] = table[0][table[k - 1] & 255] ^ table[k - 1] >> 8
     return table
+
+
+class TensorBoard(Tracker):
+    """Sink for ``tensorboard --logdir RUN/tensorboard``.
+
+    Where a run is continued, TensorBoard drops what it had from the session's first step on.
+
+    Args:
+        folder: Folder of the event files. Default: "tensorboard" in the run's folder.
+        statistics: Statistics of a `Spectrum` to write, as "gradients/blocks.0.mlp.0.weight/norm".
+        histograms: Whether to write histograms of log2 of the magnitudes, as "gradients/blocks.0.mlp.0.weight".
+        every: Least number of steps between the spectra that are written. Logged numbers, under their names ("loss"),
+            and events, as the text "events/kind", are always written. Default: 1.
+        max_histograms: Most histograms per step. Default: 1,000.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+        ArgumentError: A statistic does not exist.
+    """
+
+    name = extra = module = "tensorboard"
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        statistics: Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool = True,
+        every: int = 1,
+        max_histograms: int = MAX_HISTOGRAMS,
+    ) -> None:
+        self._selection = Selection("TensorBoard", statistics, every, max_histograms if histograms else 0)
+        self.require()
+        self._folder = None if folder is None else Path(folder)
+        self._file: EventFile | None = None
+
+    def open(self, run_path: Path, settings: Mapping[str, object]) -> None:  # noqa: ARG002  (a sink's signature)
+        """Create the folder, so that TensorBoard can be started on it at once."""
+        self._folder = self._folder or run_path / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, record: StepRecord) -> None:
+        """Write one step: one record for its values, one for each event."""
+        file = self._current_file(record.step)
+        values = self._selection.of(record)
+        if values.scalars or values.histograms:
+            file.write(values_payload(record.step, values))
+        for event in record.events:
+            file.write(text_payload(event))
+
+    def flush(self) -> None:
+        """Do nothing: event files have no buffer."""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _current_file(self, step: int) -> EventFile:
+        """Return the open file: a new one at first, and after the old one was removed."""
+        if self._file is not None and self._file.path.exists():
+            return self._file
+        self.close()
+        self._file = None
+        assert self._folder is not None, "open comes first"
+        self._file = _started(EventFile(self._folder), step)
+        return self._file
+
+
+def _started(file: EventFile, step: int) -> EventFile:
+    try:
+        for payload in opening_payloads(step):
+            file.write(payload)
+    except OSError:
+        file.close()
+        file.path.unlink(missing_ok=True)
+        raise
+    return file
