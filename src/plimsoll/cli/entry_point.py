@@ -85,7 +85,7 @@ add_commands(app, own=[command.__name__ for command in _COMMANDS])
 
 
 def main() -> None:
-    """Runs the command line; the entry point of ``plimsoll`` and of ``python -m plimsoll``."""
+    """Run the command line; the entry point of ``plimsoll`` and of ``python -m plimsoll``."""
     script: Callable[[], None] | None = None
     try:
         app(prog_name="plimsoll")

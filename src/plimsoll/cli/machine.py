@@ -83,7 +83,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """The machine at hand. Imports torch and every backend; what is missing or broken is a line, never an error."""
+    """Return the machine at hand. Imports torch and every backend; what is missing or broken is a line, never an error."""
     from plimsoll import kernels
 
     forced, problem = None, None
@@ -106,14 +106,14 @@ def examine() -> Machine:
 
 
 def _torch() -> str:
-    """The version of torch with its build, which packages of some versions leave out: the CUDA that it is made for."""
+    """Return the version of torch with its build, which packages of some versions leave out: the CUDA that it is made for."""
     import torch
 
     return str(torch.__version__)
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -121,12 +121,12 @@ def version(package: str) -> str | None:
 
 
 def cuda_formats(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The formats below fp32 that the matrix units of a GPU with that compute capability take."""
+    """Return the formats below fp32 that the matrix units of a GPU with that compute capability take."""
     return tuple(name for first, names in _CUDA_FORMATS if capability >= first for name in names)
 
 
 def cpu_formats(cpuinfo: str) -> tuple[str, ...]:
-    """The 16-bit formats that the processor of a Linux ``/proc/cpuinfo`` computes in."""
+    """Return the 16-bit formats that the processor of a Linux ``/proc/cpuinfo`` computes in."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
     return tuple(name for name, wanted in _CPU_FLAGS.items() if flags.intersection(wanted))
@@ -170,7 +170,7 @@ def _gpus() -> list[Device]:
 
 
 def _chosen(device: str) -> str:
-    """The backend that runs for tensors of that device, as the kernels choose it."""
+    """Return the backend that runs for tensors of that device, as the kernels choose it."""
     import torch
 
     from plimsoll.kernels import backend as _backend
@@ -210,7 +210,7 @@ def _memory_bytes() -> int | None:
 
 
 def _read(path: str) -> str:
-    """The text of a file of the operating system, or nothing where the system has no such file."""
+    """Return the text of a file of the operating system, or nothing where the system has no such file."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -35,14 +35,14 @@ _reading: "list[Run]" = []  # the runs that the present command has opened
 
 
 def begin_reading() -> "list[Run]":
-    """Forgets the runs of an earlier command of this process; those that are opened from now on come into the list."""
+    """Forget the runs of an earlier command of this process; those that are opened from now on come into the list."""
     global _reading  # noqa: PLW0603  (one command at a time)
     _reading = []
     return _reading
 
 
 def say_what_is_missing(runs: "list[Run]") -> bool:
-    """Says on stderr which runs records are missing of; whether there are any. Damaged parts are known when read."""
+    """Report on stderr which runs records are missing of; whether there are any. Damaged parts are known when read."""
     incomplete = [run for run in runs if run.missing]
     for run in incomplete:
         missing = run.missing
@@ -61,7 +61,7 @@ class Opened:
 
 
 def opened(place: str) -> list[Opened]:
-    """The run at a path or URI, or the runs of one script, one for each model.
+    """Return the run at a path or URI, or the runs of one script, one for each model.
 
     Raises `RunError` where there is none, as `plimsoll.Run` does, in words of the command line.
     """
@@ -85,7 +85,7 @@ def opened(place: str) -> list[Opened]:
 
 
 def _read(path: str | Path, filesystem: Any) -> "Run":
-    """The run; files that do not belong to it are one line on stderr."""
+    """Return the run; files that do not belong to it are one line on stderr."""
     from plimsoll.runs import Run
 
     run = Run(path, filesystem=filesystem, warn=False)
@@ -98,7 +98,7 @@ def _read(path: str | Path, filesystem: Any) -> "Run":
 
 
 def view_at(one: Opened, until: int | None) -> "View":
-    """The view of a run up to a step; `RunError` where nothing was recorded up to there, which no command can judge."""
+    """Return the view of a run up to a step; `RunError` where nothing was recorded up to there, which no command can judge."""
     from plimsoll.diagnosis import View
 
     view = View(one.run, until)
@@ -107,7 +107,7 @@ def view_at(one: Opened, until: int | None) -> "View":
 
 
 def refuse_empty(one: Opened, view: "View") -> None:
-    """Raises `RunError` where a view has no step."""
+    """Raise `RunError` where a view has no step."""
     from plimsoll.diagnosis import View
 
     if view.last_step >= 0:
@@ -123,7 +123,7 @@ def refuse_empty(one: Opened, view: "View") -> None:
 
 
 def _model(run: "Run") -> str:
-    """The name of the model whose run is the script's folder itself."""
+    """Return the name of the model whose run is the script's folder itself."""
     return str(run.manifest.get("model") or run.path.name).rpartition(".")[2]
 
 
@@ -135,12 +135,12 @@ def said(place: str) -> str:
 
 
 def file_here(operation: str, option: str, given: str | None, example: str) -> Path | None:
-    """The path of a file to write; `ArgumentError` for a URI."""
+    """Return the path of a file to write; `ArgumentError` for a URI."""
     return _here(operation, f"{option} to name a file of this machine", given, example, 0)
 
 
 def folder_here(operation: str, option: str, given: str | None, example: str) -> Path | None:
-    """The path of a folder to write runs to; `ArgumentError` for a URI."""
+    """Return the path of a folder to write runs to; `ArgumentError` for a URI."""
     path = _here(operation, f"{option} to name a folder of this machine", given, example, 1)
     if path is not None and path.exists() and not path.is_dir():
         raise ArgumentError(
@@ -167,7 +167,7 @@ def _here(operation: str, expected: str, given: str | None, example: str, kind: 
 
 
 def only(place: str, operation: str) -> Opened:
-    """The one run at a place; `ArgumentError` for a script's several models."""
+    """Return the one run at a place; `ArgumentError` for a script's several models."""
     found = opened(place)
     if len(found) > 1:
         raise ArgumentError(
@@ -178,5 +178,5 @@ def only(place: str, operation: str) -> Opened:
 
 
 def of_model(path: Path, one: Opened, runs: int) -> Path:
-    """The file for a run: of several models each has its own, plan-G.toml for plan.toml."""
+    """Return the file for a run: of several models each has its own, plan-G.toml for plan.toml."""
     return path if runs == 1 else path.with_name(f"{path.stem}-{one.model}{path.suffix}")

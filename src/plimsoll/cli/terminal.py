@@ -69,17 +69,17 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console for results. Rich honours COLUMNS and NO_COLOR, and writes no colours into a pipe."""
+    """Return the console for results. Rich honours COLUMNS and NO_COLOR, and writes no colours into a pipe."""
     return _Console(stderr=stderr)
 
 
 def say(text: str) -> None:
-    """Prints text of any number of lines, unwrapped."""
+    """Print text of any number of lines, unwrapped."""
     typer.echo(printable(text.removesuffix("\n")))
 
 
 def say_line(text: str) -> None:
-    """Prints one line, unwrapped, whatever is in it."""
+    """Print one line, unwrapped, whatever is in it."""
     typer.echo(printable(text, lines=False))
 
 
@@ -89,12 +89,12 @@ def as_json(data: object) -> str:
 
 
 def say_json(data: object) -> None:
-    """Prints JSON for other programs."""
+    """Print JSON for other programs."""
     typer.echo(as_json(data))
 
 
 def complain(text: str) -> None:
-    """Prints one line to stderr, unwrapped, so that it can be copied."""
+    """Print one line to stderr, unwrapped, so that it can be copied."""
     print(printable(f"plimsoll: {text}", lines=False), file=sys.stderr)  # noqa: T201
 
 

@@ -66,7 +66,7 @@ class Emulation(contextlib.ContextDecorator):
         self._open.stack.pop().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        """The precision, the formats, and how many operations ran so far."""
+        """Return the precision, the formats, and how many operations ran so far."""
         low = [] if self._low is None else [get(self._low).name]
         formats = [] if self._recipe is None else self._recipe.described
         return f"<Emulation: {', '.join([*low, *formats])}, {self.operations.counted}>"
@@ -116,7 +116,7 @@ def _rules(low: torch.dtype | None, recipe: Recipe | None, selected: "str | froz
 
 
 def _without_wholes(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules, but for operations that are made of products which rules apply to."""
+    """Return the rules, but for operations that are made of products which rules apply to."""
     return {name: rule for name, rule in rules.items() if name not in _MADE_OF_PRODUCTS}
 
 

@@ -30,7 +30,7 @@ def emulate(
     lists: OperationLists | None = CUDA,
     **cast_arguments: Any,
 ) -> "Emulation":
-    """A context in which operations compute as other hardware would, forward and backward.
+    """Return a context in which operations compute as other hardware would, forward and backward.
 
     ``emulate("fp16")`` and ``emulate("bf16")``: a GPU's 16-bit numerics on torch's own 16-bit tensors. Operations are
     cast as `torch.autocast("cuda")` casts them (`lists`; None casts nothing, for a model that is 16-bit itself), and
@@ -145,7 +145,7 @@ def _of_plan(plan: Plan, model: object, given: dict[str, object]) -> Emulation:
 
 
 def of_module(said: ModulePlan) -> Emulation:
-    """The context of one module of a plan: torch's own formats as such, others at the operands of products."""
+    """Return the context of one module of a plan: torch's own formats as such, others at the operands of products."""
     if is_native(said):
         return emulate(said.forward)
     return emulate("fp32", forward=said.forward, backward=said.backward, scale=said.scales or None)

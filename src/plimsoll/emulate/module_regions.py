@@ -50,14 +50,14 @@ class Regions:
                 self._regions.append((module, _Region(self.switch, inside[name], around, enter)))
 
     def attach(self) -> "Regions":
-        """Puts the hooks on the modules."""
+        """Put the hooks on the modules."""
         for module, region in self._regions:
             self._handles.append(module.register_forward_pre_hook(region.enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(region.leave, always_call=True))
         return self
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -91,7 +91,7 @@ inlined_only(_Region.enter, _Region.leave)
 
 
 def is_native(said: ModulePlan) -> bool:
-    """Whether torch computes so by itself, in both directions."""
+    """Return whether torch computes so by itself, in both directions."""
     return said.forward in NATIVE and said.backward == said.forward
 
 

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 
 def named_modules(root: nn.Module, *, twice: bool = True) -> list[tuple[str, nn.Module]]:
-    """Every module with its qualified name, the root's empty; one with several names each time, or once."""
+    """Return every module with its qualified name, the root's empty; one with several names each time, or once."""
     return cast("list[tuple[str, nn.Module]]", [*root.named_modules(remove_duplicate=not twice)])
 
 
@@ -24,12 +24,12 @@ def callers(root: nn.Module) -> dict[str, str]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called: lists of modules cannot."""
+    """Return whether it can be called: lists of modules cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure with its floating tensors in that dtype."""
+    """Return the same structure with its floating tensors in that dtype."""
 
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x

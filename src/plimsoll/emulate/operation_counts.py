@@ -33,7 +33,7 @@ class Operations(NotebookRepr):
         return f"{sum(self.emulated.values()):,} emulated and {sum(self.native.values()):,} native operations"
 
     def __str__(self) -> str:
-        """A line for each operation, those that ran most often first."""
+        """Return a line for each operation, those that ran most often first."""
         if not self.emulated and not self.native:
             return "No operation ran."
         rows = [(name, count, "emulated") for name, count in self.emulated.items()]
@@ -55,11 +55,11 @@ class Counts:
     by_torch: Counter[str] = field(default_factory=Counter[str])
 
     def ruled(self, op: Any) -> None:
-        """Counts an emulated call."""
+        """Count an emulated call."""
         self.by_rule[name_of(op)] += 1
 
     def native(self, op: Any, arguments: Any, result: Any) -> Any:  # noqa: ARG002  (a witness's signature)
-        """Counts a call that ran on a kernel of torch."""
+        """Count a call that ran on a kernel of torch."""
         if _is_16_bits(result):
             self.by_torch[name_of(op)] += 1
         return result
@@ -70,7 +70,7 @@ class Counts:
 
 
 def name_of(op: Any) -> str:
-    """The operation's name, one for all of its overloads."""
+    """Return the operation's name, one for all of its overloads."""
     return op.overloadpacket.__name__
 
 
@@ -83,7 +83,7 @@ _known: dict[Any, bool] = {}
 
 
 def computes(op: Any) -> bool:
-    """Whether it computes, and is not made of calls that are heard themselves."""
+    """Return whether it computes, and is not made of calls that are heard themselves."""
     found = _known.get(op)
     if found is None:
         moves = name_of(op) in _MOVING or op.namespace == "plimsoll" or _gives_views(op)

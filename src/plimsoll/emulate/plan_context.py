@@ -61,7 +61,7 @@ class PlannedEmulation(Emulation):
         return Operations(emulated=dict(emulated), native=dict(native))
 
     def __repr__(self) -> str:
-        """The plan's target, the model, and how many operations ran so far."""
+        """Return the plan's target, the model, and how many operations ran so far."""
         return f"<PlannedEmulation: {self._title}, {self.operations.counted}>"
 
     def __enter__(self) -> "PlannedEmulation":
@@ -104,7 +104,7 @@ class _Local(threading.local):
 
 
 def plan_of(operation: str, given: "Plan | str | os.PathLike[str]") -> Plan:
-    """The plan, or the one in that file."""
+    """Return the plan, or the one in that file."""
     if isinstance(given, Plan):
         return given
     path = Path(given)
@@ -145,7 +145,7 @@ def rules_of(plan: Plan, root: nn.Module, operation: str) -> dict[str, ModulePla
 
 
 def check_matches(operation: str, what: str, glob: str, names: Iterable[str]) -> None:
-    """Raises `ArgumentError` for a glob that no module's name matches, with the nearest names."""
+    """Raise `ArgumentError` for a glob that no module's name matches, with the nearest names."""
     shown = list(names)
     if glob in shown or any(fnmatch.fnmatchcase(name, glob) for name in shown):
         return
@@ -157,7 +157,7 @@ def check_matches(operation: str, what: str, glob: str, names: Iterable[str]) ->
 
 
 def check_alone(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Raises for other arguments beside a plan."""
+    """Raise for other arguments beside a plan."""
     strange = [name for name, value in given.items() if value is not usual.get(name)]
     if strange:
         raise ArgumentError(
@@ -167,7 +167,7 @@ def check_alone(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
 
 
 def _check_multiplies(operation: str, module: nn.Module, name: str, fmt: str) -> None:
-    """Raises for a module that is named by itself, and that no format would change."""
+    """Raise for a module that is named by itself, and that no format would change."""
     place, kind = type(module).__module__.rpartition("."), type(module).__name__
     nothing = place[0] == "torch.nn.modules" and place[2] in _MULTIPLY_NOTHING and kind != "MultiheadAttention"
     if fmt.lower() != "fp32" and nothing:

@@ -28,11 +28,11 @@ class Recipe:
     scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role, where they are not one for all
 
     def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
-        """A matmul's operand of the forward, in the forward format; blocks run along `axis`, which is summed over."""
+        """Return a matmul's operand of the forward, in the forward format; blocks run along `axis`, which is summed over."""
         return self._cast(x, self.forward, axis, role)
 
     def gradient(self, g: Tensor, axis: int) -> Tensor:
-        """A matmul's operand of the backward that is a gradient, in the backward format."""
+        """Return a matmul's operand of the backward that is a gradient, in the backward format."""
         return self._cast(g, self.backward, axis, "gradients")
 
     @property
@@ -55,7 +55,7 @@ class Recipe:
         return isinstance(self.forward, BlockFormat)
 
     def anywhere(self, x: Tensor) -> Tensor:
-        """The result of an operation in the forward format, and its gradient in the backward one."""
+        """Return the result of an operation in the forward format, and its gradient in the backward one."""
         if (self.forward is None and self.backward is None) or (not x.dim() and self._any_blocks()):
             return x  # a block format has no meaning for a scalar
         return fake_quantize(x, forward=self.forward, backward=self.backward, **self.arguments)
@@ -93,7 +93,7 @@ class Recipe:
 def recipe(
     forward: object, backward: object, accumulate: object, chunk: int, arguments: Mapping[str, Any]
 ) -> Recipe | None:
-    """The recipe, with every argument checked; None where nothing is asked for."""
+    """Return the recipe, with every argument checked; None where nothing is asked for."""
     _check_arguments(forward, backward, arguments)
     by_role = isinstance(arguments.get("scale"), Mapping)
     accumulator = get(accumulate)
@@ -154,7 +154,7 @@ def _check_arguments(forward: object, backward: object, arguments: Mapping[str, 
 
 
 def _scales(given: object) -> list[Any]:
-    """The scales that are given: one for all casts, or one by each role."""
+    """Return the scales that are given: one for all casts, or one by each role."""
     if not isinstance(given, Mapping):
         return [given]
     by_role = cast_type("Mapping[Any, Any]", given)
@@ -167,7 +167,7 @@ def _scales(given: object) -> list[Any]:
 
 
 def _seeded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A seed becomes a generator: each cast draws other noise, in the order of the calls."""
+    """Return a seed becomes a generator: each cast draws other noise, in the order of the calls."""
     seed = arguments.get("generator")
     if seed is None:
         return {name: value for name, value in arguments.items() if name != "generator"}

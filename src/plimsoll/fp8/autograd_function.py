@@ -64,7 +64,7 @@ class Fp8Product(torch.autograd.Function):
         marks: Marks,
         constants: Constants,
     ) -> Tensor:
-        """The product in the dtype of `constants`, unit scaling's factor on it."""
+        """Return the product in the dtype of `constants`, unit scaling's factor on it."""
         ctx.constants, ctx.marks, ctx.sizes = constants, marks, (*x.shape, weight.shape[0])
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         layout: Layout = "both" if constants.keep and ctx.needs_input_grad[1] else "rows"
@@ -84,7 +84,7 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The gradients of x, weight and bias, each in its tensor's dtype."""
+        """Return the gradients of x, weight and bias, each in its tensor's dtype."""
         x_columns, columns, x_scale, weight_scale = ctx.saved_tensors
         constants: Constants = ctx.constants
         batch, width, height = ctx.sizes
@@ -105,7 +105,7 @@ class Fp8Product(torch.autograd.Function):
 
 
 def _hold_gradient(gradient: Tensor, marks: Marks, constants: Constants, of_input: bool, of_weight: bool) -> Held:
-    """The gradient's codes in the layouts that are needed."""
+    """Return the gradient's codes in the layouts that are needed."""
     if not (of_input or of_weight):
         return Held()
     layout: Layout = "both" if of_input and of_weight else "rows" if of_input else "columns"
@@ -145,7 +145,7 @@ def _made_up(bias: Tensor, size: int) -> Tensor:
 
 
 def _cut(found: Tensor, rows: int, columns: int) -> Tensor:
-    """The part that is not made up, in one piece."""
+    """Return the part that is not made up, in one piece."""
     if found.shape[1] != columns:
         return found[:rows, :columns].contiguous()
     return found if found.shape[0] == rows else found[:rows]

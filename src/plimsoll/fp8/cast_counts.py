@@ -18,7 +18,7 @@ class Counting(NamedTuple):
     rows: Mapping[Role, int]
 
     def row(self, role: Role) -> tuple[Tensor | None, int]:
-        """The bank and the row of a role; None where it is not counted."""
+        """Return the bank and the row of a role; None where it is not counted."""
         if role not in self.rows:
             return None, 0
         return self.backward if role == "gradients" else self.forward, self.rows[role]

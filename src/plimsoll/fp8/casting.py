@@ -31,7 +31,7 @@ class Held(NamedTuple):
 def hold(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout, bank: Tensor | None = None, row: int = 0
 ) -> Held:
-    """The codes of the matrix `x` times `scale`, a 0-d float32; see `kernels.fp8_cast`, whose contract this is."""
+    """Return the codes of the matrix `x` times `scale`, a 0-d float32; see `kernels.fp8_cast`, whose contract this is."""
     if bank is None and x.is_cuda and torch.compiler.is_compiling():
         return Held(*by_formula(x, dtype, scale, layout), scale)
     return Held(*kernels.fp8_cast(x, dtype, 1.0 if scale is None else scale, layout, bank, row), scale)

@@ -23,7 +23,7 @@ def convert(
     history: int = 0,
     margin: int = 0,
 ) -> nn.Module:
-    """The model itself, whose linear layers are `fp8.Linear` from now on; `model.fp8_left` lists those that are not.
+    """Return the model itself, whose linear layers are `fp8.Linear` from now on; `model.fp8_left` lists those that are not.
 
     Layers are changed in place: the module objects, their names, hooks and parameters stay, so that an optimizer made
     before goes on working, and shared weights stay shared. The factors of `unit.nn.Linear` are kept. A root that is a
@@ -77,7 +77,7 @@ def convert(
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    """Whether the layer is not unit-scaled."""
+    """Return whether the layer is not unit-scaled."""
     if isinstance(module, Linear):
         return False
     return not isinstance(module, unit_nn.Linear)

@@ -21,7 +21,7 @@ BACKWARD = ("fp8_gradient_history", "fp8_gradient_absmax", "fp8_gradient_step")
 
 
 def add_buffers(module: nn.Module, steps: int, device: torch.device) -> None:
-    """Gives the module the buffers of delayed scaling, which its state keeps; a call anew empties them."""
+    """Give the module the buffers of delayed scaling, which its state keeps; a call anew empties them."""
     module.register_buffer("fp8_history", torch.zeros(2, steps, device=device))
     module.register_buffer("fp8_absmax", torch.zeros(2, device=device))
     module.register_buffer("fp8_step", torch.zeros((), dtype=torch.int64, device=device))
@@ -38,12 +38,12 @@ def begin(history: Tensor, absmax: Tensor, new: Tensor) -> None:
 
 
 def note(held: Tensor, found: Tensor) -> None:
-    """Notes a magnitude of the step that runs, if it is finite."""
+    """Note a magnitude of the step that runs, if it is finite."""
     held.copy_(torch.maximum(held, torch.where(found.isfinite(), found, 0.0)))
 
 
 def delayed_scale(history: Tensor, absmax: Tensor, found: Tensor | None, fmt: Format, margin: int) -> Tensor:
-    """The scale by a row of history; while that is empty, by the step's own magnitude: the one noted, and `found`."""
+    """Return the scale by a row of history; while that is empty, by the step's own magnitude: the one noted, and `found`."""
     known = history.amax()
     fallback = absmax if found is None else torch.maximum(absmax, found)
     return scale_for(torch.where(known > 0, known, fallback), fmt, margin)
@@ -52,7 +52,7 @@ def delayed_scale(history: Tensor, absmax: Tensor, found: Tensor | None, fmt: Fo
 def gradient_scale(
     history: Tensor, absmax: Tensor, step: Tensor, forward_step: Tensor, found: Tensor, first: bool, margin: int
 ) -> Tensor:
-    """The gradient's scale in the step of that number; begins the step if need be, and notes the magnitude found."""
+    """Return the gradient's scale in the step of that number; begins the step if need be, and notes the magnitude found."""
     begin(history, absmax, forward_step > step)
     step.copy_(torch.maximum(step, forward_step))
     scale = delayed_scale(history[0], absmax[0], found if first else None, E5M2, margin)
@@ -61,7 +61,7 @@ def gradient_scale(
 
 
 def forward_scale(module: nn.Module, index: int, x: Tensor, training: bool, first: bool, margin: int) -> Tensor:
-    """The scale of activations (0) or weights (1); in training their magnitude is noted."""
+    """Return the scale of activations (0) or weights (1); in training their magnitude is noted."""
     history, noted = module.get_buffer("fp8_history")[index], module.get_buffer("fp8_absmax")[index]
     found = absmax_of(x) if first or training else None
     scale = delayed_scale(history, noted, found if first else None, E4M3, margin)
@@ -71,7 +71,7 @@ def forward_scale(module: nn.Module, index: int, x: Tensor, training: bool, firs
 
 
 def begin_forward(module: nn.Module) -> None:
-    """Begins the next step if the backward of the last one has come."""
+    """Start the next step if the backward of the last one has come."""
     step = module.get_buffer("fp8_step")
     new = module.get_buffer("fp8_gradient_step") == step
     begin(module.get_buffer("fp8_history"), module.get_buffer("fp8_absmax"), new)

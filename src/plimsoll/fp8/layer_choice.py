@@ -39,7 +39,7 @@ class Globs:
     def of(
         cls, operation: str, model: nn.Module, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
     ) -> "Globs":
-        """The globs; `ArgumentError` for one that matches no module."""
+        """Return the globs; `ArgumentError` for one that matches no module."""
         globs = cls(include=None if include is None else _listed(include), exclude=_listed(exclude or ()))
         names = [name for name, _ in modules_of(model)]
         for argument, given in (("include", globs.include or ()), ("exclude", globs.exclude)):
@@ -53,13 +53,13 @@ class Globs:
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module once, by its name; the root is "model"."""
+    """Return every module once, by its name; the root is "model"."""
     found = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     return [(name or "model", module) for name, module in found]
 
 
 def explicit(name: str, globs: Globs) -> bool:
-    """Whether the user included this very name."""
+    """Return whether the user included this very name."""
     return globs.include is not None and name in globs.include
 
 
@@ -79,7 +79,7 @@ def why_not(name: str, module: nn.Module, globs: Globs, sharded: bool) -> str | 
 
 
 def _why_no_layer(module: nn.Module) -> str:
-    """A reason for modules that multiply by a matrix of their own, and are no linear layer."""
+    """Return a reason for modules that multiply by a matrix of their own, and are no linear layer."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return ""
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
@@ -98,7 +98,7 @@ def _why_no_weight(module: nn.Linear, sharded: bool) -> str | None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards the model: it gathers weights before they are used."""
+    """Return whether FSDP2 shards the model: it gathers weights before they are used."""
     return any(hasattr(module, "set_modules_to_forward_prefetch") for module in model.modules())
 
 

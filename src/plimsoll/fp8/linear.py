@@ -97,7 +97,7 @@ class Linear(nn.Linear):
         self.reset_parameters()
 
     def take_recipe(self, recipe: Recipe) -> None:
-        """Follows `recipe` from now on; what an earlier one has seen is forgotten."""
+        """Follow `recipe` from now on; what an earlier one has seen is forgotten."""
         self.fp8_recipe, self.fp8_first = recipe, True
         device = self.weight.device
         if recipe.follows_data:
@@ -132,7 +132,7 @@ class Linear(nn.Linear):
         self.fp8_counting = check_counting(forward, backward, rows, self.weight.device)
 
     def reset_parameters(self) -> None:
-        """Draws parameters anew: as torch.nn.Linear does, or for unit scaling normal of unit variance, the bias zero.
+        """Draw parameters anew: as torch.nn.Linear does, or for unit scaling normal of unit variance, the bias zero.
 
         Buffers of scaling begin anew, too: call this after `to_empty`.
         """
@@ -148,7 +148,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        """The product of (..., in_features) and the weight, in the input's dtype or autocast's."""
+        """Return the product of (..., in_features) and the weight, in the input's dtype or autocast's."""
         dtype = _result_dtype(input, self.in_features, self.weight)
         x = input.reshape(-1, self.in_features)
         recipe, training = self.fp8_recipe, torch.is_grad_enabled()
@@ -194,7 +194,7 @@ class Linear(nn.Linear):
         return bool(self.in_features % 16 or self.out_features % 16)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what passes with this very object: banks that are counted into, and weights in FP8."""
+        """Return all but what passes with this very object: banks that are counted into, and weights in FP8."""
         return {name: value for name, value in self.__dict__.items() if name not in _PASSING}
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
@@ -203,7 +203,7 @@ class Linear(nn.Linear):
             self.fp8_first = False
 
     def _scale(self, index: int, x: Tensor, training: bool, first: bool) -> Tensor | None:
-        """The scale of activations (0) or weights (1)."""
+        """Return the scale of activations (0) or weights (1)."""
         recipe = self.fp8_recipe
         if recipe.scales is not None:
             return torch.full((), recipe.scales[index], dtype=torch.float32, device=x.device)
@@ -217,7 +217,7 @@ class Linear(nn.Linear):
         return scale
 
     def _hold_weight(self, training: bool, both: bool, first: bool) -> Held:
-        """The weight in FP8: the cached one, where there is one that has what is needed."""
+        """Return the weight in FP8: the cached one, where there is one that has what is needed."""
         weight = self.weight.detach()
         if self.fp8_cached is not None and not (both and self.fp8_cached[0].columns is None):
             check_unchanged(self.weight, self.fp8_cached[1])
@@ -245,7 +245,7 @@ class Linear(nn.Linear):
 
 
 def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
-    """The dtype that the product of `x` has; refuses what cannot be multiplied."""
+    """Return the dtype that the product of `x` has; refuses what cannot be multiplied."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise ArgumentError(
             f"fp8.Linear: expected an input of (..., {in_features}); got shape {tuple(x.shape)}. Check the layer "

@@ -60,7 +60,7 @@ def _on_units(
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """The scaled product that torch has, of row-major `a` and column-major `b`.
+    """Return the scaled product that torch has, of row-major `a` and column-major `b`.
 
     The operator that compilers know where this torch has it, else the public function that follows it.
     """
@@ -74,7 +74,7 @@ def scaled_mm(
 def public_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """The same by `torch.nn.functional.scaled_mm`, which torch has from 2.10 on."""
+    """Return the same by `torch.nn.functional.scaled_mm`, which torch has from 2.10 on."""
     functional: Any = torch.nn.functional
     whole = functional.ScalingType.TensorWise
     found = functional.scaled_mm(
@@ -84,7 +84,7 @@ def public_scaled_mm(
 
 
 def is_autocasting(kind: str) -> bool:
-    """Whether autocast is on for devices of that kind; not for a kind that has none."""
+    """Return whether autocast is on for devices of that kind; not for a kind that has none."""
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -94,12 +94,12 @@ def _has_autocast(kind: str) -> bool:
 
 
 def has_units(device: torch.device) -> bool:
-    """Whether a CUDA device multiplies FP8 by itself."""
+    """Return whether a CUDA device multiplies FP8 by itself."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HAS_UNITS
 
 
 def check(a: Tensor, b: Tensor) -> None:
-    """Raises unless FP8 units can multiply `a` by `b`; the same on every device, whatever it could do besides.
+    """Raise unless FP8 units can multiply `a` by `b`; the same on every device, whatever it could do besides.
 
     Both are matrices of FP8 codes on one device: `a` (M, K) in E4M3 or E5M2, row after row; `b` (K, N), column after
     column (the transpose of a contiguous matrix); not both in E5M2; K and N divisible by 16. Raises

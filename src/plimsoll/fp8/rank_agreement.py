@@ -10,7 +10,7 @@ _NAMES = ("fp8_history", "fp8_absmax", "fp8_gradient_history", "fp8_gradient_abs
 
 
 def agree(model: nn.Module, process_group: object = None) -> None:
-    """Gives every rank the largest magnitudes of all ranks, in the histories of delayed scaling.
+    """Give every rank the largest magnitudes of all ranks, in the histories of delayed scaling.
 
     Ranks see different batches, so their histories differ, and so do their scales; each rank undoes its own, and
     nothing else depends on them. Yet a checkpoint that one rank writes for all holds one history alone: call this

@@ -38,7 +38,7 @@ class Recipe:
 
 
 def checked(operation: str, scaling: object, history: object, margin: object) -> Scaling:
-    """The scaling, all three checked; `ArgumentError` for what does not fit together."""
+    """Return the scaling, all three checked; `ArgumentError` for what does not fit together."""
     if scaling not in _NAMES:
         raise ArgumentError(
             f"{operation}: expected scaling to be one of {', '.join(_NAMES)}; got {scaling!r}. Take 'unit' for a "

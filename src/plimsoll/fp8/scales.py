@@ -28,7 +28,7 @@ _TOPS = {fmt: int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)) 
 
 
 def absmax_of(x: Tensor) -> Tensor:
-    """The largest magnitude as a 0-d float32; NaN where there is one, 0 where there are no values."""
+    """Return the largest magnitude as a 0-d float32; NaN where there is one, 0 where there are no values."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     lowest, highest = torch.aminmax(x)
@@ -36,7 +36,7 @@ def absmax_of(x: Tensor) -> Tensor:
 
 
 def scale_for(absmax: Tensor, fmt: Format, margin: int) -> Tensor:
-    """The largest power of two that leaves `margin` binades above a float32 absmax before `fmt` saturates.
+    """Return the largest power of two that leaves `margin` binades above a float32 absmax before `fmt` saturates.
 
     It is 1 where absmax is 0, or is not finite and so says nothing; and always between 2**-126 and 2**126. By integers:
     a logarithm would round values just below a power of two up to it.

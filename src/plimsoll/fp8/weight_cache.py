@@ -48,7 +48,7 @@ def version_of(weight: Tensor) -> int:
 
 
 def check_unchanged(weight: Tensor, version: int) -> None:
-    """Raises `StateError` for a weight that was changed since it had this version."""
+    """Raise `StateError` for a weight that was changed since it had this version."""
     now = version_of(weight)
     if now != version and -1 not in (now, version):
         raise StateError(

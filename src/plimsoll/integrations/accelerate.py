@@ -44,7 +44,7 @@ def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
 
 
 def watch(accelerator: Accelerator, model: nn.Module, *, run: "str | os.PathLike[str]", **settings: Any) -> Watch:
-    """Watches a model that the accelerator has prepared, with its optimizers and its scaler.
+    """Watch a model that the accelerator has prepared, with its optimizers and its scaler.
 
     - `settings`: whatever else `plimsoll.watch` takes. Raises what that raises.
     """

@@ -76,7 +76,7 @@ class WatchCallback(Callback):
         return self._session.findings
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts to watch."""
+        """Start to watch."""
         if self._in_log_folder:
             self._session.path = Path(trainer.log_dir or trainer.default_root_dir) / "plimsoll"
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -85,29 +85,29 @@ class WatchCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Records what was logged, as often as the trainer's loggers do."""
+        """Record what was logged, as often as the trainer's loggers do."""
         del pl_module, outputs, batch, batch_idx
         interval: int = cast("Any", trainer).log_every_n_steps
         if interval and trainer.global_step % interval == 0:
             self._session.log(trainer.logged_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records what validation logged."""
+        """Record what validation logged."""
         del pl_module
         self._session.log(trainer.logged_metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the watch, and judges the run."""
+        """End the watch, and judges the run."""
         del pl_module
         self._session.end(judges=trainer.is_global_zero)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the watch, with the error on record."""
+        """End the watch, with the error on record."""
         del trainer, pl_module
         self._session.end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the watch where nothing else has."""
+        """End the watch where nothing else has."""
         del trainer, pl_module, stage
         self._session.end()
 
@@ -144,7 +144,7 @@ class PrecisionPlugin(MixedPrecision):
         self._computing: Arithmetic | None = None
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Learns what will be trained."""
+        """Learn what will be trained."""
         self._leave()
         self.device = device_of(model).type
         root = unwrapped(model)
@@ -153,7 +153,7 @@ class PrecisionPlugin(MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
-        """Takes everything back from the model."""
+        """Take everything back from the model."""
         self._leave()
         super().teardown()
 

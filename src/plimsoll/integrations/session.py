@@ -48,7 +48,7 @@ class Session:
         self.findings: list[Finding] = []
 
     def begin(self, model: nn.Module, optimizers: Iterable[Any], scaler: Any, step: int) -> None:
-        """Starts watching; `step` is how many the trainer has made, which is not 0 where it goes on from a checkpoint.
+        """Start watching; `step` is how many the trainer has made, which is not 0 where it goes on from a checkpoint.
 
         From a checkpoint on, what the run has of later steps is replaced.
         """
@@ -65,7 +65,7 @@ class Session:
             self.guard = Guard(self.watch, scaler=scaler, **self._guard_settings)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Records what the trainer logs: all that is a single number."""
+        """Record what the trainer logs: all that is a single number."""
         if self.watch is None or self.watch.closed:
             return
         values = {_name(name): value for name, value in metrics.items() if _is_number(value)}
@@ -73,7 +73,7 @@ class Session:
             self.watch.log(**values)
 
     def end(self, error: BaseException | None = None, *, judges: bool = False) -> None:
-        """Ends the watch, if one is open; an error is recorded as what ended it."""
+        """End the watch, if one is open; an error is recorded as what ended it."""
         if self.watch is None:
             return
         if self.guard is not None:

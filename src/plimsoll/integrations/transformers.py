@@ -70,7 +70,7 @@ class WatchCallback(TrainerCallback):
         optimizer: Any = None,
         **others: Any,
     ) -> None:
-        """Starts to watch."""
+        """Start to watch."""
         del args, control, others
         assert model is not None  # the trainer hands it over
         self._session.begin(model, [] if optimizer is None else [optimizer], None, state.global_step)
@@ -78,11 +78,11 @@ class WatchCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any] | None = None, **others: Any
     ) -> None:
-        """Records what is logged."""
+        """Record what is logged."""
         del args, state, control, others
         self._session.log(logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Ends the watch, and judges the run."""
+        """End the watch, and judges the run."""
         del args, control, others
         self._session.end(judges=state.is_world_process_zero)

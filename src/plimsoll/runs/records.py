@@ -1,4 +1,4 @@
-"""What goes into a run: measured rows, scalars, events; and what sinks are given of it."""
+"""Records of a run: measured rows, scalars, events, and the step records of sinks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,17 @@ EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Measured rows of one step, the writer's own from now on.
+    """Measured rows of one step. The arrays belong to the writer afterwards.
 
-    - `rows`: int64[n, 288], rows of a bank (`plimsoll.kernels.row_layout`); int64[n, 848] if `blocks` is given.
-    - `index` and `series`, one per entry: which row, and the number that `RunWriter.series` gave. Several entries may
-      name one row (a tensor that two taps see); several of one series are merged into one spectrum.
-    - `scales`: per entry, the factor that the stored values carry beyond the true ones; None where all are 1.
-    - `extras`: numbers per entry, NaN for none, under names of `EXTRAS`.
-    - `blocks`: per entry, the block length that its wide row was measured with, 0 where it was without; None for narrow
-      rows.
-    - `last`: whether this is the step's last batch; a step's batches are merged before they are stored.
+    Attributes:
+        step: The step.
+        rows: int64[n, 288], rows of a bank (`plimsoll.kernels.row_layout`). int64[n, 848] with `blocks`.
+        index: Row of each entry. Several entries may have one row (a tensor that is recorded twice).
+        series: Series of each entry, as `RunWriter.series` returns it. Entries of one series are merged.
+        scales: Factor of the stored values over the true ones, per entry. None: all 1.
+        extras: Numbers per entry, NaN for none, under names of `EXTRAS`.
+        blocks: Block length of each entry's wide row, 0 for none. None: narrow rows.
+        last: Whether this is the step's last batch. A step's batches are merged before they are stored.
     """
 
     step: int
@@ -49,7 +50,16 @@ class Scalars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened at a step. `details` is JSON-able, `time` in Unix seconds; readers fill in `rank`."""
+    """Something that happened at a step.
+
+    Attributes:
+        step: The step.
+        kind: Kind of event.
+        message: Text for the user.
+        details: JSON-able data.
+        time: Unix seconds.
+        rank: The rank, which readers fill in.
+    """
 
     step: int
     kind: str
@@ -68,9 +78,10 @@ def _nothing() -> Mapping[tuple[str, str], Spectrum]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
-    """What a sink is given of one step: its spectra by (collection, name), decoded when asked for, and the rest.
+    """Records of one step for a sink. Spectra are decoded when they are asked for.
 
-    Spectra are of the true values: the scale is undone where it is a power of two, as `Run.spectrum` does.
+    Spectra are by (collection, name) and of true values: a scale that is a power of two is undone, as in
+    `Run.spectrum`.
     """
 
     step: int
@@ -80,18 +91,18 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Somewhere else that a run goes while it is written: a tracker, a dashboard, a function."""
+    """Protocol of a sink: a tracker, a dashboard, a function that receives a run while it is written."""
 
     def open(self, run_path: Path, settings: Mapping[str, object]) -> None:
         """Called once, before anything else."""
         ...
 
     def put(self, record: StepRecord) -> None:
-        """Takes one step's record."""
+        """Take one step's record."""
         ...
 
     def flush(self) -> None:
-        """Hands on what it holds."""
+        """Send what is buffered."""
         ...
 
     def close(self) -> None:
@@ -100,7 +111,7 @@ class Sink(Protocol):
 
 
 def size_bytes(record: Record) -> int:
-    """About how much memory a record holds while it waits."""
+    """Return about how much memory a record takes while it waits."""
     if isinstance(record, Batch):
         return record.rows.nbytes + 40 * len(record.index) + 400
     return 200 + 100 * len(record.values) if isinstance(record, Scalars) else 1000

@@ -96,7 +96,7 @@ class _Judged:
 
 
 def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds: dict[str, float]) -> _Judged:
-    """The run with its findings; raises `RunError` where nothing was recorded that could be judged."""
+    """Return the run with its findings; raises `RunError` where nothing was recorded that could be judged."""
     from plimsoll.diagnosis import View, diagnose
     from plimsoll.report.verdicts.verdict import leading_first
 
@@ -109,7 +109,7 @@ def _judged(one: Opened, until: int | None, select: list[str] | None, thresholds
 
 
 def _of_script(place: str, judged: list[_Judged]) -> dict[str, object]:
-    """The answer for the models of a script: state and verdict of the worst, and each run's."""
+    """Return the answer for the models of a script: state and verdict of the worst, and each run's."""
     last = max(each.view.last_step for each in judged)
     runs = [{"model": each.one.model, **each.to_dict()} for each in judged]
     worst = min(runs, key=lambda run: ("alarm", "warning", "healthy", "empty").index(str(run["state"])))

@@ -61,7 +61,7 @@ def diff(
 
 
 def _pairs(of_a: list[Opened], of_b: list[Opened]) -> tuple[list[tuple[Opened, Opened]], list[str]]:
-    """The runs of the same models, and the models that only one of the scripts has."""
+    """Return the runs of the same models, and the models that only one of the scripts has."""
     if len(of_a) == len(of_b) == 1:
         return [(of_a[0], of_b[0])], []
     models_a, models_b = ({one.model: one for one in runs} for runs in (of_a, of_b))
@@ -93,7 +93,7 @@ def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Diver
 
 
 def _called(given: str, one: Opened) -> str:
-    """The run's folder, or the URI that it was given by."""
+    """Return the run's folder, or the URI that it was given by."""
     from plimsoll.runs.storage.location import is_uri
 
     return one.called if is_uri(given) else str(one.run.path)

@@ -42,7 +42,7 @@ def formats(
 
 
 def aliases(fmt: Format | BlockFormat) -> list[str]:
-    """The other names by which `plimsoll.formats.get` finds it."""
+    """Return the other names by which `plimsoll.formats.get` finds it."""
     return [name for name, known in ALIASES.items() if known == fmt]
 
 
@@ -109,7 +109,7 @@ def _columns(draw: Glyphs) -> list[_Column]:
 
 
 def _fit(columns: list[_Column], width: int) -> tuple[list[_Column], list[str]]:
-    """The columns that `width` has room for, and the heads of the others."""
+    """Return the columns that `width` has room for, and the heads of the others."""
     kept, left_out = list(columns), list[str]()
     while sum(column.width + 1 for column in kept) - 1 > width and any(column.rank for column in kept):
         first = max(kept, key=lambda column: column.rank)
@@ -160,7 +160,7 @@ def _blocks(gap: int) -> Table:
 
 
 def _frame(title: str, gap: int) -> Table:
-    """An open table: a rule under its head and no other lines, `gap` cells between columns."""
+    """Return an open table: a rule under its head and no other lines, `gap` cells between columns."""
     return Table(
         title=title,
         title_justify="left",

@@ -150,7 +150,7 @@ def _print(plan: "Plan", target: Console) -> None:
 
 
 def _groups(plan: "Plan") -> dict[tuple[str, str], list[str]]:
-    """The modules by their formats, in the plan's order."""
+    """Return the modules by their formats, in the plan's order."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in plan.formats:
         said = plan.module(name)

@@ -42,7 +42,7 @@ def report(
 
 
 def _form_of(output: Path | None) -> str:
-    """The form that the file's ending stands for."""
+    """Return the form that the file's ending stands for."""
     ending = output.suffix.lower() if output else ""
     if ending and ending not in _BY_ENDING:
         raise ArgumentError(

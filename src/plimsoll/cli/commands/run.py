@@ -105,7 +105,7 @@ class _Session:
             self._arithmetic.note(optimizer)
 
     def note_backward(self, tensors: Any) -> bool:
-        """A backward begins; whether it need not hear of more: only a script without an optimizer is found by them."""
+        """Return a backward begins; whether it need not hear of more: only a script without an optimizer is found by them."""
         if self._made or self._broken:
             return True
         roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)
@@ -150,7 +150,7 @@ class _Session:
             _say(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
     def _free(self, folder: Path, taken: bool) -> Path:
-        """The folder to record into, which another training's run may hold."""
+        """Return the folder to record into, which another training's run may hold."""
         found = run_folder.free(folder, taken)
         if found != folder:
             here, instead = _from_here(folder), _from_here(found)
@@ -207,14 +207,14 @@ def _say_once(line: str) -> None:
 
 
 def _refuse(precision: str) -> None:
-    """Raises for a level that a script cannot be trained at as it is; only then is torch imported before the script."""
+    """Raise for a level that a script cannot be trained at as it is; only then is torch imported before the script."""
     from plimsoll.precision.scripts.script_precision import level_for_scripts
 
     level_for_scripts(precision)
 
 
 def _collections(given: str, every: int) -> list[str] | dict[str, int]:
-    """The collections; as a mapping where one has an interval of its own."""
+    """Return the collections; as a mapping where one has an interval of its own."""
     pairs = [entry.partition("=") for entry in given.split(",")]
     names = _names("--collect", ",".join(name for name, _, _ in pairs), COLLECTIONS)
     if not any(sign for _, sign, _ in pairs):

@@ -26,7 +26,7 @@ class _Field:
 
 
 def fields(fmt: Format) -> list[_Field]:
-    """The fields of a code from the highest bit down, those of no width left out."""
+    """Return the fields of a code from the highest bit down, those of no width left out."""
     every = (
         _Field(letter="S", name="sign", short="s", bits=int(fmt.signed), style=SIGN),
         _Field(letter="E", name="exponent", short="exp", bits=fmt.exponent_bits, style=EXPONENT),
@@ -36,7 +36,7 @@ def fields(fmt: Format) -> list[_Field]:
 
 
 def bit_cells(fmt: Format, width: int, glyphs: Glyphs) -> list[Text]:
-    """The code as a row of cells under its bit numbers: one cell a bit, or one a field where `width` is too small."""
+    """Return the code as a row of cells under its bit numbers: one cell a bit, or one a field where `width` is too small."""
     parts = fields(fmt)
     if 4 * fmt.bits + 1 <= width:
         cells = [(field, [f" {field.letter} "] * field.bits) for field in parts]
@@ -99,7 +99,7 @@ def _names(cells: _Cells, inner: int) -> Text:
 
 
 def block_cells(fmt: BlockFormat, glyphs: Glyphs) -> list[Text]:
-    """One block as it lies in memory: its scale, then its elements."""
+    """Return one block as it lies in memory: its scale, then its elements."""
     cells = [
         ("scale", fmt.scale.name, EXPONENT),
         ("0", fmt.element.name, MANTISSA),
@@ -130,14 +130,14 @@ class Reach:
 
     @classmethod
     def of(cls, fmt: Format) -> "Reach":
-        """The reach of one element format."""
+        """Return the reach of one element format."""
         return cls(
             smallest=math.frexp(fmt.smallest_subnormal)[1] - 1, normal=fmt.min_exponent, largest=fmt.max_exponent
         )
 
     @classmethod
     def of_block(cls, fmt: BlockFormat) -> "Reach":
-        """The reach of a block format's elements, moved up and down by the block's scale."""
+        """Return the reach of a block format's elements, moved up and down by the block's scale."""
         inside, low = cls.of(fmt.element), cls.of(fmt.scale).smallest
         top, scale_top = math.frexp(fmt.element.max), math.frexp(fmt.scale.max)
         largest = math.frexp(top[0] * scale_top[0])[1] + top[1] + scale_top[1] - 1
@@ -153,7 +153,7 @@ class Axis:
     cells: int
 
     def cell(self, exponent: float) -> int:
-        """The cell in which a power of two lies; it may lie outside of the axis."""
+        """Return the cell in which a power of two lies; it may lie outside of the axis."""
         return math.floor((exponent - self.low) * self.cells / (self.high + 1 - self.low) + 0.5)
 
     def bar(self, reach: Reach, glyphs: Glyphs, style: str) -> Text:
@@ -173,7 +173,7 @@ class Axis:
         return Text("".join(row), style=style)
 
     def ticks(self, glyphs: Glyphs) -> tuple[Text, Text]:
-        """The axis line and, below it, the powers of two at its ticks."""
+        """Return the axis line and, below it, the powers of two at its ticks."""
         room = len(f"2^{self.low}") + 2
         step = next((step for step in _STEPS if self.cell(self.low + step) >= room), _STEPS[-1])
         line, labels = [glyphs.line] * self.cells, [" "] * (self.cells + room)

@@ -21,7 +21,7 @@ _SPECIALS = {
 
 
 def print_page(fmt: Format | BlockFormat, other_names: list[str], target: Console) -> None:
-    """Prints everything about one format."""
+    """Print everything about one format."""
     if isinstance(fmt, BlockFormat):
         _print_block(fmt, target)
     else:
@@ -128,7 +128,7 @@ def _row(name: str, value: float, code: str) -> _Row:
 
 
 def _power(value: float) -> str:
-    """A value as a significand times a power of two, exactly.
+    """Return a value as a significand times a power of two, exactly.
 
     >>> _power(448.0), _power(2.0**-24), _power(65504.0)
     ('1.75 * 2^8', '2^-24', '(2 - 2^-10) * 2^15')

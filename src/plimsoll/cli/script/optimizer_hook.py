@@ -17,7 +17,7 @@ _METHODS = ("__init__", "__setstate__")  # made, and unpickled or copied
 
 
 def hear(tell: Callable[[Any], None], heed: Callable[[Any], bool] | None = None) -> None:
-    """Calls `tell` with each optimizer once its `torch.optim.Optimizer` part is made; it must not raise.
+    """Call `tell` with each optimizer once its `torch.optim.Optimizer` part is made; it must not raise.
 
     `heed` is called with what each backward begins from, until it says that it need not hear of more.
     """

@@ -16,7 +16,7 @@ _KEY, _FREE_KEY = "plimsoll/run", "plimsoll/free"
 
 
 def choose(stem: str, start: Path) -> Path:
-    """A folder of `start`, for the script of that name."""
+    """Return a folder of `start`, for the script of that name."""
     parent = start / "runs"
     dist = process_group()
     if dist is not None and dist.get_world_size() > 1:
@@ -28,7 +28,7 @@ def choose(stem: str, start: Path) -> Path:
 
 
 def free(folder: Path, taken: bool) -> Path:
-    """The folder, or one numbered after it where it is taken by another training; the same on every rank."""
+    """Return the folder, or one numbered after it where it is taken by another training; the same on every rank."""
     dist = process_group()
     if dist is not None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001

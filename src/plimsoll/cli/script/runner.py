@@ -29,7 +29,7 @@ class Handover(BaseException):
 
 
 def check(script: str) -> None:
-    """Raises `ArgumentError` where there is no such script."""
+    """Raise `ArgumentError` where there is no such script."""
     try:
         if not Path(script).is_dir():
             Path(script).open("rb").close()
@@ -41,7 +41,7 @@ def check(script: str) -> None:
 
 
 def execute(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
-    """Runs the script to its end; raises what it raises, which is on stderr already."""
+    """Run the script to its end; raises what it raises, which is on stderr already."""
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -87,7 +87,7 @@ def _run_as_main(name: str, alter_argv: bool) -> None:
 
 
 def _lead_path(folder: str) -> None:
-    """Puts the folder where the interpreter has put the one that it started from."""
+    """Put the folder where the interpreter has put the one that it started from."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -105,7 +105,7 @@ def _code(path: str) -> CodeType:
 
 
 def _show(error: BaseException) -> None:
-    """Shows the error as the interpreter does: by the hook, and if that fails too, both."""
+    """Show the error as the interpreter does: by the hook, and if that fails too, both."""
     for each in _chain(error):
         each.__traceback__ = _without_ours(each.__traceback__)
     try:
@@ -136,7 +136,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without Plimsoll's frames; with them below the first where it is Plimsoll that failed."""
+    """Return the traceback without Plimsoll's frames; with them below the first where it is Plimsoll that failed."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)

@@ -34,7 +34,7 @@ class CastCache:
         return result
 
     def clear(self) -> None:
-        """Holds nothing any more."""
+        """Hold nothing any more."""
         self._held.clear()
 
     def forget(self, key: tuple[int, torch.dtype]) -> None:
@@ -55,12 +55,12 @@ def _forgetting(cache: "weakref.ref[CastCache]", key: tuple[int, torch.dtype]) -
 
 
 def castable(x: object) -> bool:
-    """Whether lists apply to it: a floating tensor of 16 or 32 bits."""
+    """Return whether lists apply to it: a floating tensor of 16 or 32 bits."""
     return isinstance(x, Tensor) and x.dtype in _CASTABLE
 
 
 def cast(x: Any, dtype: torch.dtype, cache: CastCache | None) -> Any:
-    """An argument with every castable tensor in it in the dtype."""
+    """Return an argument with every castable tensor in it in the dtype."""
     if isinstance(x, Tensor):
         if x.dtype is dtype or x.dtype not in _CASTABLE:
             return x
@@ -80,7 +80,7 @@ def promoted(low: torch.dtype, arguments: Any) -> torch.dtype:
 
 
 def tensors(arguments: Any) -> list[Tensor]:
-    """The castable tensors among the arguments."""
+    """Return the castable tensors among the arguments."""
     found = list[Tensor]()
     for x in arguments:
         if isinstance(x, list | tuple):

@@ -66,7 +66,7 @@ class OperationLists:
             yield field.name, (given,) if isinstance(given, str) else given
 
     def of(self, operation: object) -> Category | None:
-        """The list that the operation is on: "low", "high", "promote", "banned", or None."""
+        """Return the list that the operation is on: "low", "high", "promote", "banned", or None."""
         name = operation_name(operation, "OperationLists.of")
         return next((category for category in CATEGORIES if name in getattr(self, category)), None)
 
@@ -91,7 +91,7 @@ class OperationLists:
         return self._with(None, operations)
 
     def rows(self) -> list[tuple[str, Category]]:
-        """Each operation and its list, sorted by list and name: what a table shows."""
+        """Return each operation and its list, sorted by list and name: what a table shows."""
         return [(name, category) for category in CATEGORIES for name in sorted(getattr(self, category))]
 
     def _with(self, category: Category | None, operations: Iterable[object]) -> "OperationLists":
@@ -103,7 +103,7 @@ class OperationLists:
 
 
 def operation_name(operation: object, asker: str) -> str:
-    """The dispatcher's name of an operation given by name, as a torch function, or as a method of Tensor.
+    """Return the dispatcher's name of an operation given by name, as a torch function, or as a method of Tensor.
 
     >>> operation_name(torch.nn.functional.grid_sample, "example"), operation_name("aten::mm", "example")
     ('grid_sampler', 'mm')
@@ -120,7 +120,7 @@ def operation_name(operation: object, asker: str) -> str:
 
 @functools.cache
 def _known() -> frozenset[str]:
-    """The operations of torch that do not write into their arguments."""
+    """Return the operations of torch that do not write into their arguments."""
     listed: Any = torch._C._dispatch_get_all_op_names  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  # noqa: SLF001
     names = {name.removeprefix("aten::").split(".")[0] for name in listed() if name.startswith("aten::")}
     return frozenset(name for name in names if not name.endswith("_") or name.endswith("__"))

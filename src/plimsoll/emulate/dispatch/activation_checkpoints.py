@@ -24,7 +24,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def patch(remember: Remember) -> None:
-    """Counts one context more; the first installs the patch."""
+    """Count one context more; the first installs the patch."""
     global _open  # noqa: PLW0603  (the count of the process's one patch)
     with _lock:
         if not _open:
@@ -35,7 +35,7 @@ def patch(remember: Remember) -> None:
 
 
 def unpatch() -> None:
-    """Counts one context less; the last takes the patch back."""
+    """Count one context less; the last takes the patch back."""
     global _open  # noqa: PLW0603
     with _lock:
         _open -= 1

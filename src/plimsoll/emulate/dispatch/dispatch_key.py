@@ -71,7 +71,7 @@ class Key:
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
     def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
-        """The operation as it would have run unheard; what it calls in turn is heard again, unless it is `whole`."""
+        """Return the operation as it would have run unheard; what it calls in turn is heard again, unless it is `whole`."""
         numbers = _has_number(op, args)
         if not (whole or numbers):
             return op.redispatch(keys & self._below, *args, **kwargs)
@@ -88,11 +88,11 @@ class Key:
         return bool(_C._dispatch_tls_is_dispatch_key_included(self._key))  # noqa: SLF001
 
     def include(self, on: bool) -> None:
-        """Turns the key on or off for this thread, within a context that has opened it."""
+        """Turn the key on or off for this thread, within a context that has opened it."""
         _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
 
     def set(self, on: bool) -> None:
-        """Opens or closes the key for this thread: autocast keys are also excluded where no context is."""
+        """Open or closes the key for this thread: autocast keys are also excluded where no context is."""
         _C._dispatch_tls_set_dispatch_key_excluded(self._key, not on)  # noqa: SLF001
         _C._dispatch_tls_set_dispatch_key_included(self._key, on)  # noqa: SLF001
 
@@ -109,7 +109,7 @@ def _has_number(op: Any, args: Any) -> bool:
 
 
 def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
-    """A call with a number in a tensor's place (``x * 2``): it came as a tensor that counts as a number in promotion.
+    """Return a call with a number in a tensor's place (``x * 2``): it came as a tensor that counts as a number in promotion.
 
     A call from the top makes such a tensor of it again, for those operations that a user may call so. Others have it
     from C++ alone: they get a 0-d tensor, which promotes no other tensor of dimensions either.

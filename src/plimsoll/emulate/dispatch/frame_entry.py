@@ -40,7 +40,7 @@ def entered(frame: Frame) -> Generator[Frame]:
 
 
 def _without_witness(frame: Frame) -> Frame:
-    """The frame as it can be inside a TorchDispatchMode, where torch finds no kernel that hears everything."""
+    """Return the frame as it can be inside a TorchDispatchMode, where torch finds no kernel that hears everything."""
     if not isinstance(frame.witness, Counts):
         raise ArgumentError(
             "emulate: expected operations to be 'matmul' or names inside a TorchDispatchMode (plimsoll.locate, a FLOP "
@@ -50,7 +50,7 @@ def _without_witness(frame: Frame) -> Frame:
 
 
 def _switch(before: Frame | None, now: Frame) -> Callable[[], None]:
-    """Opens the key of the frame, and closes the other one; what it returns takes that back."""
+    """Open the key of the frame, and closes the other one; what it returns takes that back."""
     # The dtype of the key's backend is what torch.compile guards upon: another low dtype recompiles.
     dtype = torch.get_autocast_dtype(key_of(now).device)
     torch.set_autocast_dtype(key_of(now).device, now.low)
@@ -70,7 +70,7 @@ def _switch(before: Frame | None, now: Frame) -> Callable[[], None]:
 
 
 def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, under this thread's frame wherever it is called."""
+    """Return the function, under this thread's frame wherever it is called."""
     frame = local.frame
     if frame is None:
         return function

@@ -22,19 +22,19 @@ from plimsoll.errors import ArgumentError
 
 
 def key_of(frame: Frame) -> Key:
-    """The dispatch key that the frame needs."""
+    """Return the dispatch key that the frame needs."""
     return hearing_some() if frame.witness is None else hearing_all()
 
 
 @functools.cache
 def hearing_some() -> Key:
-    """The key under which only operations on a list or with a rule are heard."""
+    """Return the key under which only operations on a list or with a rule are heard."""
     return Key()
 
 
 @functools.cache
 def hearing_all() -> Key:
-    """The key under which every operation is."""
+    """Return the key under which every operation is."""
     return Key(_everything)
 
 
@@ -52,7 +52,7 @@ def hear(key: Key, lists: OperationLists, rules: tuple[str, ...]) -> None:
 
 @functools.cache
 def overloads(name: str) -> tuple[Any, ...]:
-    """The overloads of an operation that take a tensor and have no ``out=``; or the one of the name "mm.out"."""
+    """Return the overloads of an operation that take a tensor and have no ``out=``; or the one of the name "mm.out"."""
     name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, name)
     if overload:

@@ -59,7 +59,7 @@ class Frame:
     again: AbstractContextManager[Any] | None = None  # entered too, where a checkpoint runs what it has seen once more
 
     def casts_now(self) -> bool:
-        """Whether the lists hold for the call at hand."""
+        """Return whether the lists hold for the call at hand."""
         if graph_task() != self.task:
             return False
         torch.autocast_increment_nesting()
@@ -80,24 +80,24 @@ local = Local()
 
 
 def current() -> Frame | None:
-    """The innermost frame of this thread."""
+    """Return the innermost frame of this thread."""
     return local.frame
 
 
 @functools.lru_cache(maxsize=64)
 def categories_of(lists: OperationLists) -> Mapping[str, Category]:
-    """The list of each operation that is on one."""
+    """Return the list of each operation that is on one."""
     return MappingProxyType(dict(lists.rows()))
 
 
 def nesting() -> int:
-    """How many of torch's autocast contexts are open on this thread."""
+    """Return how many of torch's autocast contexts are open on this thread."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def refuse_torch_autocast(where: str) -> None:
-    """Raises if torch's own autocast is on: two lists would cast one call."""
+    """Raise if torch's own autocast is on: two lists would cast one call."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise ArgumentError(
@@ -107,13 +107,13 @@ def refuse_torch_autocast(where: str) -> None:
 
 
 def in_backward() -> bool:
-    """Whether the call at hand is part of a backward; what a checkpoint recomputes in one is a forward."""
+    """Return whether the call at hand is part of a backward; what a checkpoint recomputes in one is a forward."""
     frame = local.frame
     return frame is not None and graph_task() != frame.task
 
 
 def in_forward(rule: Rule) -> Rule:
-    """The rule, which in a backward leaves calls alone: they are formulas, whose operands it would take for others."""
+    """Return the rule, which in a backward leaves calls alone: they are formulas, whose operands it would take for others."""
 
     def ruled(op: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if in_backward() else rule(op, args, kwargs)

@@ -17,7 +17,7 @@ class Attention:
         self._products = products
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002  (a rule's signature)
-        """Stands in for the operation."""
+        """Stand in for the operation."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = dict(zip(names, args, strict=False)) | kwargs
         q, k, v, mask = (given.get(name) for name in names[:4])

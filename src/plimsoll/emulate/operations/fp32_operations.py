@@ -43,7 +43,7 @@ _STATISTICS = ("embedding_bag", "_embedding_bag", "group_norm", "layer_norm")
 
 
 def wide(op: Any, args: Any, kwargs: Any) -> Any:
-    """The operation in FP32, its floating results rounded to the 16-bit dtype of its tensors."""
+    """Return the operation in FP32, its floating results rounded to the 16-bit dtype of its tensors."""
     dtype = _common(args, kwargs)
     if dtype is None or "dtype" in op._overloadname:  # noqa: SLF001  (results in FP32, which only GPUs have)
         return NotImplemented
@@ -123,7 +123,7 @@ def rules() -> dict[str, thread_frame.Rule]:
 
 
 def widen(x: Any) -> Any:
-    """The argument with every 16-bit tensor in it in FP32."""
+    """Return the argument with every 16-bit tensor in it in FP32."""
     if isinstance(x, Tensor):
         return x.float() if x.dtype in _SIXTEEN_BITS else x
     if isinstance(x, tuple | list):
@@ -134,7 +134,7 @@ def widen(x: Any) -> Any:
 
 
 def narrow(result: Any, dtype: torch.dtype) -> Any:
-    """The result with every FP32 tensor in it rounded to the dtype."""
+    """Return the result with every FP32 tensor in it rounded to the dtype."""
     if isinstance(result, Tensor):
         return result.to(dtype) if result.dtype is torch.float32 else result
     if isinstance(result, tuple | list):
@@ -143,7 +143,7 @@ def narrow(result: Any, dtype: torch.dtype) -> Any:
 
 
 def _common(args: Any, kwargs: Any) -> torch.dtype | None:
-    """The one 16-bit dtype of all floating tensors, which are on the CPU; else None, and torch has the last word."""
+    """Return the one 16-bit dtype of all floating tensors, which are on the CPU; else None, and torch has the last word."""
     dtype = None
     for x in (*args, *kwargs.values()):
         if not isinstance(x, Tensor) or not x.is_floating_point():

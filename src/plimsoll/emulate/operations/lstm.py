@@ -17,7 +17,7 @@ State = tuple[Tensor, Tensor]
 
 
 def lstm(op: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for `lstm`, over padded or over packed sequences; those with projections are separate already."""
+    """Return the rule for `lstm`, over padded or over packed sequences; those with projections are separate already."""
     packed = op._overloadname == "data"  # noqa: SLF001
     weights, biased = args[3:5] if packed else args[2:4]
     layers, both_ways = args[5 if packed else 4], args[8 if packed else 7]

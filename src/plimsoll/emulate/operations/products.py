@@ -123,7 +123,7 @@ def _sum(added: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def _rule(form: Any) -> thread_frame.Rule:
-    """A form of wide tensors as a rule: widened before, narrowed after; of mixed dtypes it leaves torch to complain."""
+    """Return a form of wide tensors as a rule: widened before, narrowed after; of mixed dtypes it leaves torch to complain."""
 
     def rule(op: Any, args: Any, kwargs: Any) -> Any:
         dtype = common_dtype(args, kwargs)
@@ -135,7 +135,7 @@ def _rule(form: Any) -> thread_frame.Rule:
 
 
 def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """The one floating dtype of all tensors, if it is one and there are only dense ones."""
+    """Return the one floating dtype of all tensors, if it is one and there are only dense ones."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) != 1 or not dtypes <= set(_FLOATS) or any(x.layout is not torch.strided for x in tensors):

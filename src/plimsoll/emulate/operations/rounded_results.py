@@ -17,11 +17,11 @@ class Rounded:
         self._recipe = recipe
 
     def alone(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The rule for an operation that runs as torch runs it."""
+        """Return the rule for an operation that runs as torch runs it."""
         return self.result(op(*args, **kwargs), args)
 
     def after(self, rule: thread_frame.Rule) -> thread_frame.Rule:
-        """The rule, its result rounded too."""
+        """Return the rule, its result rounded too."""
 
         def rounded(op: Any, args: Any, kwargs: Any) -> Any:
             result = rule(op, args, kwargs)
@@ -30,7 +30,7 @@ class Rounded:
         return rounded
 
     def result(self, result: Any, args: Any) -> Any:
-        """A result with every floating tensor in it rounded; one that was written in place, in its place."""
+        """Return a result with every floating tensor in it rounded; one that was written in place, in its place."""
         if isinstance(result, Tensor):
             if not result.is_floating_point() or not result.numel():
                 return result
@@ -48,11 +48,11 @@ class Everywhere:
         self._counts, self._rounded = counts, rounded
 
     def ruled(self, op: Any) -> None:
-        """Counts a call that a rule has stood in for."""
+        """Count a call that a rule has stood in for."""
         self._counts.ruled(op)
 
     def native(self, op: Any, arguments: Any, result: Any) -> Any:
-        """Rounds what torch has computed."""
+        """Round what torch has computed."""
         if thread_frame.in_backward() or not any(map(_floating, arguments)):
             return self._counts.native(op, arguments, result)
         self._counts.ruled(op)
@@ -60,7 +60,7 @@ class Everywhere:
 
 
 def within(rules: Mapping[str, thread_frame.Rule]) -> thread_frame.Rule:
-    """The rule for an operation that is made of others, to which these rules apply."""
+    """Return the rule for an operation that is made of others, to which these rules apply."""
 
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         return operation_kernels.aloud(op, args, kwargs, rules)

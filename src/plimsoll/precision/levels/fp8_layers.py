@@ -292,7 +292,7 @@ class PlannedLayers(InPlace):
 
 
 def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str]:
-    """The linear layers that a rule of their own has in FP8, in no module whose products are emulated."""
+    """Return the linear layers that a rule of their own has in FP8, in no module whose products are emulated."""
     names: list[str] = []
     for name, plan in rules.items():
         in_fp8 = (plan.forward, plan.backward) == (FP8.forward, FP8.backward)
@@ -303,7 +303,7 @@ def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str
 
 
 def are_multiplied(root: nn.Module, policy: Policy) -> bool:
-    """Whether such layers are to run in FP8: where the device has FP8 units, or the policy says so."""
+    """Return whether such layers are to run in FP8: where the device has FP8 units, or the policy says so."""
     device = device_of(root)
     units = device.type == "cuda" and has_units(device)
     return policy.fp8_plans == "multiplied" or (policy.fp8_plans == "auto" and units)

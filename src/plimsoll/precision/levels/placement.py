@@ -36,13 +36,13 @@ _NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation layer: one of torch's, or a module without children whose class is named so."""
+    """Return whether it is a normalisation layer: one of torch's, or a module without children whose class is named so."""
     named_so = type(module).__name__.lower().endswith(_NORM_ENDINGS)
     return isinstance(module, _NORMS) or (named_so and next(iter(module.children()), None) is None)
 
 
 def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str, str]) -> dict[str, str]:
-    """The format of every module by its qualified name (the root's is empty).
+    """Return the format of every module by its qualified name (the root's is empty).
 
     A rule for the module itself counts first, then that for norms; else a module has the format of the one around it.
     """
@@ -60,7 +60,7 @@ class CastInputs:
         self.dtype = dtype
 
     def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A module's inputs, in its dtype."""
+        """Return a module's inputs, in its dtype."""
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
@@ -71,7 +71,7 @@ class CastOutputs:
         self.dtype = dtype
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002  (a hook's parameters are torch's to choose)
-        """A module's output, in the dtype outside."""
+        """Return a module's output, in the dtype outside."""
         return cast_floating(output, self.dtype)
 
 
@@ -79,7 +79,7 @@ inlined_only(CastInputs.__call__, CastOutputs.__call__)
 
 
 def has_borders(module: nn.Module) -> bool:
-    """Whether the module casts what goes in or out."""
+    """Return whether the module casts what goes in or out."""
     inside = cast("Any", module)
     hooks: list[Any] = [*inside._forward_pre_hooks.values(), *inside._forward_hooks.values()]  # noqa: SLF001
     return any(isinstance(hook, CastInputs | CastOutputs) for hook in hooks)

@@ -1,1 +1,1 @@
-"""Records as columns of tables."""
+"""Records as columns: step tables, spectra, statistics."""

@@ -1,7 +1,7 @@
-"""pyarrow, which comes without type stubs: its modules with their types left open, once, and names to annotate with.
+"""Modules of pyarrow without type checks, since it has no stubs, and types to annotate with.
 
-`array`, `strings` and `values_of` go between its arrays and NumPy's. Its own `pa.array` and `to_numpy` would too, but
-they import pandas wherever that is installed, for some 50 MB of a training process's memory that nothing here uses.
+`array`, `strings` and `values_of` convert between its arrays and NumPy's. Its own `pa.array` and `to_numpy` do so too,
+but they import pandas if that is installed, for some 50 MB of a training process's memory.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ParquetWriter = Any
 
 
 def array(values: NDArray[Any], missing: NDArray[np.bool_] | None = None) -> Array:
-    """The values of a NumPy array of numbers or truths, of its dtype; null where `missing`."""
+    """Return a NumPy array of numbers or booleans as Arrow array, null where `missing`."""
     values = np.ascontiguousarray(values)
     data = _bits(values) if values.dtype == bool else pa.py_buffer(values)
     there = None if missing is None else _bits(~missing)
@@ -35,14 +35,14 @@ def array(values: NDArray[Any], missing: NDArray[np.bool_] | None = None) -> Arr
 
 
 def strings(values: Sequence[str]) -> Array:
-    """The strings."""
+    """Return an Arrow array of strings."""
     encoded = [value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), len(encoded), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])
 
 
 def values_of(column: Array) -> NDArray[Any]:
-    """The numbers or truths of an array or column, of its dtype; where some are null floats, NaN for these."""
+    """Return a column of numbers or booleans as NumPy array. Nulls among floats are NaN."""
     parts = [_values(part) for part in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])]
     if len(parts) == 1:
         return parts[0]

@@ -1,6 +1,6 @@
 """Columns of a run's parts: names, types, and tables of scalars and events.
 
-Docs: docs/reference/run-format.md. A golden run folder of each earlier version is read by the tests.
+docs/reference/run-format.md describes them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
-"""Statistics rows as Arrow columns, and columns as rows again.
+"""Statistics rows as Arrow columns, columns as rows again, and rows as spectra.
 
-A row has 288 numbers, or 848 with a block record (`plimsoll.kernels.row_layout`). As columns its binades are trimmed to
-the occupied ones, which takes about a sixth of the memory. The way back is exact, but for the sign of a zero sum.
+A row has 288 numbers, or 848 with a block record (`plimsoll.kernels.row_layout`). As columns, its binades are trimmed
+to the occupied ones, which takes about a sixth of the memory. Columns become the same rows again, except for the sign
+of a sum that is zero.
 """
 
 import contextlib
@@ -153,7 +154,7 @@ def integers(table: Table, name: str) -> Counts:
 
 
 def list_items(column: Array) -> tuple[Counts, Counts]:
-    """Return where the items of each row's list start (one number more than rows), and all items. Null is empty."""
+    """Return the first item of each row's list (and the end of the last), and all items. Null is empty."""
     whole = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     # Older versions of pyarrow return a chunked array of one chunk.
     if isinstance(whole, pa.ChunkedArray):
@@ -219,10 +220,10 @@ def _bits(values: NDArray[np.float64]) -> Counts:
 
 
 def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0) -> Spectrum:
-    """The spectrum of the true values, where the scale is a power of two; its source tells the scale they had.
+    """Return the spectrum of the true values if the scale is a power of two. Its source has the scale.
 
-    Any other scale moves values between binades, which cannot be undone from counts: then the stored spectrum comes
-    back as it is, without a source. So does one whose values lie beyond the range of binades.
+    Another scale moves values between binades, which cannot be undone from counts. The stored spectrum is returned
+    then, without a source, as for values beyond the range of binades.
     """
     stored = stored_spectrum(row, fmt, block)
     fraction, exponent = math.frexp(scale)
@@ -235,5 +236,5 @@ def true_spectrum(row: NDArray[np.int64], fmt: str, scale: float, block: int = 0
 
 
 def stored_spectrum(row: NDArray[np.int64], fmt: str, block: int = 0) -> Spectrum:
-    """The spectrum of the values as they were measured; `block` is the block length of its record, 0 for none."""
+    """Return the spectrum of the stored values. `block` is the block length of its record, 0 for none."""
     return Spectrum.from_row(np.ascontiguousarray(row[: row_layout.width(block)]), Source(fmt), block)

@@ -1,4 +1,4 @@
-"""Statistics of many spectra at once, from the columns, with the formulas of `Spectrum`."""
+"""Statistics of many spectra at once, from columns, by the formulas of `Spectrum`."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ _LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax")
 
 
 def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
-    """The steps, and each column with one number a step; scales are undone unless `raw`."""
+    """Return the steps, and each column with one number per step. Scales are undone unless `raw`."""
     order = np.argsort(values_of(table["step"]), kind="stable")
     steps = values_of(table["step"])[order]
     starts = row_order.starts([steps])
@@ -35,7 +35,7 @@ def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
 
 
 def _joined(name: str, column: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """One number for each stretch of rows of one step."""
+    """Return one number for each group of rows of one step."""
     if name in _LOWEST:
         return np.fmin.reduceat(column, starts)
     if name in _HIGHEST:

@@ -1,1 +1,1 @@
-"""Reading a run."""
+"""Reading of a run."""

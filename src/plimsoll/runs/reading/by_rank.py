@@ -1,6 +1,6 @@
-"""Records of data-parallel ranks apart: their losses, and the sizes of their activations.
+"""Records of data-parallel ranks side by side: their losses, and the sizes of their activations.
 
-Ranks that share a part of the batch (tensor or pipeline parallel ones) count as one, under the lowest of their numbers.
+Ranks that share a part of the batch (tensor or pipeline parallel ones) count as one, under the lowest rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,9 +31,9 @@ class ByRank:
 
 
 def parts_of(run: Run) -> dict[int, int]:
-    """Return the part of the batch that each rank has; nothing for a run that is not data-parallel.
+    """Return the part of the batch that each rank has. Empty for a run that is not data-parallel.
 
-    Ranks that average their gradients without a wrapper are known by their weights, which are the same on all.
+    Ranks that average their gradients without a wrapper are recognized by weights that are equal on all of them.
     """
     if len(run.ranks) < 2:
         return {}
@@ -78,7 +78,7 @@ def activation_sizes(run: Run, parts: Mapping[int, int]) -> Iterator[ByRank]:
 def _apart(
     name: str, table: Table, values: NDArray[np.float64], counts: NDArray[np.float64], parts: Mapping[int, int]
 ) -> ByRank:
-    """Sums of values over sums of counts, by rank and step."""
+    """Sum of values over sums of counts, by rank and step."""
     of, at = values_of(table["rank"]), values_of(table["step"])
     lowest: dict[int, int] = {}
     for rank in sorted(set(of.tolist()) & set(parts)):

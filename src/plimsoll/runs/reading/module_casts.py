@@ -1,8 +1,8 @@
-"""What modules cast before they multiply: formats and scales, as a run has recorded them.
+"""Casts of modules to 8 bits before they multiply: formats and scales, as a run has recorded them.
 
-A watch tells of modules that cast to 8 bits in an event of kind `casts`, when it first meets them and whenever that has
-changed: of each module and role the series whose values are cast, the format, and the scale that they are multiplied by
-before. A scale that follows the data is null there; its values are a scalar of its own, ``cast:module:role``.
+A watch records an event of kind `casts` when it first finds modules that cast, and after each change. It has for each
+module and role the series whose values are cast, the format, and the scale. A scale that follows the data is null
+there. Its values are a scalar of the run, ``cast:module:role``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +27,17 @@ COLLECTIONS: Mapping[Role, str] = {c.role: c.name for c in tensor_collections.CO
 class Cast:
     """One operand that a module casts: its values, times a scale, in a format.
 
-    - `module`, `role` ("weights", "activations", "gradients"), `format`.
-    - `collection`, `name`: the series of its values before the cast, without the scale.
-    - `since_step`, `until_step`: the first step, and the last (None: to the run's end).
-    - `steps`, `scales`: the scale from each of these steps on. `constant`: it does not follow the data.
+    Attributes:
+        module: Name of the module.
+        role: "weights", "activations" or "gradients".
+        format: Name of the format.
+        collection: Collection of the series before the cast.
+        name: Name of that series.
+        since_step: First step.
+        until_step: Last step. None: the end of the run.
+        constant: Whether the scale does not follow the data.
+        steps: Steps at which the scale changes.
+        scales: Scale from each of these steps on.
     """
 
     module: str
@@ -45,7 +52,7 @@ class Cast:
     scales: NDArray[np.float64]
 
     def scale_at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The scale at each step: the last one recorded by then; NaN where there is none, or no cast."""
+        """Return the scale at each step, the last one recorded by then. NaN if there is none, or no cast."""
         if not len(self.steps):
             return np.full(len(steps), np.nan)
         place = np.searchsorted(self.steps, steps, side="right") - 1
@@ -57,7 +64,7 @@ class Cast:
 
 
 def scalar_of(module: str, role: str) -> str:
-    """The name of the scalar that a scale is recorded as.
+    """Return the name of the scalar that has a cast's scale.
 
     >>> scalar_of("blocks.0.mlp", "weights")
     'cast:blocks.0.mlp:weights'
@@ -68,9 +75,13 @@ def scalar_of(module: str, role: str) -> str:
 def casts_of(
     events: Iterable[Event], scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
 ) -> list[Cast]:
-    """The casts that events tell of, by module and role and then by step; `scales` are the scalars by their names.
+    """Return the casts in events, by module and role and then by step.
 
-    Ranks cast alike: the lowest rank's events count.
+    All ranks cast alike, so only the lowest rank's events count.
+
+    Args:
+        events: Events of a run.
+        scales: Steps and values of the scalars, by name.
     """
     told = [event for event in events if event.kind == EVENT]
     lowest = min((event.rank for event in told), default=0)
@@ -84,7 +95,7 @@ _Entry = tuple[str, str, float | None]  # format, series, scale
 
 
 def _entries(event: Event) -> dict[_Key, _Entry]:
-    """What one event says; what is no cast in it is left out: anyone may write events."""
+    """Return the casts in one event. Invalid entries are left out, since anyone may write events."""
     found: dict[_Key, _Entry] = {}
     for module, said in _mapping(event.details.get("modules")).items():
         for role in ROLES:
@@ -104,7 +115,7 @@ def _spans(
     tables: Sequence[tuple[int, Mapping[_Key, _Entry]]],
     scales: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
 ) -> Iterable[Cast]:
-    """One cast for each stretch of steps in which a module's role is cast in one way."""
+    """Yield one cast for each range of steps in which a module's role is cast in one way."""
     before: _Entry | None = None
     begun = 0
     for step, table in tables:

@@ -1,12 +1,12 @@
-"""Merging what ranks recorded of one series: parts of a whole are added, replicas are counted once.
+"""Merging of what ranks recorded of one series: shards are added up, replicas are counted once.
 
 A shared series is added up. A plain one (``shared=False``) is a replica on every rank if all ranks have the same
-spectrum of it at every step that they have in common; otherwise ranks hold different values, and these are added up.
-Of activations this is asked among the ranks that share a part of the batch: those of different parts are always added
-up. Which part a rank has is in its manifest (`data_index`).
+spectrum of it at every step that they have in common. Otherwise ranks have different values, which are added up.
+Activations are compared among ranks that share a part of the batch, and added up over different parts. The manifest has
+the part of each rank (`data_index`).
 
-Of scalars that several ranks recorded, "nonfinite" is added up; "scale", and the scale of a cast ("cast:..."), is the
-lowest rank's; any other is their mean.
+Scalars of several ranks: "nonfinite" is added up. "scale" and scales of casts ("cast:...") are the lowest rank's. Any
+other is the mean.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
 
 
 def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) -> dict[int, int]:
-    """The part of the batch that each rank has, where it matters to the collection; the ranks left out have part 0."""
+    """Return the part of the batch that each rank has, if the collection depends on it. Others have part 0."""
     if collection not in OF_MODULES:
         return {}
     told: dict[int, dict[str, Any]] = {rank: manifest.get("ranks") or {} for rank, manifest in manifests.items()}
@@ -35,12 +35,17 @@ def parts_of_batch(manifests: Mapping[int, Mapping[str, Any]], collection: str) 
 
 
 def is_plain(table: Table) -> bool:
-    """Whether the rows of one series are of a plain tensor, on several ranks."""
+    """Return whether the rows of one series are of a plain tensor, on several ranks."""
     return not pc.any(table["shared"]).as_py() and len(pc.unique(table["rank"])) > 1
 
 
 def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
-    """Whether the ranks of each part have the same spectra at the steps in common: one series' rows, over all steps."""
+    """Return whether the ranks of each part have the same spectra at the steps in common.
+
+    Args:
+        table: All rows of one series.
+        parts: Part of the batch by rank.
+    """
     columns = [values_of(table["step"]), _part(table, parts)]
     columns += [row_order.codes(table[name]) for name in ("format", "scale", "rank")]
     order = np.lexsort(columns[::-1])
@@ -54,7 +59,7 @@ def are_replicas(table: Table, parts: Mapping[int, int]) -> bool:
 
 
 def counted_once(table: Table, parts: Mapping[int, int]) -> Table:
-    """Of replicas, at each step and for each part the rows of the lowest rank that has it."""
+    """Return of replicas the rows of the lowest rank that has each step and part."""
     steps, ranks = np.stack([values_of(table["step"]), _part(table, parts)]), values_of(table["rank"])
     distinct, place = np.unique(steps, axis=1, return_inverse=True)
     lowest = np.full(distinct.shape[1], np.iinfo(np.int64).max)
@@ -65,7 +70,7 @@ def counted_once(table: Table, parts: Mapping[int, int]) -> Table:
 def one_of_scalars(
     name: str, steps: NDArray[np.int64], values: NDArray[np.float64], ranks: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The steps and a scalar's value at each, of what ranks recorded."""
+    """Return the steps and values of a scalar, merged over ranks."""
     order = np.lexsort((ranks, steps))
     steps, values = steps[order], values[order]
     starts = row_order.starts([steps])

@@ -1,4 +1,4 @@
-"""Reading rows of the parts: only what is asked for, without what was replaced, each as often as it counts."""
+"""Selection of rows from parts by names and steps, without replaced rows."""
 
 import difflib
 import fnmatch
@@ -21,7 +21,7 @@ from plimsoll.runs.storage.parts import Part
 
 
 def matching(names: Iterable[str], pattern: str | None) -> list[str]:
-    """The names that a pattern means: the one that it is, or else those it matches as a glob; all for None."""
+    """Return the names that equal a pattern, or else match it as a glob. All for None."""
     listed = list(names)
     if pattern is None:
         return listed
@@ -29,7 +29,15 @@ def matching(names: Iterable[str], pattern: str | None) -> list[str]:
 
 
 def unknown(operation: str, what: str, name: str, names: Sequence[str], *, closed: bool = True) -> NotRecordedError:
-    """The error for a name that is not there, with the nearest ones; for a run that is `closed`, or written still."""
+    """Return the error for an unknown name, with similar ones.
+
+    Args:
+        operation: Function that the user called.
+        what: Kind of name, for the message.
+        name: The name.
+        names: Known names.
+        closed: Whether the run is closed. An open one may still get the name.
+    """
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or sorted(names)[:3]
     listed = ", ".join(repr(n) for n in near)
     advice = f"The nearest are {listed}." if near else "Nothing of this kind was recorded."
@@ -43,7 +51,7 @@ _GROUPS = 16  # row groups that are read at a time where only some of their rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Which steps are asked for: from `low` up to and not including `high`, every one or every so many."""
+    """Range of steps: from `low` to below `high`, every `every`-th from `low` on."""
 
     low: int | None = None
     high: int | None = None
@@ -51,17 +59,17 @@ class Steps:
 
     @classmethod
     def of(cls, steps: slice | None) -> "Steps":
-        """Those that a slice of step numbers means."""
+        """Return the range of a slice of step numbers."""
         if steps is None:
             return cls()
         return cls(low=steps.start, high=steps.stop, every=1 if steps.step is None else steps.step)
 
     def may_be_in(self, part: Part) -> bool:
-        """Whether a part can hold any."""
+        """Return whether a part may have such steps."""
         return (self.low is None or part.max_step >= self.low) and (self.high is None or part.min_step < self.high)
 
     def mask(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these steps are meant."""
+        """Return which of these steps are in the range."""
         result = np.ones(len(steps), dtype=bool)
         if self.low is not None:
             result &= steps >= self.low
@@ -79,10 +87,17 @@ def select(
     columns: Sequence[str] | None = None,
     blocks: bool = True,
 ) -> Table:
-    """Rows whose words are among those of `equal`, with a column `rank`; sorted by key, step and rank.
+    """Return rows with a column `rank`, sorted by key, step and rank.
 
-    Row groups that cannot hold any are not read. Where a part has records of blocks the table has their columns, unless
-    `columns` or `blocks` leave them out.
+    Row groups that cannot have such rows are not read.
+
+    Args:
+        folder: The run's folder.
+        kind: Kind of rows.
+        equal: Allowed words by column. Default: all.
+        steps: The steps. Default: all.
+        columns: Columns to read. Default: all.
+        blocks: Whether to read the columns of block records too, if there are any and `columns` is not given.
     """
     wanted = steps or Steps()
     names = list(columns or SCHEMAS[kind].names)
@@ -112,7 +127,7 @@ def _load(
     steps: Steps,
     end: int,
 ) -> Table:
-    """The rows that are asked for, up to step `end`: the first columns, and those of the others that the part has."""
+    """Return the selected rows of a part up to step `end`: the first columns, and existing ones of the second."""
     file = parquet.opened(place, part)
     there = file.schema_arrow.names
     wanted = [*columns[0], *(name for name in columns[1] if name in there)]

@@ -1,6 +1,6 @@
-"""`Run`: a run read from its folder, while it is written or after.
+"""`Run`: a run read from its folder, during or after its writing.
 
-Every question reads the rows it needs and no others; what a live writer adds is seen after `refresh`.
+Each call reads only the rows that it needs. New records of an open run are visible after `refresh`.
 """
 
 import itertools
@@ -29,17 +29,21 @@ from plimsoll.spectrum import Spectrum
 
 
 class Run:
-    """A run in a folder, read only.
+    """A run in a folder, for reading.
 
-    Values are the true ones: what was recorded under a scale (a loss scale) is brought back by it. Ranks are merged:
-    parts of a tensor are added, replicas counted once. A damaged part costs its own rows: `problems` names it, and a
-    warning does unless ``warn=False``.
+    Values are true values: a recorded scale (a loss scale) is undone. Ranks are merged: shards of a tensor are added
+    up, replicas are counted once. A damaged part costs only its own rows. `problems` has it, and a warning is given.
 
-    `path` may be a URI that pyarrow or fsspec knows, ``s3://bucket/exp1``, or a path within `filesystem`: one of
-    `pyarrow.fs`, or of fsspec. Storage that does not answer is an error, and no damage.
+    Args:
+        path: The run's folder. Or a URI that pyarrow or fsspec supports, ``s3://bucket/exp1``. Or a path in
+            `filesystem`.
+        filesystem: A file system of `pyarrow.fs` or fsspec. Default: local, or by the URI.
+        warn: Whether to warn of problems. Default: True.
 
-    Raises `RunError` for a folder that holds no run, or one of a newer schema, or storage that does not answer;
-    `ArgumentError` for a URI of an unknown kind; `MissingExtraError` where the package that opens it is missing.
+    Raises:
+        RunError: The folder has no run or a run of a newer schema, or the storage does not answer.
+        ArgumentError: The URI is of an unknown kind.
+        MissingExtraError: The package that opens the URI is missing.
 
     >>> import tempfile
     >>> from plimsoll.runs import RunWriter, Scalars
@@ -62,7 +66,7 @@ class Run:
 
     @staticmethod
     def find(folder: str | os.PathLike[str]) -> list[Path]:
-        """The folders of all runs in a folder and below it, sorted; of this machine only."""
+        """Return the sorted folders of all runs in a local folder and below it."""
         if is_elsewhere(folder):
             raise ArgumentError(
                 f"Run.find: expected a folder of this machine; got {folder}. List the storage by its own means."
@@ -73,76 +77,76 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder, in the filesystem that it lies in."""
+        """The run's folder, in its file system."""
         return self._folder.path
 
     @property
     def steps(self) -> list[int]:
-        """The steps that spectra were recorded at, on any rank."""
+        """Steps with spectra, on any rank."""
         return self._contents.steps().tolist()
 
     @property
     def tensors(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the series, by collection."""
+        """Names of the series, by collection."""
         return self._contents.tensors()
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
-        """The lengths of the blocks that spectra have records of (`plimsoll.watch` with `block`); none without."""
+        """Lengths of the blocks that spectra have records of (`plimsoll.watch` with `block`)."""
         return self._contents.block_lengths()
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
-        """The names of the scalars."""
+        """Names of the scalars."""
         return self._contents.scalar_names()
 
     @property
     def scalar_steps(self) -> list[int]:
-        """The steps that scalars were recorded at, on any rank."""
+        """Steps with scalars, on any rank."""
         return self._contents.steps("scalars").tolist()
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that recorded something; `problems` names those that are missing."""
+        """Ranks with records. `problems` has the missing ones."""
         return self._folder.ranks
 
     @property
     def world_size(self) -> int:
-        """How many ranks there should be."""
+        """Number of ranks of the training."""
         return self._folder.world_size
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """What the writer was given as settings."""
+        """Settings that the writer was given."""
         return self._folder.head.get("settings", {})
 
     @property
     def manifest(self) -> Mapping[str, object]:
-        """All of rank 0's manifest (docs/reference/run-format.md)."""
+        """Rank 0's manifest (docs/reference/run-format.md)."""
         return self._folder.head
 
     @property
     def closed(self) -> bool:
-        """Whether every rank's writer ended in order, rather than being alive or killed."""
+        """Whether every rank's writer has closed the run. False while one is alive, or after it was killed."""
         manifests = self._folder.manifests
         return len(manifests) >= self.world_size and all(m.get("closed") for m in manifests.values())
 
     @property
     def was_abandoned(self) -> bool:
-        """Whether a writer of it ended without closing it: its process was killed, or its machine went down.
+        """Whether a writer ended without closing the run: its process was killed, or its machine failed.
 
-        A writer on another machine cannot be asked and counts as alive.
+        A writer on another machine counts as alive.
         """
         return bool(gone_writers(self._folder.manifests.values()))
 
     @property
     def incomplete(self) -> Mapping[int, int]:
-        """Ranks that were lost while others went on, each with its last step: later sums are of the others alone."""
+        """Ranks that were lost while others went on, with their last steps. Later sums are without them."""
         return {short.rank: short.last_step for short in self._folder.short if short.lost}
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """How many records the writers say they lost, by reason."""
+        """Number of records that writers dropped, by reason."""
         result: dict[str, int] = {}
         for manifest in self._folder.manifests.values():
             for reason, records in manifest.get("dropped", {}).items():
@@ -151,26 +155,33 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """Each file that is damaged, missing or foreign, and each missing rank, with what was done about it."""
+        """Damaged, missing and foreign files and missing ranks, with the consequence of each."""
         return self._folder.problems
 
     @property
     def missing(self) -> list[str]:
-        """Those of `problems` that cost records: damaged and missing parts, manifests and ranks.
+        """The `problems` that cost records: damaged and missing parts, manifests and ranks.
 
-        What is found in such a run is found in what is left of it. Damaged parts are found when they are read.
+        Findings in such a run are findings in what is left of it. A damaged part is noticed when it is read.
         """
         return self._folder.missing
 
     # -- spectra
 
     def spectrum(self, collection: str, name: str, step: int, *, raw: bool = False) -> Spectrum:
-        """The spectrum of one series at one step.
+        """Return the spectrum of one series at one step.
 
-        Its source tells the scale that it was recorded under. Where that is no power of two it cannot be undone: the
-        stored spectrum comes back, without a source. `raw` gives the stored values always.
+        Its source has the scale under which it was recorded. A scale that is no power of two cannot be undone: the
+        stored spectrum is returned then, without a source.
 
-        Raises `NotRecordedError` for a name or a step that was not recorded.
+        Args:
+            collection: Name of the collection.
+            name: Name of the tensor.
+            step: The step.
+            raw: Whether to return stored values.
+
+        Raises:
+            NotRecordedError: The name or the step was not recorded.
         """
         self._check_series("Run.spectrum", collection, name)
         wanted = Steps(low=step, high=step + 1)
@@ -186,10 +197,13 @@ class Run:
     def spectra(
         self, collection: str | None = None, name: str | None = None, steps: slice | None = None, *, raw: bool = False
     ) -> Iterator[tuple[int, str, str, Spectrum]]:
-        """Step, collection, name and spectrum of all that match, one series after the other, steps ascending.
+        """Yield step, collection, name and spectrum, series by series, in the order of steps.
 
-        `collection` and `name` are names or globs; a name that is there is taken for itself. `steps` is a slice of step
-        numbers, ``slice(100, 200)``; its step counts from its start. `raw` as for `spectrum`.
+        Args:
+            collection: Name or glob. Default: all.
+            name: Name or glob. An existing name is not used as a glob. Default: all.
+            steps: Slice of step numbers, ``slice(100, 200)``. Its step counts from its start. Default: all.
+            raw: Whether to return stored values.
         """
         wanted = Steps.of(_checked(steps))
         for each in matching(self.tensors, collection):
@@ -199,16 +213,23 @@ class Run:
     def series(
         self, collection: str, name: str, statistic: str, *, raw: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The steps and a statistic at each.
+        """Return the steps and a statistic at each.
 
-        It is any property of `Spectrum` that is a number, or
+        Args:
+            collection: Name of the collection.
+            name: Name of the tensor.
+            statistic: A property of `Spectrum` that is a number, or one of these.
+                "scale": factor of the stored values.
+                "ratio": norm divided by the weights' norm (of updates).
+                "pushed": number of values that were to move (of updates).
+                "unmoved": share of those that did not move (of updates).
+                "weight_norm": norm of the weights (of updates).
+                "underflowed", "structural": share of all values that are zero and were not, or were, in a shadow step.
+            raw: Whether to return statistics of stored values. Otherwise any scale is undone.
 
-        - "scale": what the stored values were multiplied by;
-        - "ratio": the norm over the weights' norm; "unmoved": of the values that were to move, the part that did not;
-          "pushed": how many were to; "weight_norm" (of updates);
-        - "underflowed", "structural": of all values, those that are zero and were not, or were, in a shadow step.
-
-        Scales are undone, of whatever kind they are, unless `raw`.
+        Raises:
+            NotRecordedError: The name was not recorded.
+            ArgumentError: There is no such statistic.
         """
         self._check_series("Run.series", collection, name)
         choices = {**statistics.STATISTICS, **statistics.BESIDE}
@@ -226,16 +247,20 @@ class Run:
     # -- the rest
 
     def scalars(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The steps and values of a scalar.
+        """Return the steps and values of a scalar.
 
-        Of several ranks: the mean, as a loss is the mean over the whole batch; "nonfinite" is added up, "scale" is one.
+        Over several ranks it is the mean, as a loss is the mean over the whole batch. "nonfinite" is added up, "scale"
+        is the same on all ranks.
+
+        Raises:
+            NotRecordedError: The name was not recorded.
         """
         if name not in self.scalar_names:
             raise unknown("Run.scalars", "a scalar", name, self.scalar_names, closed=self.closed)
         return self._scalars([name])[name]
 
     def _scalars(self, names: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """The steps and values of scalars, which all parts are read for once."""
+        """Return the steps and values of scalars. All parts are read once for all of them."""
         table = select(self._folder, "scalars", equal={"name": names}) if names else None
         if table is None or not len(table):
             return {name: (np.empty(0, dtype=np.int64), np.empty(0)) for name in names}
@@ -251,16 +276,19 @@ class Run:
         return {name: found.get(name, (np.empty(0, dtype=np.int64), np.empty(0))) for name in names}
 
     def casts(self, module: str | None = None) -> list[module_casts.Cast]:
-        """What modules cast before they multiply: one record for each module, role and stretch of steps.
+        """Return the casts of modules before they multiply: one for each module, role and step range.
 
-        `module` is a name or a glob. Without FP8 there are none.
+        Runs without FP8 have none.
+
+        Args:
+            module: Name or glob. Default: all.
         """
         names = [name for name in self.scalar_names if name.startswith(module_casts.PREFIX)]
         found = module_casts.casts_of(self.events(), self._scalars(names))
         return [each for each in found if each.module in matching(list({c.module for c in found}), module)]
 
     def events(self) -> list[Event]:
-        """All events, by step and time."""
+        """Return all events by step and time."""
         rows = select(self._folder, "events").to_pylist()
         told = [Event(**{**row, "details": json.loads(row["details"])}) for row in rows]
         events = [event for event in told if limits.details_fit(event.kind, event.details)]
@@ -276,18 +304,23 @@ class Run:
         *,
         blocks: bool = True,
     ) -> Table:
-        """The recorded spectra as one table (docs/reference/run-format.md), ranks merged, replaced rows left out.
+        """Return the recorded spectra as one Arrow table (docs/reference/run-format.md).
 
-        Values are as stored: the column "scale" says what they carry. Block records are columns too, where
-        spectra have them and `blocks` is true.
+        Values are stored ones; the column "scale" has their factor. Ranks are merged, and replaced rows are left out.
+
+        Args:
+            collection: Name or glob. Default: all.
+            name: Name or glob. Default: all.
+            steps: Slice of step numbers. Default: all.
+            blocks: Whether to include the columns of block records, if there are any.
         """
         chosen = self._chosen(collection, name)
         return _spectra.table(self._contents, chosen, Steps.of(_checked(steps)), blocks=blocks)
 
     def refresh(self) -> list[int]:
-        """Looks for what was added; returns the steps that are new. Reads only parts that are.
+        """Read what was added, and return the new steps. Only new parts are read.
 
-        What this process itself records is written first.
+        Records of this process are written first.
         """
         if isinstance(self._folder.place, Folder):
             write_for_reader(self._folder.path)
@@ -300,9 +333,11 @@ class Run:
         return np.setdiff1d(self._contents.steps(), before).tolist()
 
     def follow(self, *, poll_seconds: float = 1.0, timeout: float | None = None) -> Iterator[list[int]]:
-        """The steps that there are, then those that are added, each time there are new ones, until the run is closed.
+        """Yield the existing steps, then new ones as they are added, until the run is closed.
 
-        With a timeout, also ends after so many seconds without anything new: a killed writer closes nothing.
+        Args:
+            poll_seconds: Time between two looks at the folder.
+            timeout: Seconds without new steps after which to end. A killed writer closes nothing. Default: no limit.
         """
         new, heard = self.steps, time.monotonic()
         while True:
@@ -317,7 +352,7 @@ class Run:
                 time.sleep(poll_seconds)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return what a notebook shows: the verdict, and the figure of loss and scale if it can draw that."""
+        """Return what a notebook shows: the verdict, and the figure of loss and scale if it can be drawn."""
         del include, exclude
         return {"text/plain": repr(self), **display.function("run")(self)}
 
@@ -341,7 +376,7 @@ class Run:
 
 
 def _checked(steps: slice | None) -> slice | None:
-    """The slice, with whole numbers and a positive step."""
+    """Return the slice if it has integers and a positive step."""
     if steps is None:
         return None
     fields = (steps.start, steps.stop, steps.step)

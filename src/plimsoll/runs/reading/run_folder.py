@@ -1,4 +1,4 @@
-"""What lies in a run's folder, listed anew on demand: manifests, parts that count, and what is wrong with the rest."""
+"""Folder of a run for readers: manifests, valid parts, problems, and remembered contents."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ _ROUNDING_SECONDS = 2.0  # of a process's start, and of clocks
 def gone_writers(manifests: Iterable[Mapping[str, Any]]) -> list[Session]:
     """Return the last session of each manifest that is not closed and whose process has ended.
 
-    A process of another machine cannot be asked and counts as alive.
+    A process of another machine counts as alive.
     """
     open_ones = [manifest.sessions_of(content) for content in manifests if not content.get("closed")]
     return [sessions[-1] for sessions in open_ones if sessions and not _writes_still(sessions[-1])]
@@ -68,7 +68,7 @@ _ATTEMPTS = 20  # listings, where a live writer's compaction takes parts away be
 
 
 class NoRunError(RunError):
-    """A folder that is not there, or holds no run; `below`: the runs in the folders below it, by their paths in it."""
+    """A folder that does not exist or has no run. `below` has the runs in folders below it."""
 
     def __init__(self, place: StorageLocation, why: str, below: Sequence[str]) -> None:
         self.place, self.why, self.below, self.here = str(place), why, list(below), isinstance(place, Folder)
@@ -76,7 +76,7 @@ class NoRunError(RunError):
 
     @property
     def advice(self) -> str:
-        """Which folders to name instead."""
+        """The folders to name instead."""
         if not self.below:
             elsewhere = "" if self.here else "; plimsoll serve lists the runs of a store"
             return f"Name the folder that a run was recorded into{elsewhere}."
@@ -85,16 +85,23 @@ class NoRunError(RunError):
 
 
 class _GoneError(Exception):
-    """A part that was listed is not there."""
+    """A listed part that is not there any more."""
 
 
 class _DamagedError(Exception):
-    """A part that cannot be read, noted by now."""
+    """A part that cannot be read. It has been noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteRank:
-    """A rank whose records end before those of others."""
+    """A rank whose records end before those of others.
+
+    Attributes:
+        rank: The rank.
+        last_step: Its last step. -1: none.
+        of: Last step of the other ranks.
+        lost: Whether it was killed, rather than having ended.
+    """
 
     rank: int
     last_step: int  # -1 for none
@@ -111,9 +118,10 @@ class IncompleteRank:
 
 
 class RunFolder:
-    """The manifests by rank, the parts that count, and the problems met.
+    """Listing of a run's folder: manifests by rank, valid parts, and problems.
 
-    Raises `RunError` for a folder that holds no run, or one of a newer schema.
+    Raises:
+        RunError: The folder has no run, or one of a newer schema.
     """
 
     def __init__(self, place: Path | StorageLocation, *, warn: bool = True) -> None:
@@ -131,7 +139,7 @@ class RunFolder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Lists the folder anew."""
+        """List the folder again."""
         missing = self._list()
         for _ in range(_ATTEMPTS):
             # A writer removes what it has replaced; its manifest says so since, where that is why parts are missing.
@@ -149,7 +157,7 @@ class RunFolder:
         self._warn()
 
     def _list(self) -> list[Part]:
-        """Reads the manifests and lists the parts; returns those that the manifests have and that are not there."""
+        """Read the manifests and list the parts. Return parts in manifests that do not exist."""
         self._foreign, self._missing = [], []
         self._load_manifests()
         parts = self._listed_parts()
@@ -168,7 +176,7 @@ class RunFolder:
         return [part for part in missing if self.visible_end(part) >= part.min_step]
 
     def _listed_parts(self) -> list[Part]:
-        """The parts that are there, with their rows where a manifest has these."""
+        """Return the existing parts, with their rows from the manifests."""
         parts, foreign, unlisted = _parts.listed(self.place)
         if not parts and not any(manifest.rank_of(name) is not None for name in self.place.names()):
             raise _no_run(self.place)
@@ -179,7 +187,7 @@ class RunFolder:
         return [replace(part, rows=rows.get(part)) for part in parts]
 
     def _note_foreign(self, name: str, what: str) -> None:
-        """A writer that sets a damaged file aside gives it this ending: what it held is missing."""
+        """Note a foreign file. One that a writer set aside as damaged counts as missing."""
         noted = self._missing if _DAMAGED.search(name) else self._foreign
         noted.append(f"{name}: not {what} of this run; left alone")
 
@@ -233,49 +241,49 @@ class RunFolder:
 
     @property
     def problems(self) -> list[str]:
-        """Each file that is damaged, missing or foreign, and what was done about it; ranks whose records end early."""
+        """Damaged, missing and foreign files with the consequence of each, and ranks that end early."""
         return [*self._foreign, *map(str, self.short), *self.missing]
 
     @property
     def missing(self) -> list[str]:
-        """Those of the problems that cost records."""
+        """The problems that cost records."""
         damaged = [f"{part.name}: damaged ({why}); read without it" for part, why in self._damaged.items()]
         return [*self._missing, *damaged, *self._left_out.values()]
 
     def leave_out(self, what: str, found: int, kept: int) -> None:
-        """Notes that of so many names, or whatever they are, only the first are read."""
+        """Note that only the first of so many names are read."""
         first = f"the first {kept:,} are read, {found - kept:,} are left out" if kept else "left out"
         self._left_out[what] = f"{found:,} {what}: {first}"
         self._warn()
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that anything was found of."""
+        """Ranks with any file."""
         return sorted({*self.manifests, *(part.rank for part in self.parts)})
 
     @property
     def world_size(self) -> int:
-        """How many ranks there should be, by rank 0's manifest or else the lowest rank's."""
+        """Number of ranks of the training, by rank 0's manifest or else the lowest rank's."""
         sizes = [self.manifests[rank].get("world_size", 1) for rank in sorted(self.manifests)]
         return sizes[0] if sizes else 1
 
     @property
     def head(self) -> Mapping[str, Any]:
-        """Rank 0's manifest, or the lowest rank's that there is."""
+        """Rank 0's manifest, or else the lowest rank's."""
         return self.manifests[min(self.manifests)] if self.manifests else {}
 
     def of(self, kind: Kind) -> list[Part]:
-        """The parts of one kind, the oldest first within each rank."""
+        """Return the parts of one kind, the oldest first within each rank."""
         return [part for part in self.parts if part.kind == kind]
 
     def visible_end(self, part: Part) -> int:
-        """The last step of a part that no later session replaced."""
+        """Return the last step of a part that no later session replaced."""
         sessions = self._sessions.get(part.rank, [])
         ends = [s.from_step - 1 for s in sessions if s.from_step is not None and s.replaces(part)]
         return min([part.max_step, *ends, *self._ends_of_a_left_rank(part.rank)])
 
     def _ends_of_a_left_rank(self, rank: int) -> list[int]:
-        """A rank that a restart with fewer ranks left behind: what rank 0 replaced since is replaced here too."""
+        """Return for a rank that a restart with fewer ranks left behind where rank 0 has replaced rows since."""
         if rank < self.world_size:
             return []
         left = max((s.started for s in self._sessions.get(rank, [])), default=0.0)
@@ -285,7 +293,10 @@ class RunFolder:
     def read(
         self, parts: Callable[[], list[Part]], load: Callable[[StorageLocation, Part], Any]
     ) -> list[tuple[Part, Any]]:
-        """What `load` makes of each part. Where one is damaged or has gone, all begins anew with another listing."""
+        """Return the result of `load` for each part.
+
+        If a part is damaged or gone, the folder is listed again and all parts are loaded again.
+        """
         attempts = _ATTEMPTS
         while attempts > 0:
             known = len(self._damaged)
@@ -314,7 +325,7 @@ class RunFolder:
             raise _DamagedError from error
 
     def _tried(self, part: Part, load: Callable[[StorageLocation, Part], Any]) -> Any:
-        """What `load` makes of a part: tried again where a failure may have been the storage's and not the part's."""
+        """Return the result of `load`, after a second attempt if the storage may have failed."""
         try:
             return load(self.place, part)
         except OSError as error:
@@ -342,7 +353,7 @@ def _no_run(place: StorageLocation) -> NoRunError:
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The folders of all runs in a folder and below it, sorted."""
+    """Return the sorted folders of all runs in a folder and below it."""
     found: list[Path] = []
     for place, below, files in os.walk(folder):
         if any(manifest.rank_of(name) is not None for name in files):
@@ -352,7 +363,7 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def short_ranks(folder: RunFolder) -> list[IncompleteRank]:
-    """Return the ranks that others have outrun, but for those that may be writing still."""
+    """Return the ranks whose records end early, except those that may still be writing."""
     if folder.world_size == 1:
         return []
     spectra, scalars = ({rank: _end(folder, kind, rank) for rank in folder.ranks} for kind in ("spectra", "scalars"))
@@ -381,7 +392,10 @@ def _end(folder: RunFolder, kind: Any, rank: int) -> int:
 
 
 def _has_ended(folder: RunFolder, rank: int) -> bool:
-    """Whether a rank that has not closed writes no more: its process is gone, or cannot be asked and others closed."""
+    """Return whether a rank that has not closed writes no more.
+
+    Its process is gone. Or it is on another machine, and other ranks have closed.
+    """
     content = folder.manifests[rank]
     if gone_writers([content]):
         return True
@@ -394,7 +408,10 @@ _OWN = ("loss", "nonfinite", "scale")  # scalars that a watch records: they come
 
 
 class RunContents:
-    """The contents of a folder's parts."""
+    """Contents of a run's parts: steps, names, and which plain series are replicas.
+
+    Parts never change, so what is read of each is remembered.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -406,7 +423,7 @@ class RunContents:
         self.replicas: dict[tuple[str, str], bool] = {}
 
     def refresh(self) -> None:
-        """Forgets what may have changed: parts never do, what is made of several of them may."""
+        """Forget the contents of parts that are gone, and what is derived from several parts."""
         counting = set(self.folder.parts)
         self._steps = {part: found for part, found in self._steps.items() if part in counting}
         self._words = {part: found for part, found in self._words.items() if part in counting}
@@ -415,7 +432,7 @@ class RunContents:
         self.replicas = {}
 
     def steps(self, kind: Kind = "spectra") -> NDArray[np.int64]:
-        """All steps with records of a kind, ascending."""
+        """Return all steps with records of a kind, ascending."""
         found = self.folder.read(lambda: self.folder.of(kind), self._steps_in)
         visible = [steps[steps <= self.folder.visible_end(part)] for part, steps in found]
         return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *visible]))
@@ -427,7 +444,10 @@ class RunContents:
         return self._steps[part]
 
     def tensors(self) -> Mapping[str, tuple[str, ...]]:
-        """The names by collection, in the order in which they were registered; by the parts where a manifest lacks."""
+        """Return the names by collection, in the order of registration.
+
+        Names of ranks without a readable manifest come from their parts.
+        """
         if self._tensors is None:
             found: dict[str, dict[str, None]] = {}
             for _, content in sorted(self.folder.manifests.items()):
@@ -440,7 +460,7 @@ class RunContents:
         return self._tensors
 
     def _unlisted(self) -> list[tuple[str, ...]]:
-        """The names in parts of ranks whose manifest cannot be read."""
+        """Return the names in parts of ranks whose manifest cannot be read."""
 
         def parts() -> list[Part]:
             return [p for p in self.folder.of("spectra") if p.rank not in self.folder.manifests]
@@ -448,20 +468,20 @@ class RunContents:
         return sorted({key for _, keys in self.folder.read(parts, self._words_in) for key in keys})
 
     def scalar_names(self) -> tuple[str, ...]:
-        """The names of scalars, sorted."""
+        """Return the names of scalars, sorted."""
         found = self.folder.read(lambda: self.folder.of("scalars"), self._words_in)
         names = {key[0] for _, keys in found for key in keys}
         return tuple(sorted(self._first("scalars", tuple(sorted(names, key=lambda n: (n not in _OWN, n))))))
 
     def _first(self, what: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        """As many of the names as are read."""
+        """Return as many of the names as are read."""
         if len(names) > MOST_NAMES:
             self.folder.leave_out(what, len(names), MOST_NAMES)
             names = names[:MOST_NAMES]
         return names
 
     def block_lengths(self) -> tuple[int, ...]:
-        """The lengths of the blocks that records are of, ascending."""
+        """Return the lengths of the blocks of all records, ascending."""
         found = self.folder.read(lambda: self.folder.of("spectra"), self._lengths_in)
         return tuple(sorted({length for _, lengths in found for length in lengths}))
 

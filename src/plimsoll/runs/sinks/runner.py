@@ -1,8 +1,8 @@
-"""Keeps a sink at arm's length from training: a thread of its own, a bounded queue, and every failure contained.
+"""Runner of a sink in a background thread, with a bounded queue.
 
-The training loop only ever appends to the queue. Opening a tracker, which may ask a server, happens on the thread too.
-The thread is a daemon and nothing waits for it but `flush` and `close`, for a bounded time, so that a sink that hangs
-holds up neither training nor the end of the process.
+The training loop only appends to the queue. A tracker is opened in the thread too, since that may ask a server. The
+thread is a daemon. Only `flush` and `close` wait for it, for a bounded time, so that a sink that hangs delays neither
+training nor the end of the process.
 """
 
 import os
@@ -24,14 +24,18 @@ _Mark = threading.Event
 
 
 class SinkRunner:
-    """Runs one sink. None of its methods raises, and none but `flush`, `close` and `has_ended` waits for anything.
+    """Runner of one sink. No method raises, and only `flush`, `close` and `has_ended` wait.
 
-    - `queue_steps`: how many records may wait; beyond it the oldest is dropped.
-    - `dropped`: records that the sink was never given: from a full queue, after it was switched off or closed.
-    - `failed`: records that it raised on.
-    - `failure`: what last went wrong; None if nothing did. The first failure of each kind is a `RuntimeWarning` too.
+    In a forked child it does nothing: the thread stays with the parent.
 
-    In a forked child it does nothing: the thread stayed with the parent.
+    Args:
+        sink: The sink.
+        queue_steps: Number of records that may wait. Beyond it the oldest is dropped.
+
+    Attributes:
+        dropped: Number of records that the sink did not receive: the queue was full, or the sink was off or closed.
+        failed: Number of records on which the sink raised.
+        failure: Last failure, or None. The first failure of each kind is also a `RuntimeWarning`.
     """
 
     def __init__(self, sink: Sink, queue_steps: int = 256) -> None:
@@ -54,7 +58,7 @@ class SinkRunner:
         self._pid = os.getpid()
 
     def open(self, run_path: Path, settings: Mapping[str, object]) -> None:
-        """Starts the thread, which opens the sink."""
+        """Start the thread, which opens the sink."""
         if self._absent() or self._thread is not None or self._closing:
             return
         self._thread = threading.Thread(
@@ -67,7 +71,7 @@ class SinkRunner:
             self._switch_off(f"{self.name}: could not start its thread ({error}); nothing is sent to it")
 
     def put(self, record: StepRecord) -> None:
-        """Leaves a record for the sink; the oldest one waiting makes room."""
+        """Queue a record. If the queue is full, the oldest record is dropped."""
         # Before the lock, which may have been held by another thread at the time of the fork.
         if self._absent():
             return
@@ -82,7 +86,7 @@ class SinkRunner:
             self._note("full", f"{self.name}: slower than training; the oldest waiting steps are dropped")
 
     def flush(self, timeout: float = 10.0) -> None:
-        """Waits until what was put before is done and the sink flushed, at most `timeout` seconds."""
+        """Wait until all queued records are sent and the sink is flushed, at most `timeout` seconds."""
         mark = _Mark()
         with_thread = not self._absent() and self._thread not in {None, threading.current_thread()}
         if not with_thread or not self._leave(mark) or mark.wait(timeout):
@@ -93,9 +97,9 @@ class SinkRunner:
         self.give_up("flush", timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Lets the sink take what still waits and closes it, waiting at most `timeout` seconds; then goes on without.
+        """Let the sink take its queue, close it, and wait for that at most `timeout` seconds.
 
-        A sink that is merely slow goes on in the background while the process lives.
+        A slow sink continues in the background while the process lives.
         """
         if not self._closing:
             self.end()
@@ -103,7 +107,7 @@ class SinkRunner:
                 self.give_up("close", timeout)
 
     def end(self, *, flushing: bool = False) -> None:
-        """Lets the sink take what still waits, flushes it where that is asked for, and closes it; waits for nothing."""
+        """Let the sink take its queue, flush it if `flushing`, and close it, without waiting."""
         if self._absent() or self._closing:
             return
         with self._changed:
@@ -113,7 +117,7 @@ class SinkRunner:
             self._changed.notify()
 
     def has_ended(self, seconds: float) -> bool:
-        """Waits at most so long for the thread to end; whether it has, as seen from any other one."""
+        """Wait for the thread, at most so many seconds. Return whether it has ended."""
         if self._absent() or self._thread is None or self._thread is threading.current_thread():
             return True
         self._thread.join(seconds)
@@ -153,7 +157,7 @@ class SinkRunner:
         self._contained("close", self._sink.close)
 
     def _next(self) -> StepRecord | _Mark | None:
-        """What waits longest; None once there is nothing more to come."""
+        """Return the oldest item, or None if nothing more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing or self._off)
             return self._queue.popleft() if self._queue else None
@@ -191,7 +195,7 @@ class SinkRunner:
                 job.set()
 
     def give_up(self, operation: str, timeout: float) -> None:
-        """Says that the sink has not done something in time."""
+        """Report that the sink has not done something in time."""
         with self._changed:
             records = sum(not isinstance(job, _Mark) for job in self._queue)
         self._note(

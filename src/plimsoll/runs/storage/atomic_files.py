@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all. Everything that a run writes goes through here.
+"""Files that appear whole or not at all. Everything that a run writes is written here.
 
-A file is written under a hidden name in its own folder, flushed to the disk and renamed; a reader, or a machine that
-loses power, sees the old one or the new one and never a part of it. The hidden name is new and not to be guessed: in a
-folder that others write to, a link that lies in wait under it would lead the writing elsewhere.
+A file is written under a hidden name in its own folder, flushed to the disk, and renamed. A reader sees the old file or
+the new one, never a part of one, even if the machine loses power. The hidden name is random: in a folder that others
+may write to, a link placed under a known name would redirect the writing.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ HIDDEN = ".writing-"
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file to write to, which takes the place of `path` at the end of the block, unless that raises."""
+    """Open a file that replaces `path` at the end of the block, unless the block raises."""
     temporary = path.with_name(f"{HIDDEN}{secrets.token_hex(8)}-{path.name}.tmp")
     opened = open_for_writing(temporary)
     try:
@@ -37,7 +37,11 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def read(path: Path, limit_bytes: int) -> bytes:
-    """A file's content; `DamageError` for what is no file, or larger than a file of its kind can be."""
+    """Return a file's content.
+
+    Raises:
+        DamageError: The path is no file, or the file is larger than `limit_bytes`.
+    """
     # A pipe that nobody writes to would otherwise block for ever.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
@@ -49,7 +53,12 @@ def read(path: Path, limit_bytes: int) -> bytes:
 
 
 def check(path: Path) -> None:
-    """Raises `DamageError` for what is no file and would block or never end, OSError for what cannot be reached."""
+    """Check that a path is a file, which opening cannot block on.
+
+    Raises:
+        DamageError: It is a folder, a pipe, a device or a dead link.
+        OSError: It cannot be reached.
+    """
     try:
         _check_file(path.stat())
     except FileNotFoundError as error:
@@ -69,22 +78,22 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 
 def open_for_writing(path: Path) -> BinaryIO:
-    """The one place where a file of a run is opened to be written: a new one, never one that is there, nor a link's."""
+    """Open a new file. All files of a run are opened here, and never an existing one."""
     return path.open("xb")
 
 
 def rename(source: Path, target: Path) -> None:
-    """Makes a written file visible, at once and in place of an older one."""
+    """Make a written file visible, at once and in place of an older one."""
     source.replace(target)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, if it is still there."""
+    """Remove a file, if it is still there."""
     path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder last, where the file system lets a folder be synchronised (Windows does not)."""
+    """Make renames in a folder durable, if the file system supports it (not on Windows)."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -94,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, name_pattern: str) -> None:
-    """Removes what writers that were killed left half written of such files. Only for one who holds their lock."""
+    """Remove the unfinished files of killed writers. Only the holder of their lock may call it."""
     for path in folder.glob(f"{HIDDEN}*-{name_pattern}.tmp"):
         with contextlib.suppress(OSError):
             remove(path)

@@ -1,7 +1,6 @@
-"""Whether the rows of a part can be true: every column is checked here, once, when it is read.
+"""Checks of every column of a part when it is read.
 
-What reads tables later counts on it: a first binade out of range would be an index out of an array, in code that does
-not look.
+Code that uses the tables relies on them: a binade out of range would be an index out of range in code without checks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,11 @@ _WORDS = ("collection", "name", "format", "kind")
 
 
 def checked(table: Table, part: Part) -> Table:
-    """The rows of a part with the types that its columns should have; `DamageError` where they cannot be true."""
+    """Return the rows of a part with the types of its columns.
+
+    Raises:
+        DamageError: A column's values cannot be true.
+    """
     known = WIDE if part.kind == "spectra" else SCHEMAS[part.kind]
     fields = [(f.name, f.type if pa.types.is_dictionary(f.type) else known.field(f.name).type) for f in table.schema]
     table = table.cast(pa.schema(fields)).unify_dictionaries()
@@ -98,7 +101,7 @@ def _check_details(texts: Sequence[str]) -> None:
 
 
 def _check_rows(table: Table) -> None:
-    """Whether the columns of each row agree, as `Spectrum` asks of each spectrum."""
+    """Check that the columns of each row agree, as `Spectrum` requires of each spectrum."""
     count, zeros, *others = (values_of(table[name]) for name in COUNTS)
     finite = count - np.sum(others, axis=0)
     low, high, absmin, absmax = (numbers(table, name) for name in EXTREMES)
@@ -117,7 +120,7 @@ def _check_rows(table: Table) -> None:
 def _binades_agree(
     table: Table, nonzero: NDArray[np.int64], absmin: NDArray[np.float64], absmax: NDArray[np.float64]
 ) -> NDArray[np.bool_]:
-    """Whether the binades hold the nonzero values, begin with the smallest and end with the largest."""
+    """Return whether the binades add up to the nonzero values and end at the extremes."""
     start, counts = list_items(table["binades"])
     lengths, total = np.diff(start), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     first = numbers(table, "lowest")
@@ -130,7 +133,7 @@ def _binade(magnitudes: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _check_blocks(table: Table) -> None:
-    """Whether block records are there as a whole or not at all, and within the ends of a wide row."""
+    """Check that block records are complete or absent, and within a wide row."""
     missing = pc.is_null(table["block"])
     for name in (*BLOCK_COUNTS, "depths", "maxima"):
         if name in table.column_names and not pc.is_null(table[name]).equals(missing):

@@ -1,7 +1,7 @@
-"""What a sound run may hold: the ranges of its numbers, the sizes of its files, the depth of its JSON.
+"""Limits of a sound run: ranges of its numbers, sizes of its files, depth of its JSON.
 
-Names of parts, manifests, columns and events are checked against this one table when they are read, so that nobody
-behind the readers meets a number that it cannot take. What is outside is damage: `DamageError`.
+Names of parts, manifests, columns and events are checked against this table when they are read. A value outside it is
+damage (`DamageError`), so code behind the readers never receives a number that it cannot use.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 
 class DamageError(ValueError):
-    """What was read is no sound content of a run."""
+    """Content that no writer of a run has written."""
 
 
 _INT64 = 1 << 63
@@ -34,7 +34,7 @@ DEPTH = 64  # of lists and objects in each other; what is written here has six
 
 
 def whole(value: object, what: str, kind: str) -> int:
-    """The number, if it is a whole one in the range of its kind."""
+    """Return the value if it is an integer in the range of its kind."""
     low, high = RANGES[kind]
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise DamageError(f"{what}: expected a whole number from {low} to {high}, got {shown(value)}")
@@ -42,7 +42,7 @@ def whole(value: object, what: str, kind: str) -> int:
 
 
 def shown(value: object) -> str:
-    """A value, cut so that a message stays one line."""
+    """Return the text of a value, cut so that a message stays one line."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits
@@ -51,7 +51,11 @@ def shown(value: object) -> str:
 
 
 def from_json(text: str | bytes, limit_bytes: int) -> Any:
-    """What a JSON text says; `DamageError` for one that is too long or too deep, or no JSON."""
+    """Return the value of a JSON text.
+
+    Raises:
+        DamageError: The text is too long, too deep, or no JSON.
+    """
     if len(text) > limit_bytes:
         raise DamageError(f"{len(text):,} bytes of JSON, of at most {limit_bytes:,} that are read")
     try:
@@ -63,7 +67,7 @@ def from_json(text: str | bytes, limit_bytes: int) -> Any:
 
 
 def check_depth(value: object, what: str) -> None:
-    """Raises `DamageError` for lists and objects that are nested deeper than `DEPTH`."""
+    """Check that lists and objects are not nested deeper than `DEPTH`."""
     level = [value]
     for _ in range(DEPTH):
         level = [inner for each in level for inner in _inside(each)]
@@ -73,9 +77,9 @@ def check_depth(value: object, what: str) -> None:
 
 
 def details_fit(kind: str, details: Mapping[str, Any]) -> bool:
-    """Whether the details of an event are what a watch writes, where rules take them at their word.
+    """Return whether the details of an event have the form that rules rely on.
 
-    Events of other kinds may hold anything: whoever reads them looks.
+    Only events that a watch writes for rules are checked. Events of other kinds may have any details.
     """
     if kind not in ("update", "wiring"):
         return True
@@ -89,7 +93,7 @@ def details_fit(kind: str, details: Mapping[str, Any]) -> bool:
 
 
 def _is_group(group: object) -> bool:
-    """Whether it is a group of parameters with a rate and a decay."""
+    """Return whether it is a group of parameters with a learning rate and a decay."""
     if not isinstance(group, dict):
         return False
     told = cast("dict[str, object]", group)

@@ -1,8 +1,10 @@
-"""Where a run lies: a folder of this machine, or one of a filesystem that pyarrow reads, such as an object store.
+"""Location of a run: a local folder, or a folder in a file system of pyarrow or fsspec.
 
-Readers ask a place for names and for parts and need no paths. Elsewhere than on this machine a failure to read may be
-the network's: a part whose bytes all arrive is damaged, one whose bytes do not is unreached, which is an error and no
-loss of a part.
+A URI such as ``s3://bucket/exp1`` is opened by pyarrow, or by fsspec if pyarrow does not support the scheme. Messages
+never contain the keys, passwords and options of a URI.
+
+Remote reading may fail because of the network. A part whose bytes all arrive and are wrong is damaged. A part whose
+bytes do not arrive is unreached, which is an error: it must not be left out as if it were damaged.
 """
 
 import os
@@ -28,12 +30,12 @@ _PATIENCE = {"gs": "retry_limit_seconds=15", "gcs": "retry_limit_seconds=15"}
 
 
 def is_uri(path: str) -> bool:
-    """Whether it begins with a scheme."""
+    """Return whether a path starts with a scheme."""
     return _URI.match(path) is not None
 
 
 def without_secrets(uri: str) -> str:
-    """The address alone: no key, no password, and none of the options behind ``?``.
+    """Return a URI without keys, passwords and the options behind ``?``.
 
     >>> without_secrets("s3://key:secret@bucket/exp1?region=eu-west-1")
     's3://bucket/exp1'
@@ -46,15 +48,17 @@ def without_secrets(uri: str) -> str:
 
 
 def sentence(words: str) -> str:
-    """What a library says of a failure, on one line that ends."""
+    """Return a library's message on one line, with a full stop."""
     return f"{' '.join(words.split()).rstrip('.')}."
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """The filesystem of pyarrow for a URI, and the path in it.
+    """Return pyarrow's file system for a URI, and the path in it.
 
-    Raises `ArgumentError` for a scheme that nobody knows or an address that is none, `MissingExtraError` where the
-    package for it is missing, `RunError` where the storage does not answer.
+    Raises:
+        ArgumentError: The scheme is unknown, or the address is malformed.
+        MissingExtraError: The package for the scheme is missing.
+        RunError: The storage does not answer.
     """
     scheme = uri.partition("://")[0]
     if scheme.startswith(_OF_FSSPEC) or scheme not in _OF_ARROW:
@@ -114,7 +118,7 @@ def _unreached(uri: str, error: Exception) -> PlimsollError:
 
 
 def _said(uri: str, error: Exception) -> str:
-    """An error's sentence, without what the URI holds beside the address."""
+    """Return the message of an error without the secrets of the URI."""
     return sentence(f"{error}".replace(uri, without_secrets(uri)))
 
 
@@ -123,7 +127,14 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class Entry(NamedTuple):
-    """A file, or a folder, by its path in the filesystem; the time of its last change in ns, 0 for none."""
+    """A file or folder.
+
+    Attributes:
+        path: Path in the file system.
+        is_file: Whether it is a file.
+        size: Size in bytes.
+        time_ns: Time of the last change in ns. 0 if unknown.
+    """
 
     path: str
     is_file: bool
@@ -137,7 +148,10 @@ class Entry(NamedTuple):
 
 
 def entries(filesystem: Any, folder: str, *, below: bool = False) -> list[Entry]:
-    """What lies in a folder, and with `below` in its folders too. Raises what the filesystem does."""
+    """Return the entries of a folder, and of the folders below it if `below`. Missing folders are empty.
+
+    Raises whatever the file system raises.
+    """
     handler: Any = getattr(filesystem, "handler", None)
     try:
         if isinstance(handler, fs.FSSpecHandler):
@@ -170,37 +184,50 @@ def _time_ns(info: Mapping[str, Any]) -> int:
 
 
 class StorageLocation(ABC):
-    """A run's folder; names within it are those of files, or ``kind/file``."""
+    """A run's folder. Names within it are names of files, or ``kind/file``."""
 
     path: Path  # in its own filesystem
     filesystem: Any = None  # pyarrow's; none on this machine
 
     @abstractmethod
     def __str__(self) -> str:
-        """What messages call it."""
+        """Return the name for messages."""
 
     @abstractmethod
     def names(self, kind: str = "") -> list[str]:
-        """What lies in it, or in the folder of a kind, sorted; nothing where there is none.
+        """Return the sorted names in the folder, or in the folder of a kind. A missing folder is empty.
 
-        Raises OSError for a folder that is there and cannot be listed.
+        Raises:
+            OSError: The folder exists and cannot be listed.
         """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A manifest's content; `DamageError` for one that is larger than a manifest can be."""
+        """Return the content of a manifest.
+
+        Raises:
+            DamageError: The file is larger than a manifest can be.
+        """
 
     @abstractmethod
     def opened(self, name: str) -> Any:
-        """A part, open to be read anywhere in it; `DamageError` for what is no file."""
+        """Return a part as a file with random access.
+
+        Raises:
+            DamageError: It is no file.
+        """
 
     @abstractmethod
     def may_succeed(self, name: str) -> bool:
-        """Whether reading a file that failed may go better again; raises `RunError` where its bytes do not arrive."""
+        """Return whether a second attempt to read a file may succeed.
+
+        Raises:
+            RunError: The bytes of the file do not arrive.
+        """
 
 
 class Folder(StorageLocation):
-    """A folder of this machine."""
+    """A local folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -209,7 +236,7 @@ class Folder(StorageLocation):
         return str(self.path)
 
     def names(self, kind: str = "") -> list[str]:
-        """What lies there."""
+        """Return the sorted names in the folder."""
         try:
             return sorted(path.name for path in (self.path / kind).iterdir())
         except FileNotFoundError:
@@ -225,22 +252,22 @@ class Folder(StorageLocation):
             ) from error
 
     def read(self, name: str) -> bytes:
-        """A manifest's content."""
+        """Return the content of a manifest."""
         return atomic_files.read(self.path / name, MANIFEST_BYTES)
 
     def opened(self, name: str) -> Any:
-        """A part."""
+        """Return a part as a file."""
         atomic_files.check(self.path / name)
         return pa.OSFile(str(self.path / name))
 
     def may_succeed(self, name: str) -> bool:
-        """Not on this machine."""
+        """Return False: local files do not fail by chance."""
         del name
         return False
 
 
 class Stored(StorageLocation):
-    """A folder of another filesystem. Columns are fetched in few, large requests."""
+    """A folder of another file system. Columns are fetched in few, large requests."""
 
     def __init__(self, path: str, filesystem: Any, shown: str) -> None:
         self.path, self._inside = Path(path), path.rstrip("/")
@@ -250,20 +277,20 @@ class Stored(StorageLocation):
         return self._shown
 
     def names(self, kind: str = "") -> list[str]:
-        """What lies there."""
+        """Return the sorted names in the folder."""
         return sorted(entry.name for entry in self._entries(self._at(kind) if kind else self._inside))
 
     def tree(self) -> dict[str, tuple[int, int]]:
-        """All files in it and below, by their path within it: size, and time of the last change in ns, 0 for none.
+        """Return size and time of the last change in ns (0 if unknown) of all files below, by path.
 
-        Object stores list a thousand files a request, whatever folders these are in.
+        Object stores list a thousand files per request, whatever folders these are in.
         """
         base = len(self._inside.strip("/"))
         found = [entry for entry in self._entries(self._inside, below=True) if entry.is_file]
         return {entry.path[base:].strip("/"): (entry.size, entry.time_ns) for entry in found}
 
     def read(self, name: str) -> bytes:
-        """A manifest's content."""
+        """Return the content of a manifest."""
         found = self._fetched(name, MANIFEST_BYTES + 1)
         if len(found) > MANIFEST_BYTES:
             raise DamageError(f"more than the {MANIFEST_BYTES:,} bytes that are read")
@@ -279,16 +306,16 @@ class Stored(StorageLocation):
             raise self._unreached(name, error) from error
 
     def opened(self, name: str) -> Any:
-        """A part."""
+        """Return a part as a file."""
         return self.filesystem.open_input_file(self._at(name))
 
     def may_succeed(self, name: str) -> bool:
-        """As its bytes arrive, all of which are fetched: a request may have failed."""
+        """Return True once all bytes of the file have arrived: only one request may have failed."""
         self._fetched(name)
         return True
 
     def within(self, name: str) -> "Stored":
-        """A folder in it, called by its name alone."""
+        """Return the location of a folder in it, shown by its name alone."""
         return Stored(self._at(name) if name else self._inside, self.filesystem, name or ".")
 
     def _entries(self, folder: str, below: bool = False) -> list[Entry]:
@@ -309,7 +336,7 @@ class Stored(StorageLocation):
 
 
 def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> StorageLocation:
-    """The place that a path means: in `filesystem` where one is given, by its scheme where it is a URI."""
+    """Return the location of a path: in `filesystem` if given, by its scheme if it is a URI."""
     uri = path if isinstance(path, str) and is_uri(path) else None
     if filesystem is not None and uri is not None:
         raise ArgumentError(
@@ -324,14 +351,15 @@ def place_of(path: str | os.PathLike[str], filesystem: Any = None) -> StorageLoc
 
 
 def is_elsewhere(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URI, ``s3://bucket/exp1``, and none of this machine."""
+    """Return whether a path is a URI such as ``s3://bucket/exp1``."""
     return isinstance(path, str) and is_uri(path)
 
 
 def folder_to_write(operation: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a folder that a run is written to.
+    """Return the path of a folder to write a run to.
 
-    Raises `ArgumentError` for a URI, which would become a folder of its name, and for what names no folder.
+    Raises:
+        ArgumentError: It is a URI, which would become a local folder of that name, or no path.
     """
     try:
         text = cast("Any", os.fspath(path))
@@ -357,7 +385,7 @@ def _of_uri(uri: str) -> StorageLocation:
 
 
 def _filesystem(given: Any) -> Any:
-    """The filesystem as pyarrow's, which fsspec's become."""
+    """Return the file system as one of pyarrow's. Those of fsspec are wrapped."""
     if isinstance(given, fs.FileSystem):
         return given
     if all(hasattr(given, name) for name in ("protocol", "ls", "open", "info")):

@@ -1,8 +1,8 @@
-"""One writer for each run and rank: a lock that the system takes back when its holder dies.
+"""Lock for one writer per run and rank. The system releases it when its holder dies.
 
-The lock is `flock` on a hidden file, which names its holder. Where the file system has no `flock`, it is a file that
-only one can create (`O_EXCL`), with a heartbeat: its holder is taken for dead where its process is gone (on this
-machine) or the heartbeat stopped `_STALE_SECONDS` ago.
+The lock is `flock` on a hidden file that names its holder. On file systems without `flock` it is a file created with
+`O_EXCL`, with a heartbeat. Its holder counts as dead if its process has ended (on this machine) or its last heartbeat
+is `_STALE_SECONDS` old.
 """
 
 import contextlib
@@ -26,9 +26,10 @@ _UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, err
 
 
 class Lock:
-    """The lock on one rank of a run, held from its making until `release`.
+    """Lock on one rank of a run, held until `release`.
 
-    Raises `ArgumentError` where another writer, of this process or any other, holds it.
+    Raises:
+        ArgumentError: Another writer, of this or another process, holds it.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -54,15 +55,17 @@ class Lock:
         self._sign(descriptor)
 
     def _sign(self, descriptor: int) -> None:
-        """Names the holder; a full disk, which leaves the file empty, is no reason not to hold the lock."""
+        """Write the holder into the file. On a full disk it stays empty, and the lock is valid all the same."""
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _holder(), 0)
 
     def renew(self) -> None:
-        """Sees to it that the lock is still this one's: takes it anew where its file was removed, and beats.
+        """Confirm the lock: acquire it again if its file was removed, and send a heartbeat.
 
-        Raises `ArgumentError` where another writer has it by now, OSError where the folder is gone.
+        Raises:
+            ArgumentError: Another writer holds it by now.
+            OSError: The folder is gone.
         """
         if self._descriptor is None:
             self._acquire()
@@ -74,7 +77,7 @@ class Lock:
             os.utime(self._exclusive)
 
     def release(self) -> None:
-        """Gives the lock back. Its file stays: removing it would let two writers lock two files of one name."""
+        """Release the lock. Its file stays: after a removal two writers could lock two files of one name."""
         if self._descriptor is not None:
             if not self._by_flock:
                 with contextlib.suppress(OSError):
@@ -85,7 +88,7 @@ class Lock:
             self.abandon()
 
     def abandon(self) -> None:
-        """Forgets the lock without giving it back: a forked child must not, nor keep it when its parent dies."""
+        """Close the file without releasing the lock, in a forked child, whose parent holds the lock."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
@@ -93,7 +96,11 @@ class Lock:
 
 
 def _flock(descriptor: int) -> bool:
-    """Takes the lock; False where the file system has none. BlockingIOError where it is held."""
+    """Acquire the lock. Return False if the file system has no `flock`.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
     if fcntl is None:
         return False
     try:
@@ -108,7 +115,7 @@ def _flock(descriptor: int) -> bool:
 
 
 def _create(path: Path, folder: Path) -> None:
-    """Creates the file that only one can create, once a dead holder's is out of the way."""
+    """Create the exclusive file, after removing that of a dead holder."""
     if _is_stale(path):
         # Renamed before it is removed: of two that find it stale, one renames it, and the other meets no file.
         grave = folder / f"{path.name}.stale-{os.getpid()}"

@@ -1,12 +1,13 @@
-"""The manifest of one rank: `run.json` for rank 0, `run-r00001.json` and so on for the others. JSON, replaced whole.
+"""Manifest of one rank: `run.json` for rank 0, `run-r00001.json` and so on for the others.
 
-It says what parts cannot: schema and package versions, settings, the registered series, and the sessions, each one
-writer's life. A session that starts at a step which an earlier one had passed has `from_step`: rows at that step and
-after it in parts whose flushes came before `first_flush` are replaced, so readers leave them out.
+It is JSON and replaced as a whole. It contains what parts cannot: schema and package versions, settings, the registered
+series, and the sessions (the lifetime of one writer each). A session that starts at a step that an earlier one had
+passed has `from_step`: in parts whose flushes came before `first_flush`, rows from that step on are replaced, and
+readers leave them out.
 
-It also lists the parts with their rows, as they were when it was written, so that a missing one is noticed: a part of
-the list is there, or one that covers it. Parts beside the list are read too, since a killed writer has not listed its
-last ones. Its last line is a checksum of the lines before.
+It also lists the parts with their rows at the time of writing, so that readers notice a missing one: each listed part
+exists, or a part that covers it. Parts that are not listed are read too, since a killed writer has not listed its last
+ones. The last line is a checksum of the lines before.
 """
 
 import importlib.metadata
@@ -41,7 +42,7 @@ _CHECKSUM = re.compile(rb',\n"checksum": "crc32:([0-9a-f]{8})"\n}\n\Z')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One writer's life on this run and rank."""
+    """Lifetime of one writer on this run and rank."""
 
     session: int
     started: float  # Unix seconds
@@ -51,24 +52,24 @@ class Session:
     host: str = ""
 
     def replaces(self, part: Part) -> bool:
-        """Whether the part may hold rows that this session replaced: those at `from_step` and after."""
+        """Return whether the part may hold rows that this session replaced: those at `from_step` and after."""
         return self.from_step is not None and part.last < self.first_flush and part.max_step >= self.from_step
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's manifest."""
+    """Return the name of a rank's manifest."""
     return "run.json" if rank == 0 else f"run-r{rank:05d}.json"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose manifest has that name; None if it is no manifest."""
+    """Return the rank whose manifest has that name; None if it is no manifest."""
     found = _NAME.fullmatch(name)
     rank = -1 if found is None else int(found.group(1) or 0)
     return rank if 0 <= rank <= RANGES["rank"][1] else None
 
 
 def fresh(*, rank: int, world_size: int, settings: Mapping[str, object]) -> dict[str, Any]:
-    """The manifest of a run that begins."""
+    """Return the manifest of a new run."""
     return {
         "plimsoll": "run",
         "schema": SCHEMA,
@@ -86,7 +87,7 @@ def fresh(*, rank: int, world_size: int, settings: Mapping[str, object]) -> dict
 
 
 def new_session(sessions: Sequence[Session], first_flush: int, from_step: int | None) -> Session:
-    """The session of this process, numbered after those before it."""
+    """Return the session of this process, numbered after the earlier ones."""
     return Session(
         session=len(sessions) + 1,
         started=datetime.now(UTC).timestamp(),
@@ -98,12 +99,23 @@ def new_session(sessions: Sequence[Session], first_flush: int, from_step: int | 
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A manifest's content. `RunError` for one of a newer schema; OSError or ValueError for one that cannot be read."""
+    """Return the content of a manifest.
+
+    Raises:
+        RunError: The manifest has a newer schema.
+        OSError: It cannot be read.
+        DamageError: No writer has written it.
+    """
     return parsed(atomic_files.read(path, MANIFEST_BYTES), str(path))
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:
-    """A manifest's content, of the text in its file; `DamageError` for what no writer has written."""
+    """Return the content of a manifest from its text; `where` names the file in messages.
+
+    Raises:
+        RunError: The manifest has a newer schema.
+        DamageError: No writer has written it.
+    """
     content: Any = from_json(text, MANIFEST_BYTES)
     if not isinstance(content, dict):
         raise DamageError("no manifest of a run")
@@ -123,13 +135,13 @@ def parsed(text: bytes, where: str) -> dict[str, Any]:
 
 
 def check_rank(content: Mapping[str, Any], rank: int) -> None:
-    """Raises `DamageError` for the manifest of another rank."""
+    """Check that a manifest belongs to the rank in its file name."""
     if content.get("rank", rank) != rank:
         raise DamageError(f"it is of rank {content['rank']}")
 
 
 def is_as_written(text: bytes) -> bool:
-    """Whether a manifest's text has the checksum that it was written with; an older one has none."""
+    """Return whether a manifest has the checksum of its text. Old manifests have none."""
     found = _CHECKSUM.search(text)
     if found is None:
         return b'"parts"' not in text and b'"checksum"' not in text
@@ -137,7 +149,7 @@ def is_as_written(text: bytes) -> bool:
 
 
 def write(path: Path, content: Mapping[str, object]) -> None:
-    """Replaces a manifest: one line for each entry, which is quick to make and can be read by eye."""
+    """Replace a manifest. One line per entry is quick to write and easy to read."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items() if key != "checksum"]
     text = ("{\n" + ",\n".join(lines)).encode()
     with atomic_files.replacing(path) as file:
@@ -145,24 +157,24 @@ def write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def sessions_of(content: Mapping[str, Any]) -> list[Session]:
-    """The sessions in a manifest."""
+    """Return the sessions in a manifest."""
     known = {field.name for field in fields(Session)}
     entries = content.get("sessions", [])
     return [Session(**{name: value for name, value in entry.items() if name in known}) for entry in entries]
 
 
 def parts_of(content: Mapping[str, Any]) -> list[Part]:
-    """The parts in a manifest, with their rows."""
+    """Return the parts in a manifest, with their rows."""
     return _listed(content, "parts")
 
 
 def lost_of(content: Mapping[str, Any]) -> list[Part]:
-    """The parts that a writer found damaged or missing, which later ones may cover but do not hold."""
+    """Return the parts that a writer found damaged or missing. Later parts may cover them without their rows."""
     return _listed(content, "lost")
 
 
 def listing_of(parts: Iterable[Part]) -> dict[str, int | None]:
-    """The manifest's entry for parts: their rows by name; null where these are not known."""
+    """Return the manifest's entry for parts: rows by name, null if unknown."""
     return {part.name: part.rows for part in sorted(parts, key=lambda p: (p.kind, p.rank, p.first))}
 
 
@@ -172,7 +184,7 @@ def _listed(content: Mapping[str, Any], entry: str) -> list[Part]:
 
 
 def series_of(content: Mapping[str, Any]) -> list[Series]:
-    """The series in a manifest."""
+    """Return the series in a manifest."""
     return [
         Series(collection=collection, name=name, format=entry["format"], shared=entry["shared"])
         for collection, names in content.get("tensors", {}).items()
@@ -181,7 +193,7 @@ def series_of(content: Mapping[str, Any]) -> list[Series]:
 
 
 def listing(series: Iterable[Series]) -> dict[str, dict[str, dict[str, object]]]:
-    """The manifest's entry for series: by collection, then by name."""
+    """Return the manifest's entry for series: by collection, then by name."""
     result: dict[str, dict[str, dict[str, object]]] = {}
     for s in series:
         result.setdefault(s.collection, {})[s.name] = {"format": s.format, "shared": s.shared}
@@ -189,12 +201,12 @@ def listing(series: Iterable[Series]) -> dict[str, dict[str, dict[str, object]]]
 
 
 def session_entries(sessions: Iterable[Session]) -> list[dict[str, object]]:
-    """The manifest's entry for sessions."""
+    """Return the manifest's entry for sessions."""
     return [asdict(session) for session in sessions]
 
 
 def plain(value: object) -> Any:
-    """The same as JSON-able data: numbers that JSON lacks, and whatever else it cannot hold, as text."""
+    """Return the value as JSON-able data. What JSON lacks, such as NaN, becomes text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -273,14 +285,14 @@ def _sessions_are(value: object, what: str) -> None:
 
 
 def _rank_is(value: object, what: str) -> None:
-    """Which part of the batch this rank has."""
+    """Check the part of the batch that this rank has."""
     for name, number in _object(value, what).items():
         if name in ("data_index", "data_parallel"):
             whole(number, f"{what}.{name}", "rank")
 
 
 def _step_or_none(value: object, what: str) -> None:
-    """A step, or -1 for none; null where it does not apply."""
+    """Check for a step, for -1 (no step yet), or for null (does not apply)."""
     if value is not None and value != -1:
         whole(value, what, "step")
 
@@ -309,7 +321,7 @@ def _tensors_are(value: object, what: str) -> None:
 
 
 def _object_of(value: object, what: str) -> dict[str, object]:
-    """An object whose depth its caller looks at."""
+    """Return an object. Its depth is checked by the caller."""
     if not isinstance(value, dict):
         raise DamageError(f"{what}: expected an object, got {shown(value)}")
     return cast("dict[str, object]", value)

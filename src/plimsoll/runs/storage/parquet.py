@@ -1,8 +1,7 @@
-"""How a table becomes a part and comes back: encodings, row groups, checksums, and which failures mean damage.
+"""Reading and writing of parts: encodings, row groups, checksums, and which errors mean damage.
 
-Each page of a part has a checksum, which is Parquet's own, and its footer has one too: `FOOTER`, an entry of the
-footer's metadata, is the CRC-32 of the footer with zeros in place of its digits. Readers that do not know it read it
-past. Parts of older writers have neither.
+Each page of a part has Parquet's own checksum. The footer has one too: its metadata entry `FOOTER` is the CRC-32 of the
+footer with zeros in place of the digits. Other Parquet readers ignore it. Parts of older writers have no checksums.
 """
 
 import zlib
@@ -42,7 +41,10 @@ _ROWS_PER_BYTE = 64  # of a part; the scalars of benchmarks/run_log.py have one 
 
 
 def write(path: Path, kind: Kind, tables: Iterable[Table]) -> int:
-    """Writes tables as one part, whole or not at all; each becomes row groups of its own. Returns the rows."""
+    """Write tables as one part, whole or not at all, and return the number of rows.
+
+    Each table becomes row groups of its own.
+    """
     rows = 0
     with atomic_files.replacing(path) as file:
         writer: ParquetWriter = None
@@ -60,7 +62,7 @@ def write(path: Path, kind: Kind, tables: Iterable[Table]) -> int:
 
 
 def _sign(file: Any) -> None:
-    """Puts the checksum into the footer of a part that has just been written."""
+    """Write the checksum into the footer of a part."""
     with open(file.name, "rb") as written:  # noqa: PTH123  (a part is written to a file that cannot be read)
         footer, start = _footer(pa.PythonFile(written))
     file.seek(start + _digits_at(footer))
@@ -83,9 +85,11 @@ def _options(kind: Kind) -> dict[str, Any]:
 
 
 def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> ParquetFile:
-    """A part whose footer is sound; the columns `words` come as dictionaries.
+    """Return a part whose footer is sound. The columns `words` are read as dictionaries.
 
-    Raises `DamageError` and pyarrow's errors for a damaged part, `RunError` for one of a newer schema.
+    Raises:
+        DamageError: The part is damaged. Errors of pyarrow mean the same.
+        RunError: The part has a newer schema.
     """
     source = place.opened(part.name)
     footer, _ = _footer(source)
@@ -101,7 +105,7 @@ def opened(place: StorageLocation, part: Part, words: Sequence[str] = ()) -> Par
 
 
 def _footer(source: Any) -> tuple[bytes, int]:
-    """The footer of a part, and where it begins."""
+    """Return the footer of a part, and its position."""
     size = source.size()
     tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
     if len(tail) < 3 * len(_MAGIC) or tail[-4:] != _MAGIC:
@@ -114,7 +118,7 @@ def _footer(source: Any) -> tuple[bytes, int]:
 
 
 def _digits_at(footer: bytes) -> int:
-    """Where the checksum's digits are: the name is followed by the kind and the length of its value, a byte each."""
+    """Return the position of the checksum's digits. One byte each for kind and length precedes a value."""
     return footer.rfind(FOOTER) + len(FOOTER) + 2
 
 
@@ -137,7 +141,7 @@ def _check_schema(place: StorageLocation, part: Part, metadata: Any) -> None:
 
 
 def _check_sizes(part: Part, metadata: Any, size_bytes: int) -> None:
-    """Whether the part says that it holds as many rows as the manifest has, and no more than can be."""
+    """Check the number of rows against the manifest and against the size of the part."""
     if part.rows is not None and metadata.num_rows != part.rows:
         raise DamageError(f"{metadata.num_rows} rows, where the manifest has {part.rows}")
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -150,9 +154,12 @@ def _check_sizes(part: Part, metadata: Any, size_bytes: int) -> None:
 
 
 def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence[int] | None = None) -> Table:
-    """The columns of a part, of some row groups or all, checked: what a damaged part holds is an error here.
+    """Return checked columns of a part, of some row groups or all.
 
-    Types are those of the part's kind, but for words that the file was opened to give as dictionaries.
+    Types are those of the part's kind, except for words that the file was opened to give as dictionaries.
+
+    Raises:
+        DamageError: A column's values cannot be true.
     """
     chosen = range(file.num_row_groups) if groups is None else groups
     table = file.read_row_groups([*chosen], columns=[*columns]).select([*columns])
@@ -163,7 +170,12 @@ def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence
 
 
 def groups_with(file: ParquetFile, bounds: Mapping[str, tuple[Any, Any]]) -> list[int]:
-    """The row groups that may hold rows whose columns lie in these bounds, both included; None for no bound."""
+    """Return the row groups that may have rows with these columns in these bounds.
+
+    Args:
+        file: The part.
+        bounds: Lowest and highest value by column, both included. None: no bound.
+    """
     metadata = file.metadata
     places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
     found: list[int] = []
@@ -181,7 +193,7 @@ def _may_hold(statistics: Any, low: Any, high: Any) -> bool:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether a failure to read says that the file is damaged, and not that it could not be reached."""
+    """Return whether an error of reading means a damaged file, rather than an unreachable one."""
     known = (pa.ArrowException, DamageError, LookupError, TypeError, MemoryError)
     if isinstance(error, RunError):
         return False

@@ -1,9 +1,9 @@
-"""A run's parts: their names, which of them count, and which merge next.
+"""Parts of a run: their names, which of them are valid, and which to merge next.
 
-A part's name says all that a reader must know before it opens one: the rank, the numbers of the first and the last
-flush that it holds, how often it was rewritten, and its lowest and highest step. A part counts unless another one
-*covers* it: holds all its flushes, or the same ones rewritten once more. So a compacted part replaces its inputs at the
-moment when it is renamed, and a crash before they are deleted neither loses nor doubles a row.
+The name of a part contains all that a reader must know before opening it: the rank, the numbers of the first and the
+last flush in it, how often it was rewritten, and its lowest and highest step. A part is valid unless another part
+*covers* it: one that has all its flushes, or the same flushes rewritten once more. So a compacted part replaces its
+inputs at the moment it is renamed, and a crash before they are deleted neither loses nor doubles a row.
 """
 
 import re
@@ -41,18 +41,18 @@ class Part:
 
     @property
     def flushes(self) -> int:
-        """How many flushes it holds."""
+        """Number of flushes in it."""
         return self.last - self.first + 1
 
     def covers(self, other: "Part") -> bool:
-        """Whether the other's rows are in this one too (both of one kind and rank)."""
+        """Return whether this part has the other's rows too. Both have one kind and rank."""
         if (self.first, self.last) == (other.first, other.last):
             return self.generation > other.generation
         return self.first <= other.first and other.last <= self.last
 
 
 def parse(kind: Kind, name: str) -> Part | None:
-    """The part of that file name; None if it is not one."""
+    """Return the part of a file name, or None."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -67,15 +67,17 @@ def parse(kind: Kind, name: str) -> Part | None:
 
 
 def of_name(name: str) -> Part | None:
-    """The part of that path within a run's folder; None if it is not one."""
+    """Return the part of a path within a run's folder, or None."""
     kind, _, file = name.partition("/")
     return next((parse(known, file) for known in KINDS if known == kind), None)
 
 
 def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part], list[str], dict[Kind, str]]:
-    """The parts of a run (of one rank), covered ones too, and the names of files beside them that are none.
+    """Return the parts of a run with covered ones, names of other files, and folders that cannot be listed.
 
-    Last, the folders of parts that are there and cannot be listed, with the reason.
+    Args:
+        place: Location of the run.
+        rank: Rank whose parts to return. Default: all ranks.
     """
     parts: list[Part] = []
     foreign: list[str] = []
@@ -98,7 +100,7 @@ def listed(place: StorageLocation, rank: int | None = None) -> tuple[list[Part],
 
 
 def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:
-    """The parts that count, oldest flush first within kind and rank; and those that others cover."""
+    """Return the valid parts, oldest flush first within kind and rank, and the covered ones."""
     counting: list[Part] = []
     covered: list[Part] = []
     # Sorted so, a part comes after all that could cover it, and the last one kept reaches farthest.
@@ -110,10 +112,14 @@ def split(parts: Iterable[Part]) -> tuple[list[Part], list[Part]]:
 
 
 def due(parts: Sequence[Part], above: int) -> Sequence[Part]:
-    """Which neighbours among one kind's counting parts to merge next; none while there are no more than `above`.
+    """Return which adjacent parts of one kind to merge next.
 
-    Tier t holds parts of FAN_IN**t flushes and more. The lowest tier with enough neighbours is merged, the oldest of it
-    first, so a row is rewritten once a tier: n flushes cost O(n log n), and leave `above` parts or FAN_IN a tier.
+    Tier t has parts of FAN_IN**t flushes and more. The lowest tier with enough neighbours is merged, its oldest parts
+    first, so a row is rewritten once per tier: n flushes cost O(n log n), and leave `above` parts or FAN_IN per tier.
+
+    Args:
+        parts: Valid parts of one kind, oldest first.
+        above: Number of parts up to which nothing is merged.
     """
     if len(parts) <= above:
         return ()
@@ -127,7 +133,7 @@ def due(parts: Sequence[Part], above: int) -> Sequence[Part]:
 
 
 def _tier(part: Part, fan_in: int) -> int:
-    """The largest t with fan_in**t <= flushes."""
+    """Return the largest t with fan_in**t <= flushes."""
     tier, reach = 0, fan_in
     while reach <= part.flushes:
         tier, reach = tier + 1, reach * fan_in

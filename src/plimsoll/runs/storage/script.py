@@ -1,8 +1,8 @@
-"""The runs of one script: ``script.json`` in a folder lists the runs of the models that the script trains.
+"""Runs of one script: ``script.json`` in a folder lists the runs of the models that the script trains.
 
-`plimsoll run` writes it where it finds a second model. It tells the folder of a script, which is one answer, from a
-folder that holds runs of several trainings. A run's own folder may hold it, too, where the script's first model was
-taken for the only one: the others lie in folders below it then.
+`plimsoll run` writes it when it finds a second model. It distinguishes the folder of one script from a folder with runs
+of several trainings. It may be in a run's own folder, if the first model was taken for the only one; the other models'
+folders are below it then.
 """
 
 import json
@@ -21,7 +21,7 @@ ITSELF = "."  # the run that the folder itself is
 
 
 def names_in(place: StorageLocation) -> tuple[str, ...]:
-    """The runs that the folder's ``script.json`` lists, by their folder's name; none where there is no such file."""
+    """Return the runs that ``script.json`` lists by folder name. Without the file there are none."""
     if NAME not in place.names():
         return ()
     try:
@@ -35,18 +35,18 @@ def names_in(place: StorageLocation) -> tuple[str, ...]:
 
 
 def has_several(run: Path) -> bool:
-    """Whether the run in this folder is one of several of a script."""
+    """Return whether a run is one of several runs of a script."""
     below, itself = names_in(Folder(run.parent)), names_in(Folder(run))
     return (run.name in below and len(below) > 1) or (ITSELF in itself and len(itself) > 1)
 
 
 def _is_name(name: object) -> bool:
-    """Whether it names a folder right below: a list that leads elsewhere is none that was written here."""
+    """Return whether it names a folder directly below: no list written here leads elsewhere."""
     return isinstance(name, str) and bool(name) and not {"/", "\\", os.sep} & set(name) and name != ".."
 
 
 def write(folder: Path, names: Sequence[str]) -> None:
-    """Lists the runs of a script in its folder."""
+    """Write the list of a script's runs into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"plimsoll": "script", "schema": SCHEMA, "runs": list(names)}
     with atomic_files.replacing(folder / NAME) as file:

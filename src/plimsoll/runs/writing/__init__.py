@@ -1,1 +1,1 @@
-"""Writing a run, on a thread of its own."""
+"""Writing of a run in a background thread."""

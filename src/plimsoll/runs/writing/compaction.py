@@ -1,7 +1,7 @@
-"""Merging several parts of one kind into one, in memory bounded by a row group of each.
+"""Merging of several parts of one kind into one, with a row group of each in memory.
 
-Parts are sorted by their kind's key (`KEYS`) and the step. The keys are read first; then, chunk by chunk of keys, the
-rows that each input has of them are read, joined, freed of what was replaced, and sorted.
+Parts are sorted by their kind's key (`KEYS`) and the step. The keys are read first. Then, for one range of keys after
+the other, the rows of all inputs are read, joined, sorted, and freed of replaced ones.
 """
 
 import bisect
@@ -30,7 +30,7 @@ _CHUNK = 8 * parquet.ROW_GROUP  # rows joined at a time, some 15 MB
 
 
 class DamagedPartError(Exception):
-    """An input that cannot be read, named so that it can be set aside."""
+    """An input that cannot be read. It names the part, which can then be set aside."""
 
     def __init__(self, part: Part, reason: str) -> None:
         super().__init__(reason)
@@ -38,9 +38,10 @@ class DamagedPartError(Exception):
 
 
 def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
-    """Writes the rows of `parts` that `keep` keeps as `target`, and returns how many these are.
+    """Write the rows of `parts` that `keep` keeps as `target`, and return their number.
 
-    Raises `DamagedPartError` for an unreadable input.
+    Raises:
+        DamagedPartError: An input is unreadable.
     """
     sources: list[_Source] = []
     try:
@@ -54,7 +55,7 @@ def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
 
 
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
-    """The merged rows, in tables of whole row groups but for the last one."""
+    """Yield the merged rows in tables of whole row groups, except for the last one."""
     schema = WIDE if any("block" in source.file.schema_arrow.names for source in sources) else SCHEMAS[kind]
     held = pa.Table.from_batches([], schema)
     for low, high in _ranges(sources):
@@ -68,7 +69,7 @@ def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterato
 
 
 def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
-    """First and last key of each chunk: as many keys as have no more than `_CHUNK` rows, at least one."""
+    """Yield the first and last key of each range: at most `_CHUNK` rows, at least one key."""
     rows: dict[Key, int] = {}
     for source in sources:
         for key, start, stop in zip(source.keys, source.starts, source.starts[1:], strict=False):
@@ -96,7 +97,7 @@ def _joined(sources: Sequence["_Source"], kind: Kind, keep: Keep, ends: tuple[Ke
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """One input: its keys in order, where their rows start, and the row groups decoded last."""
+    """One input: its keys in order, their first rows, and the row groups decoded last."""
 
     part: Part
     file: ParquetFile
@@ -113,7 +114,7 @@ class _Source:
         return cls(part=part, file=file, keys=keys, starts=starts, bounds=np.cumsum([0, *sizes]).tolist())
 
     def rows(self, low: Key, high: Key, schema: Schema) -> Table:
-        """The rows whose key is from `low` to `high`, these included, with a schema's columns."""
+        """Return the rows with keys from `low` to `high`, both included, with a schema's columns."""
         start = self.starts[bisect.bisect_left(self.keys, low)]
         stop = self.starts[bisect.bisect_right(self.keys, high)]
         if start == stop:
@@ -130,7 +131,7 @@ class _Source:
 
 
 def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
-    """The distinct keys in the order of the file, the row where each begins, and last the number of rows."""
+    """Return the distinct keys in file order and their first rows, ended by the number of rows."""
     rows, key = file.metadata.num_rows, KEYS[part.kind]
     if not key or not rows:
         return ([()], [0, rows]) if rows else ([], [0])
@@ -145,7 +146,7 @@ def _runs(file: ParquetFile, part: Part) -> tuple[list[Key], list[int]]:
 
 
 def _read(part: Part, read: Callable[[], Any]) -> Any:
-    """What reading gives; damage becomes `DamagedPartError`, an unreachable file stays OSError."""
+    """Return the result of reading. Damage raises `DamagedPartError`, an unreachable file OSError."""
     try:
         return read()
     except (OSError, ValueError, LookupError, TypeError, MemoryError) as error:  # pyarrow's errors are among these

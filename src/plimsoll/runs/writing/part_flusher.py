@@ -1,4 +1,7 @@
-"""Writer of buffered records to disk. On failure it warns and tries again at the next flush."""
+"""Buffer of records, and the flusher that writes it as parts.
+
+When writing fails, the flusher warns, keeps the records, and tries again at the next flush.
+"""
 
 import json
 import operator
@@ -22,7 +25,10 @@ from plimsoll.runs.writing.rank_folder import RankFolder
 
 
 class DroppedRecords:
-    """Counts by reason. Safe from any thread; no method raises."""
+    """Counter of dropped records by cause, safe from any thread. No method raises.
+
+    It warns once per cause. The counts become an event of the run.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -32,7 +38,7 @@ class DroppedRecords:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """All records dropped so far, by reason."""
+        """Records dropped so far, by reason."""
         with self._guard:
             return dict(self._counts)
 
@@ -67,7 +73,10 @@ _FULL_BYTES = 16 << 20
 
 
 class Buffer:
-    """Spectra, scalars and events in the order in which they came. Those of one record are given up together."""
+    """Queue of spectra, scalars and events within a bound of bytes.
+
+    Records are checked and converted to rows one by one, so that a record that cannot be stored costs only itself.
+    """
 
     def __init__(self, bound_bytes: int, dropped: DroppedRecords) -> None:
         self._bound, self._dropped = bound_bytes, dropped
@@ -82,7 +91,7 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is worth writing now. After a failed attempt only what came since counts."""
+        """Whether to write now. After a failed attempt only newer records count."""
         return self._bytes - self._tried_bytes >= min(_FULL_BYTES, self._bound // 2)
 
     def add_spectra(self, step: int, columns: Table) -> None:
@@ -91,7 +100,7 @@ class Buffer:
         self._add("spectra", columns.nbytes)
 
     def add_scalars(self, record: Scalars) -> None:
-        """Takes one step's scalars."""
+        """Add one step's scalars."""
         step = _step(record.step)
         rows = [{"step": step, "name": str(name), "value": float(value)} for name, value in record.values.items()]
         if rows:
@@ -99,7 +108,7 @@ class Buffer:
             self._add("scalars", size_bytes(record))
 
     def add_event(self, event: Event) -> None:
-        """Takes an event."""
+        """Add an event."""
         row = {
             "step": _step(event.step),
             "kind": str(event.kind),
@@ -115,7 +124,7 @@ class Buffer:
         self._bytes += size
 
     def trim(self) -> None:
-        """Gives up the oldest records beyond the bound; spectra first: they are large, and events say what happened."""
+        """Drop the oldest records beyond the bound, spectra before scalars and events."""
         while self._bytes > self._bound and len(self) > 1:
             kind: Kind = next(kind for kind, sizes in self._sizes.items() if sizes)
             self._waiting(kind).popleft()
@@ -127,17 +136,17 @@ class Buffer:
             )
 
     def span(self) -> tuple[int, int] | None:
-        """The lowest and the highest step of the spectra and scalars."""
+        """Return the lowest and the highest step of the spectra and scalars."""
         steps = [step for step, _ in self._spectra]
         steps += [rows[0]["step"] for rows in self._rows["scalars"]]
         return (min(steps), max(steps)) if steps else None
 
     def tried(self) -> None:
-        """Notes an attempt to write, which may fail."""
+        """Mark all records as tried, before an attempt to write that may fail."""
         self._tried_bytes = self._bytes
 
     def table(self, kind: Kind, series: Sequence[Series]) -> Table | None:
-        """What waits of one kind; None for nothing."""
+        """Return the table of one kind, or None if there are no such records."""
         if not self._sizes[kind]:
             return None
         if kind == "spectra":
@@ -146,14 +155,14 @@ class Buffer:
         return rows_table(_in_order(rows) if kind == "scalars" else rows, kind)
 
     def clear(self, kind: Kind) -> None:
-        """Forgets what was written."""
+        """Remove the records of one kind, which are written."""
         self._bytes -= sum(self._sizes[kind])
         self._tried_bytes = min(self._tried_bytes, self._bytes)
         self._sizes[kind].clear()
         self._waiting(kind).clear()
 
     def give_up(self, path: Path) -> None:
-        """Counts what remains as lost."""
+        """Count the remaining records as dropped."""
         if len(self):
             message = f"plimsoll: {len(self)} records of {path} could not be written before it was closed."
             self._dropped.count("not written", len(self), message)
@@ -163,17 +172,17 @@ class Buffer:
 
 
 def _step(step: object) -> int:
-    """A step as a number that a column can hold."""
+    """Return a step as a 64-bit integer."""
     return int(np.int64(operator.index(step)))  # pyright: ignore[reportArgumentType]
 
 
 def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By name and step; of two with one name and step the later one stays the later."""
+    """Return rows sorted by name and step. The sort is stable, so the later of two equal ones stays last."""
     return sorted(rows, key=lambda row: (row["name"], row["step"]))
 
 
 class PartFlusher:
-    """Writes buffers into a rank's folder, and compacts it in a background thread."""
+    """Writer of a buffer into a rank's folder. Compacts the folder in a background thread."""
 
     def __init__(self, log: RankFolder, dropped: DroppedRecords) -> None:
         self._folder, self._dropped = log, dropped
@@ -190,11 +199,11 @@ class PartFlusher:
         return self._folder.path
 
     def event(self, kind: str, message: str, details: dict[str, Any] | None = None) -> Event:
-        """An event of the writer's own, at the last step known."""
+        """Return an event of the writer itself, at the last known step."""
         return Event(step=self._last_step, kind=kind, message=message, details=details or {})
 
     def events(self) -> list[Event]:
-        """Events that came of writing since this was last asked."""
+        """Return the events that writing has caused since the last call."""
         found, self._events = self._events + [self.event(*found) for found in self._taken()], []
         return found
 
@@ -203,12 +212,12 @@ class PartFlusher:
         return found
 
     def change(self, entries: dict[str, Any]) -> None:
-        """Changes the manifest, from the next attempt to write on."""
+        """Change entries of the manifest. The next attempt to write writes them."""
         self._folder.manifest.update(entries)
         self._changed = True
 
     def store(self, buffer: Buffer, series: Sequence[Series]) -> bool:
-        """Writes all that waits; False, with the rest still waiting, where that fails."""
+        """Write all buffered records. Return False if that fails; the records stay then."""
         buffer.tried()
         try:
             if self._folder.renew():
@@ -225,7 +234,7 @@ class PartFlusher:
         return True
 
     def _prepare(self, buffer: Buffer, series: Sequence[Series]) -> None:
-        """Brings the manifest up to date before the parts that it speaks of."""
+        """Update the manifest before the parts that it refers to are written."""
         counts = dict(self._dropped.counts)
         self._changed |= len(series) != len(self._folder.series) or counts != self._folder.manifest["dropped"]
         self._folder.add_series(series)
@@ -239,7 +248,7 @@ class PartFlusher:
             self._changed = False
 
     def _replace_former(self, first: int) -> None:
-        """Once, when this session's first step is known: what earlier ones have there and after is replaced."""
+        """Replace earlier sessions' rows from this session's first step on, as soon as that is known."""
         last = self._folder.last_step
         if not self._started and last is not None and first <= last:
             self._folder.replace_from(first)
@@ -257,7 +266,7 @@ class PartFlusher:
         self._folder.list_parts()
 
     def _table(self, buffer: Buffer, kind: Kind, series: Sequence[Series]) -> Table | None:
-        """The table of one kind. What cannot be made one is given up: it would stand in the way for ever."""
+        """Return the table of one kind. Invalid records are dropped, since they would block all later ones."""
         try:
             return buffer.table(kind, series)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other records are worth more)
@@ -296,13 +305,13 @@ class PartFlusher:
             self._dropped.warn_once("compaction", message)
 
     def compact_all(self) -> None:
-        """Compacts what is left, at the end."""
+        """Compact the remaining parts at the end."""
         if self._compacting is not None:
             self._compacting.join()
         self._compact_now(closing=True)
 
     def close(self, series: Sequence[Series]) -> None:
-        """Notes the end in the manifest, and gives the run back."""
+        """Write the end into the manifest, and release the folder."""
         try:
             self._folder.add_series(series)
             self._folder.finish(dict(self._dropped.counts))
@@ -310,5 +319,5 @@ class PartFlusher:
             self._folder.close()
 
     def abandon(self) -> None:
-        """Forgets the lock, in a forked child."""
+        """Abandon the folder in a forked child."""
         self._folder.abandon()

@@ -1,7 +1,7 @@
-"""One rank's part of a run's folder, held by its lock: its manifest, its parts, and their compaction.
+"""One rank's share of a run folder, protected by its lock: manifest, parts, compaction.
 
-Nothing here contains failures: OSError goes to the caller (`worker`), who keeps the data and tries again. What one
-thread writes and another compacts is shared under `_guard`, held for bookkeeping and never while a file is written.
+No failure is handled here: OSError reaches the caller, which keeps the records and tries again. The thread that writes
+and the thread that compacts share state under `_guard`, which is never held while a file is written.
 """
 
 import errno
@@ -31,7 +31,10 @@ from plimsoll.spectrum import Source
 
 
 class SeriesRegistry:
-    """Series in the order of their numbers, those of earlier sessions first."""
+    """Numbers of a writer's series, those of earlier sessions first.
+
+    Any thread may register a series. Known ones are looked up without a lock.
+    """
 
     def __init__(self, former: Sequence[Series]) -> None:
         self.series = list(former)
@@ -39,7 +42,7 @@ class SeriesRegistry:
         self._numbers = {(s.collection, s.name, s.format, s.shared): i for i, s in enumerate(self.series)}
 
     def number(self, collection: str, name: str, fmt: str, shared: bool) -> int:
-        """The number of a series, a new one for one that is new."""
+        """Return the number of a series, registering a new one."""
         key = (collection, name, fmt, shared)
         known = self._numbers.get(key)
         return self._registered(key) if known is None else known
@@ -56,7 +59,7 @@ class SeriesRegistry:
             return self._numbers[key]
 
     def after_fork(self) -> None:
-        """A lock that another thread held at the fork is never given back in the child."""
+        """Replace the lock: one that another thread held at the fork is never released in the child."""
         self._guard = threading.RLock()
 
 
@@ -70,9 +73,14 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 
 
 class RankFolder:
-    """The parts and the manifest of one rank, open to be written; `resume_from` replaces what lay from that step on.
+    """Parts and manifest of one rank, open for writing.
 
-    `found` says what was there before: kind, message and details of the events to record first.
+    Attributes:
+        path: The run's folder.
+        found: Kind, message and details of events about the state of the folder, to be recorded first.
+        manifest: Content of the manifest.
+        series: Registered series.
+        last_step: Last valid step of earlier sessions. None: none.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class RankFolder:
         self.found.append(("continued", message, details | {"resume_from": resume_from}))
 
     def _former_manifest(self) -> dict[str, Any]:
-        """The manifest that is there; a damaged one is set aside, which costs its settings and never the run."""
+        """Return the manifest of earlier sessions. A damaged one is set aside, which costs its settings."""
         path = self.path / manifest.file_name(self.rank)
         try:
             return manifest.read(path)
@@ -154,7 +162,7 @@ class RankFolder:
             return {}
 
     def _load_parts(self, expected: Mapping[Part, Part]) -> None:
-        """Lists the parts, with their rows where the manifest has them; those it lacks stay listed as missing."""
+        """List the parts with their rows from the manifest. Missing parts stay listed as lost."""
         for kind in KINDS:
             self._make_folder(kind)
             atomic_files.sweep(self.path / kind, f"r{self.rank:05d}-*")
@@ -178,7 +186,7 @@ class RankFolder:
             folder.mkdir()
 
     def _last_step(self) -> int | None:
-        """The last step that counts, of those recorded before."""
+        """Return the last valid step of earlier sessions."""
         steps = [self._visible_end(p) for p in self._parts if p.kind != "events"]
         return max(steps, default=None)
 
@@ -187,7 +195,7 @@ class RankFolder:
         return min([part.max_step, *ends])
 
     def _remove_replaced(self) -> None:
-        """Deletes the parts that hold nothing but replaced rows."""
+        """Delete the parts that have only replaced rows."""
         for part in [p for p in self._parts if self._visible_end(p) < p.min_step]:
             atomic_files.remove(self.path / part.name)
             self._parts.remove(part)
@@ -195,13 +203,13 @@ class RankFolder:
     # -- writing
 
     def replace_from(self, step: int) -> None:
-        """Makes what earlier sessions recorded at that step and after it invisible, before anything is written."""
+        """Invalidate the rows of earlier sessions from a step on, before anything is written."""
         with self._guard:
             self._sessions[-1] = replace(self._sessions[-1], from_step=step)
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Replaces the manifest by one that says what is so now."""
+        """Write the current state into the manifest."""
         self.manifest["sessions"] = manifest.session_entries(self._sessions)
         with self._guard:
             self.manifest["parts"] = manifest.listing_of(self._parts)
@@ -214,12 +222,12 @@ class RankFolder:
         self._took = self._written - begun
 
     def list_parts(self) -> None:
-        """Writes the manifest, for its list of parts, unless that would take long too soon after the last time."""
+        """Write the manifest for its list of parts, unless the last writing took long and was recent."""
         if (time.monotonic() - self._written) * _LISTING_SHARE >= self._took:
             self.write_manifest()
 
     def renew(self) -> bool:
-        """Makes sure of the folder and the lock; True where the folder had gone and was made anew."""
+        """Confirm folder and lock. Return True if the folder was gone and has been created again."""
         missing = not all((self.path / kind).is_dir() for kind in KINDS)
         for kind in KINDS if missing else ():
             (self.path / kind).mkdir(parents=True, exist_ok=True)
@@ -231,12 +239,12 @@ class RankFolder:
         return missing
 
     def next_flush(self) -> int:
-        """The number of this flush: every attempt has its own."""
+        """Return the number of this flush. Every attempt has a number of its own."""
         self._next += 1
         return self._next - 1
 
     def append(self, kind: Kind, flush: int, table: Table) -> None:
-        """Writes one part."""
+        """Write one part."""
         low, high = pc.min_max(table["step"]).as_py().values()
         part = Part(
             kind=kind, rank=self.rank, first=flush, last=flush, generation=0, min_step=low, max_step=high,
@@ -249,11 +257,11 @@ class RankFolder:
     # -- compacting
 
     def is_due(self) -> bool:
-        """Whether there is something to compact."""
+        """Return whether there are parts to compact."""
         return any(self._due(kind) for kind in KINDS)
 
     def compact(self, *, closing: bool = False) -> None:
-        """Merges what is due; on closing, all that is small enough."""
+        """Merge the parts that are due. On closing, also merge the newest small ones."""
         for kind in KINDS:
             while parts := self._due(kind):
                 self._merge(parts)
@@ -269,7 +277,7 @@ class RankFolder:
             return sorted((p for p in self._parts if p.kind == kind), key=lambda p: p.first)
 
     def _small(self, kind: Kind) -> list[Part]:
-        """The newest parts that together stay below the limit."""
+        """Return the newest parts that together stay below the limit."""
         chosen: list[Part] = []
         room = _CLOSING_BYTES
         for part in reversed(self._of(kind)):
@@ -306,7 +314,7 @@ class RankFolder:
         )
 
     def _keep(self, part: Part, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows of an input stay: those that no later session replaced, thinned by age."""
+        """Return which rows of an input stay: not replaced by a later session, and not thinned out."""
         kept = steps <= self._visible_end(part)
         if part.kind == "spectra" and self._thin:
             kept &= thinning.kept(steps, self._thin, max(p.max_step for p in self._of("spectra")))
@@ -324,7 +332,7 @@ class RankFolder:
         self.found.append(("damaged", message, {"file": str(path.relative_to(self.path))}))
 
     def finish(self, dropped: Mapping[str, int]) -> None:
-        """Notes in the manifest that the run was closed in order."""
+        """Write into the manifest that the run was closed properly."""
         self.manifest["dropped"] = dict(dropped)
         if self.rank == 0 and self.manifest["world_size"] > 1:
             choices = merge_choices(self.path)
@@ -334,20 +342,20 @@ class RankFolder:
         self.write_manifest()
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def abandon(self) -> None:
-        """Forgets the lock, in a forked child."""
+        """Abandon the lock, in a forked child."""
         self._lock.abandon()
 
     def add_series(self, series: Sequence[Series]) -> None:
-        """Takes over what is registered by now."""
+        """Set the registered series."""
         self.series = list(series)
 
 
 def _prepare(path: Path) -> None:
-    """Makes the folder, and refuses one that holds something else."""
+    """Create the folder. Reject one with other content."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = [p.name for p in path.iterdir() if not p.name.startswith(".")]

@@ -1,10 +1,9 @@
-"""Signals that come while a run is closed: the first one waits until the run is written, a second one does not.
+"""Deferral of signals while a run is closed. A second signal ends the waiting.
 
-A Ctrl-C or a scheduler's SIGTERM likes to come right at the end of a training, when the writer's thread still has
-seconds of the record in memory: the process would end without them. So for as long as a run is closed on the main
-thread, a signal that comes is noted. The run is written, for at most `SECONDS` more, and then the signal has the effect
-that it always has: whatever handler was there before is called, or the default of the system carried out. A signal
-that the process ignores is ignored.
+A Ctrl-C or a scheduler's SIGTERM often comes at the end of a training, when the writer's thread has seconds of the
+record in memory, which would be lost with the process. So while a run is closed on the main thread, a signal is kept
+back. The run is written, for at most `SECONDS` more. Then the signal has its usual effect: the former handler is
+called, or the system's default applies. Signals that the process ignores stay ignored.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if
 
 
 class _Deferral:
-    """What has come while it is active; `until` is when all waiting ends."""
+    """Signals received while it is active. `until` is the time at which all waiting ends."""
 
     def __init__(self) -> None:
         self.previous: dict[int, Any] = {}
@@ -36,7 +35,7 @@ class _Deferral:
         self._told = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Notes the first signal; at the second one, nothing is waited for any more."""
+        """Keep the first signal. A second one ends the waiting."""
         self._came.append((number, frame))
         self.until = min(self.until, time.monotonic() + SECONDS)
         if len(self._came) > 1:
@@ -44,7 +43,7 @@ class _Deferral:
             self.end()
 
     def tell(self) -> None:
-        """Says, once and where it takes long, why the process has not ended."""
+        """Warn once, if it takes long, why the process has not ended."""
         if not self._told and self.until - time.monotonic() < SECONDS - _TELL_SECONDS:
             self._told = True
             warn_user(
@@ -52,14 +51,14 @@ class _Deferral:
             )
 
     def defer(self, number: int) -> None:
-        """Begins to note a signal."""
+        """Start to keep back a signal."""
         previous = signal.getsignal(number)
         if callable(previous) or previous is signal.SIG_DFL:
             self.previous[number] = previous
             signal.signal(number, self.handle)
 
     def end(self) -> None:
-        """Puts the handlers back that were there, and has what came take effect; what ends the process first."""
+        """Restore the former handlers and apply the received signals, those that end the process first."""
         came, self._came = self._came, []
         effects = [(number, frame, self.previous[number]) for number, frame in came]
         with contextlib.ExitStack() as last_first:  # goes on with the next whatever one of them raises
@@ -84,7 +83,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def deferred() -> Generator[None]:
-    """Defers signals to the end of the block, on the main thread: no other one can set handlers."""
+    """Defer signals until the end of the block. Only the main thread can set handlers."""
     if _state.active is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,9 +98,12 @@ def deferred() -> Generator[None]:
 
 
 def wait(until: Callable[[float], object], seconds: float | None, *, deferring: float = SECONDS) -> bool:
-    """Calls `until`, which waits so many seconds, till it is true; False when it is not in time.
+    """Wait until a condition holds. Return False if it does not in time.
 
-    Where a signal waits for the end of the waiting, it ends `deferring` seconds after that came.
+    Args:
+        until: Function that waits for a number of seconds and returns whether the condition holds.
+        seconds: Longest time to wait. None: no limit.
+        deferring: Longest time to wait after a deferred signal.
     """
     start = time.monotonic()
     end = math.inf if seconds is None else start + seconds
@@ -117,13 +119,13 @@ def wait(until: Callable[[float], object], seconds: float | None, *, deferring: 
 
 
 def is_hurried() -> bool:
-    """Whether a signal waits."""
+    """Return whether a signal is deferred."""
     active = _state.active
     return active is not None and active.until < math.inf
 
 
 def restore(number: int, ours: object, previous: Any) -> None:
-    """Puts a handler back in place of ours, where ours still is the one, be it behind a deferral."""
+    """Restore a former handler where `ours` is set, also behind a deferral."""
     if threading.current_thread() is not threading.main_thread():
         return
     active = _state.active

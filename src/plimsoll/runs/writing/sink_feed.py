@@ -1,4 +1,4 @@
-"""What sinks are given: one `StepRecord` for each step that had something, as soon as its batch is complete."""
+"""Records for sinks: one `StepRecord` per step, as soon as its batch is complete."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ Spectra = Mapping[tuple[str, str], Spectrum]
 
 
 class SinkFeed:
-    """Hands records to sinks. A sink that raises or hangs is its runner's affair."""
+    """Feed of records to sinks. `SinkRunner` handles sinks that raise or hang."""
 
     def __init__(self, sinks: Sequence[Sink], path: Path, settings: Mapping[str, object]) -> None:
         self._runners: list[SinkRunner] = []
@@ -40,17 +40,17 @@ class SinkFeed:
                 runner.open(path, settings)
 
     def scalars(self, record: Scalars) -> None:
-        """Keeps scalars until their step's batch comes, or a later step."""
+        """Keep scalars until the batch of their step, or a later step, comes."""
         if self._runners:
             self._of(record.step)[0].update(record.values)
 
     def event(self, record: Event) -> None:
-        """Keeps an event, likewise."""
+        """Keep an event until the batch of its step, or a later step, comes."""
         if self._runners:
             self._of(record.step)[1].append(record)
 
     def batch(self, step: int, entries: StepTable, series: Sequence[Series]) -> None:
-        """Hands on a complete step, and before it what has waited for earlier ones."""
+        """Send a complete step, and before it the records kept for earlier steps."""
         if not self._runners:
             return
         self.release(before=step)
@@ -58,25 +58,25 @@ class SinkFeed:
         self._put(StepRecord(step=step, spectra=_lazily(entries, series), scalars=scalars, events=tuple(events)))
 
     def release(self, before: float = math.inf) -> None:
-        """Hands on the scalars and events of steps before that one without a batch."""
+        """Send the scalars and events of earlier steps that have no batch."""
         for step in sorted(s for s in self._waiting if s < before):
             scalars, events = self._waiting.pop(step)
             self._put(StepRecord(step=step, scalars=scalars, events=tuple(events)))
 
     def flush(self) -> None:
-        """Hands on all that waits and flushes the sinks."""
+        """Send all records and flush the sinks."""
         self.release()
         for runner in self._runners:
             runner.flush()
 
     def end(self) -> None:
-        """Hands on all that waits, and has the sinks close once they have taken it; waits for nothing."""
+        """Send all records and let the sinks close after them, without waiting."""
         self.release()
         for runner in self._runners:
             runner.end(flushing=True)
 
     def close(self) -> None:
-        """Waits for the sinks to close, all at the same time, and goes on without those that do not."""
+        """Wait for all sinks to close at the same time, for at most 10 seconds."""
         self.end()
         late = list(self._runners)
 
@@ -95,13 +95,13 @@ class SinkFeed:
                 runner.give_up("close", _CLOSE_SECONDS)
 
     def failures(self) -> list[str]:
-        """What has failed in sinks since this was last asked, each once."""
+        """Return the failures of sinks since the last call, each once."""
         found = {i: r.failure for i, r in enumerate(self._runners) if r.failure is not None and i not in self._told}
         self._told.update(found)
         return list(found.values())
 
     def dropped(self) -> int:
-        """How many records sinks did not get."""
+        """Return how many records sinks did not receive."""
         return sum(runner.dropped for runner in self._runners)
 
     def _of(self, step: int) -> tuple[dict[str, float], list[Event]]:
@@ -115,7 +115,7 @@ class SinkFeed:
 
 
 def _lazily(entries: StepTable, series: Sequence[Series]) -> Callable[[], Spectra]:
-    """Decodes a step's spectra when they are first asked for."""
+    """Return a function that decodes a step's spectra when it is first called."""
     named: list[Series] = [series[int(i)] for i in entries.series]
     decoded: dict[tuple[str, str], Spectrum] = {}
 

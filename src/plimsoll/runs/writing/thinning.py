@@ -1,8 +1,8 @@
-"""Thinning by age: of spectra older than so many steps only every n-th step stays. Done while compacting.
+"""Thinning by age: of old spectra only every n-th step stays. Done while compacting.
 
-A rule is ``(age_steps, keep_every)``: of the steps that lie more than `age_steps` behind the last one, those divisible
-by `keep_every` stay. A part all of whose steps a rule has come to hold for is rewritten once for it; the rewritten part
-has the number of rules that were applied to all of it as its generation.
+A rule is ``(age_steps, keep_every)``: of the steps that are more than `age_steps` behind the last one, those divisible
+by `keep_every` stay. A part is rewritten once for each rule that applies to all of its steps. Its generation is the
+number of rules that were applied to all of it.
 """
 
 import operator
@@ -18,7 +18,11 @@ Rules = tuple[tuple[int, int], ...]
 
 
 def rules(thin: Sequence[tuple[int, int]]) -> Rules:
-    """The rules, youngest age first; `ArgumentError` for ages below 0 and intervals below 1."""
+    """Return the rules, youngest age first.
+
+    Raises:
+        ArgumentError: An age is below 0 or an interval below 1.
+    """
     try:
         checked = tuple(sorted((operator.index(age), operator.index(every)) for age, every in thin))
     except (TypeError, ValueError):
@@ -33,7 +37,7 @@ def rules(thin: Sequence[tuple[int, int]]) -> Rules:
 
 
 def kept(steps: NDArray[np.int64], thin: Rules, last_step: int) -> NDArray[np.bool_]:
-    """Which steps stay."""
+    """Return which steps stay."""
     result = np.ones(len(steps), dtype=bool)
     for age, every in thin:
         result &= (steps >= last_step - age) | (steps % every == 0)
@@ -41,7 +45,7 @@ def kept(steps: NDArray[np.int64], thin: Rules, last_step: int) -> NDArray[np.bo
 
 
 def due(parts: Sequence[Part], thin: Rules) -> Sequence[Part]:
-    """The oldest part (of one kind's, spectra) that a rule holds for by now and that was not rewritten for it."""
+    """Return the oldest part of spectra that a rule applies to and that was not rewritten for it."""
     if not thin or not parts or parts[0].kind != "spectra":
         return ()
     last_step = max(part.max_step for part in parts)
@@ -52,7 +56,7 @@ def due(parts: Sequence[Part], thin: Rules) -> Sequence[Part]:
 
 
 def generation(parts: Sequence[Part], thin: Rules, all_parts: Sequence[Part]) -> int:
-    """The generation of a part merged from `parts`."""
+    """Return the generation of a part merged from `parts`."""
     if parts[0].kind != "spectra" or not thin:
         return max(part.generation for part in parts)
     last_step = max(part.max_step for part in all_parts)
@@ -62,5 +66,5 @@ def generation(parts: Sequence[Part], thin: Rules, all_parts: Sequence[Part]) ->
 
 
 def _applied(part: Part, thin: Rules, last_step: int) -> int:
-    """How many rules hold for all of a part."""
+    """Return how many rules apply to all of a part."""
     return sum(part.max_step < last_step - age for age, _ in thin)

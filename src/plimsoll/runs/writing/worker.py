@@ -1,7 +1,7 @@
-"""Background thread of a writer: takes records from a bounded queue, merges them, and writes them in time.
+"""Background thread of a writer: takes records from a bounded queue, merges and writes them.
 
-Training only puts records into the queue. Failures are counted, warned of once and recorded (`dropped_records`).
-Records that could not be written wait in memory, within a bound, until writing works again.
+Training only puts records into the queue. Failures are counted, warned of once, and recorded (`DroppedRecords`).
+Records that could not be written stay in memory, within a bound, until writing works again.
 """
 
 import queue
@@ -38,7 +38,10 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Asks for a flush (and the end); `done` is set after it, `result` says whether all is on disk."""
+    """Request for a flush, and for the end if `closing`.
+
+    `done` is set afterwards. `result` tells whether all records are on disk.
+    """
 
     done: threading.Event
     result: list[bool]
@@ -49,18 +52,18 @@ _Item = Record | _Produce | _Change | _Mark
 
 
 class _Room:
-    """A bound on what waits in the queue, and how much does."""
+    """Bound of bytes in the queue, and the bytes in use."""
 
     def __init__(self, bound: int) -> None:
         self.bound, self.used = bound, 0
 
     def takes(self, size: int) -> bool:
-        """Whether there is room; for one item always."""
+        """Return whether there is room. An empty queue takes an item of any size."""
         return self.used == 0 or self.used + size <= self.bound
 
 
 class Worker:
-    """The thread and its queue: at most `queue_bytes` of spectra, and numbers and events beside them."""
+    """The thread and its queue of at most `queue_bytes` of spectra, with further room for numbers and events."""
 
     def __init__(
         self,
@@ -89,15 +92,15 @@ class Worker:
     # -- called from training
 
     def put(self, record: Record) -> None:
-        """Queues a record."""
+        """Queue a record."""
         self._offer(record, size_bytes(record), self._spectra if isinstance(record, Batch) else self._numbers)
 
     def produce(self, produce: Callable[[], Iterable[Record]], size: int, *, numbers: bool) -> bool:
-        """Queues a call that makes records, or numbers and events alone; False where there is no room."""
+        """Queue a function that creates records. Return False if there is no room."""
         return self._offer(_Produce(produce), size, self._numbers if numbers else self._spectra)
 
     def change(self, entries: dict[str, Any]) -> None:
-        """Queues a change of the manifest."""
+        """Queue a change of the manifest."""
         self._offer(_Change(entries), 1000, self._numbers)
 
     def _offer(self, item: _Item, size: int, room: _Room) -> bool:
@@ -118,7 +121,7 @@ class Worker:
         return False
 
     def flush(self, timeout: float | None) -> bool:
-        """Waits until everything queued before is on disk; False where it is not, or not in time."""
+        """Wait until all queued records are on disk. Return False if they are not, or not in time."""
         if self._closed or threading.current_thread() is self._thread:
             return self._closed and not len(self._buffer)
         mark = _Mark(threading.Event(), [])
@@ -126,7 +129,7 @@ class Worker:
         return signal_deferral.wait(mark.done.wait, timeout) and mark.result == [True]
 
     def close(self, timeout: float | None) -> None:
-        """Flushes and ends the thread; gives up waiting after the timeout. An interrupted call can be repeated."""
+        """Flush and end the thread, for at most `timeout` seconds. An interrupted call can be repeated."""
         with self._guard:
             self._closed = True
         if self._last.done.is_set() or not self._thread.is_alive():  # in a forked child there is no thread
@@ -142,7 +145,7 @@ class Worker:
             self._dropped.warn_once("close", message)
 
     def after_fork(self) -> None:
-        """Makes the child's copy inert: it has no thread, and the run is its parent's."""
+        """Make the child's copy inert: it has no thread, and the run belongs to its parent."""
         self._closed = True
         self._last.done.set()  # there is nothing to close
         self._guard = threading.RLock()
@@ -171,7 +174,7 @@ class Worker:
         return _IDLE_SECONDS if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _contained(self, item: _Item) -> None:
-        """Handles one item, whatever happens in it."""
+        """Handle one item. No exception leaves this function."""
         try:
             self._handle(item)
         except Exception as error:  # noqa: BLE001  (P2: nothing in here may stop training, or this thread)
@@ -239,7 +242,7 @@ class Worker:
         mark.done.set()
 
     def _write(self) -> bool:
-        """Writes the buffer; on failure it stays, and there is another attempt in `flush_seconds`."""
+        """Write the buffer. After a failure it is tried again in `flush_seconds`."""
         self._deadline = None
         self._feed.release()
         for failure in self._feed.failures():
@@ -252,12 +255,12 @@ class Worker:
         return written
 
     def _write_rest(self) -> bool:
-        """Writes the events that writing itself gave rise to."""
+        """Write the events that writing itself has caused."""
         self._remember(self._flusher.events())
         return not len(self._buffer) or self._write()
 
     def _end(self, mark: _Mark) -> None:
-        """Completes what was begun, writes it, compacts, and gives the run back."""
+        """Complete the open steps, write them, compact, and release the run."""
         self._running = False
         try:
             for step in sorted(self._steps):

@@ -1,4 +1,4 @@
-"""`RunWriter`: what training calls. It queues and returns; a background thread does the rest (`_worker`)."""
+"""`RunWriter`, which training calls. It queues records; `worker` does the rest in a background thread."""
 
 import os
 import threading
@@ -28,25 +28,33 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class RunWriter:
-    """Writes a run to a folder while a training goes on, and never stops it.
+    """Writer of a run folder in a background thread. It never stops a training.
 
-    `write` and `submit` cost microseconds and raise nothing: what fails later (a full disk, a folder that is removed, a
-    `produce` that raises) is warned of once, counted in `dropped`, and recorded as an event once writing works again;
-    what was still in memory by then is written.
+    `write` and `submit` take microseconds and raise nothing. Later failures (a full disk, a removed folder, a `produce`
+    that raises) are warned of once, counted in `dropped`, and recorded as an event as soon as writing works again.
+    Records that are still in memory are written then.
 
-    - `path`: the run's folder, made if need be. One that holds a run already is continued: rows at the steps that this
-      session records again, from its first step on, replace the earlier ones. With `resume_from`, what lay at that step
-      and after is replaced at once. What is damaged there is set aside, with a warning and an event; where that fails,
-      the session is recorded in a folder beside it, PATH-beside.
-    - `rank`, `world_size`: each rank writes its own parts to the same folder.
-    - `flush_seconds`: how much a killed process may lose. `compact_above`: how many parts may lie side by side before
-      they are merged. `thin`: pairs of age_steps and keep_every, for spectra. `queue_bytes`: the bound on spectra that
-      wait to be written; scalars and events have 64 MB of their own.
-    - `sinks`: are given every step as well.
+    An existing run is continued: rows at steps that this session records again, from its first step on, replace
+    earlier ones. Damaged files are set aside with a warning and an event. If that fails, the session is recorded in the
+    folder PATH-beside.
 
-    Raises `ArgumentError` for an argument that cannot be, a URI, or where another writer holds this run and rank;
-    `RunError` for a folder that holds something else, a run of a newer schema, or cannot be written to. After a fork
-    the child's copy does nothing.
+    After a fork the child's copy does nothing.
+
+    Args:
+        path: The run's folder. It is created if necessary.
+        settings: Settings to keep with the run.
+        rank: This process's rank. Each rank writes its own parts to the same folder.
+        world_size: Number of ranks.
+        resume_from: Step from which on earlier rows are replaced at once. Default: the first recorded step.
+        flush_seconds: Time between two flushes, which a killed process may lose.
+        compact_above: Number of parts of one kind above which parts are merged.
+        thin: Pairs of age_steps and keep_every: of older spectra only every keep_every-th step stays.
+        queue_bytes: Bound on the spectra that wait to be written. Scalars and events have 64 MB of their own.
+        sinks: Sinks that receive every step too.
+
+    Raises:
+        ArgumentError: An argument is invalid, the path is a URI, or another writer has this run and rank open.
+        RunError: The folder has other content, has a run of a newer schema, or cannot be written to.
     """
 
     def __init__(
@@ -106,36 +114,49 @@ class RunWriter:
 
     @property
     def next_step(self) -> int:
-        """The step after the last one that the run had when this writer opened it, of any rank; 0 for a new run."""
+        """The step after the run's last one, of any rank, when this writer opened it. 0 for a new run."""
         return self._next_step
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """How many records were lost, by reason."""
+        """Number of dropped records, by reason."""
         return self._dropped.counts
 
     def series(self, collection: str, name: str, *, format: str, shared: bool = True) -> int:  # noqa: A002
-        """The number of a series, which is registered if it is new.
+        """Return the number of a series. New series are registered.
 
-        `format` is that of the dtype the values were measured in. With ``shared=False`` (a plain tensor) ranks whose
-        spectra of it are identical hold replicas, which readers count once.
+        Args:
+            collection: Name of the collection.
+            name: Name of the tensor.
+            format: Format of the dtype that the values were measured in.
+            shared: Whether ranks hold parts of one tensor. If False, ranks with identical spectra hold replicas, which
+                readers count once.
         """
         return self._registry.number(collection, name, format, shared)
 
     def write(self, record: Record) -> None:
-        """Queues a record. Its arrays are the writer's from now on."""
+        """Queue a record. Its arrays belong to the writer from now on."""
         self._worker.put(record)
 
     def submit(self, produce: Callable[[], Iterable[Record]], size_bytes: int, *, numbers: bool = False) -> bool:
-        """Queues a call that makes records on the background thread; False, and one loss counted, without room.
+        """Queue a function that creates records in the background thread.
 
-        `size_bytes` is the memory that the call keeps until it has run. `numbers` says that it makes scalars and events
-        alone, which wait in room of their own.
+        Args:
+            produce: The function.
+            size_bytes: Memory that the function keeps until it has run.
+            numbers: Whether it creates only scalars and events, which have room of their own in the queue.
+
+        Returns:
+            False if there is no room. One record is then counted as dropped.
         """
         return self._worker.produce(produce, size_bytes, numbers=numbers)
 
     def write_manifest(self, **more: object) -> None:
-        """Adds entries to this rank's manifest, at the next flush. What JSON cannot hold is written as text."""
+        """Add entries to this rank's manifest at the next flush. Values that JSON lacks become text.
+
+        Raises:
+            ArgumentError: The manifest itself uses one of the names.
+        """
         taken = sorted(manifest.RESERVED & set(more))
         if taken:
             raise ArgumentError(
@@ -145,22 +166,32 @@ class RunWriter:
         self._worker.change({name: manifest.plain(value) for name, value in more.items()})
 
     def flush(self, timeout: float | None = 60.0) -> bool:
-        """Waits until everything queued so far is on disk or counted as lost; False where that is not so in time.
+        """Wait until all queued records are on disk or counted as dropped.
 
         A step whose last batch has not come is not written yet.
+
+        Args:
+            timeout: Longest time to wait in seconds. None: no limit.
+
+        Returns:
+            False if that was not so in time.
         """
         return self._worker.flush(timeout)
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Writes what is queued, compacts, and gives the run back. A second call goes on where one was interrupted.
+        """Write all queued records, compact, and release the run.
 
-        A first SIGINT or SIGTERM waits for that, 5 seconds at most, and then has its usual effect.
+        A second call continues an interrupted one. A first SIGINT or SIGTERM waits for the writing, at most 5 seconds,
+        and then has its usual effect.
+
+        Args:
+            timeout: Longest time to wait in seconds. None: no limit.
         """
         self._worker.close(timeout)
         self._finalizer.detach()  # after it: an interrupted close is taken up again at the latest when the process ends
 
     def after_fork(self) -> None:
-        """Makes the child's copy do nothing, as its worker does."""
+        """Make the child's copy inert."""
         self.before_read = None
         self._finalizer.detach()
 
@@ -202,7 +233,7 @@ def _checked_sinks(value: object) -> list[Any]:
 
 
 def _log_of(path: Path, **options: Any) -> RankFolder:
-    """The folder of this rank, or one next to it if damage prevents a session from going on there."""
+    """Return the rank's folder, or one next to it if damage prevents a session there."""
     try:
         return RankFolder(path, **options)
     except RunError:
