@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
 from plimsoll.runs import RunWriter, Scalars
 from plimsoll.runs.storage import script
 from tests.support.diagnosis.stories import SOUND, constant, of_layer
+from tests.support.runs import making
 
 
 def run(*arguments: object) -> Result:
@@ -39,6 +41,14 @@ def test_runs_that_part_exit_with_1_and_say_where(runs: dict[str, Path]) -> None
     assert "first in activations of blocks.2.mlp:output" in " ".join(result.stdout.split())
     assert "At step 0, in the order of computation" in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines() if not line.startswith(("a  ", "b  ")))
+
+
+def test_a_series_of_one_run_alone_is_named_by_its_collections_label(tmp_path: Path) -> None:
+    for name, collections in (("a", ("weights", "gradients")), ("b", ("weights",))):
+        with RunWriter(tmp_path / name) as writer:
+            writer.write(making.batch(writer, 1, {(collection, "w"): torch.ones(4) for collection in collections}))
+    stdout = run(tmp_path / "a", tmp_path / "b").stdout
+    assert "only in A: parameter gradients w" in stdout
 
 
 def test_json_is_for_other_programs(runs: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import plimsoll.lab
-from plimsoll.cli import plugins
+from plimsoll.cli import entry_point
 from tests.support import processes
 
 
@@ -18,7 +18,7 @@ def distribution(folder: Path, name: str, entry: str) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{entry}\n")
+    (info / "entry_points.txt").write_text(f"[{entry_point.GROUP}]\n{entry}\n")
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def app_with_plugins(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Typer:
     """A command line with one command of its own, and those of the distributions in the folder."""
-    found = plugins.importlib.metadata.Distribution.discover(path=[str(folder)])
-    points = [point for one in found for point in one.entry_points if point.group == plugins.GROUP]
-    monkeypatch.setattr(plugins.importlib.metadata, "entry_points", lambda group: points)
+    found = entry_point.importlib.metadata.Distribution.discover(path=[str(folder)])
+    points = [point for one in found for point in one.entry_points if point.group == entry_point.GROUP]
+    monkeypatch.setattr(entry_point.importlib.metadata, "entry_points", lambda group: points)
     app = Typer()
     app.command("check")(lambda: None)
-    plugins.add_commands(app, own=["check"])
+    entry_point.add_commands(app, own=["check"])
     return app
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.weights.master_weights import MasterWeights
-from plimsoll.precision.weights.split_bits import join, split
+from plimsoll.precision.weights.stores import join, split
 from tests.support.cases import each
 
 # Lower halves at which something changes: the ends, the middle, each power of two and its neighbours.

@@ -1,5 +1,6 @@
 """What sinks are given: one record for each step, in order, with what belongs to it."""
 
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +137,8 @@ def test_a_sink_that_hangs_is_named_while_the_run_waits_for_it(tmp_path: Path, m
     monkeypatch.setattr(sink_feed, "warn_user", closing)
     writer.close(HANG_SECONDS)
     (message,) = said
-    assert "waiting for tracker, tracker to close" in message
+    # On a busy machine the third sink, which closes at once, may not have done so yet.
+    assert re.search("waiting for tracker, tracker(, Keeping)? to close", message)
     assert Run(tmp_path).closed and not Run(tmp_path).events()
 
 

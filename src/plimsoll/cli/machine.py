@@ -83,7 +83,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """Return the machine at hand. Imports torch and every backend; what is missing or broken is a line, never an error."""
+    """Return the facts of this machine. Imports torch and every backend; a missing or broken one is a line."""
     from plimsoll import kernels
 
     forced, problem = None, None
@@ -106,7 +106,7 @@ def examine() -> Machine:
 
 
 def _torch() -> str:
-    """Return the version of torch with its build, which packages of some versions leave out: the CUDA that it is made for."""
+    """Return the version of torch with its build, the CUDA version, which some packages leave out."""
     import torch
 
     return str(torch.__version__)

@@ -98,7 +98,7 @@ def _read(path: str | Path, filesystem: Any) -> "Run":
 
 
 def view_at(one: Opened, until: int | None) -> "View":
-    """Return the view of a run up to a step; `RunError` where nothing was recorded up to there, which no command can judge."""
+    """Return the view of a run up to a step. Raise `RunError` if nothing was recorded up to there."""
     from plimsoll.diagnosis import View
 
     view = View(one.run, until)

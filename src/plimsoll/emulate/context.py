@@ -15,10 +15,9 @@ from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule
 from plimsoll.emulate.operation_counts import Counts, Operations
 from plimsoll.emulate.operations import fp32_operations
-from plimsoll.emulate.operations.attention import Attention
 from plimsoll.emulate.operations.convolutions import Convolutions
 from plimsoll.emulate.operations.lstm import lstm
-from plimsoll.emulate.operations.products import Products
+from plimsoll.emulate.operations.products import Attention, Products
 from plimsoll.emulate.operations.rounded_results import Everywhere, Rounded, within
 from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import get

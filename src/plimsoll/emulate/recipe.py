@@ -28,7 +28,7 @@ class Recipe:
     scales: Mapping[str, float] = field(default_factory=dict[str, float])  # by role, where they are not one for all
 
     def operand(self, x: Tensor, axis: int, role: Role = "activations") -> Tensor:
-        """Return a matmul's operand of the forward, in the forward format; blocks run along `axis`, which is summed over."""
+        """Return a matmul operand of the forward in the forward format. Blocks run along the summed `axis`."""
         return self._cast(x, self.forward, axis, role)
 
     def gradient(self, g: Tensor, axis: int) -> Tensor:

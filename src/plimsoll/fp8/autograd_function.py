@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from plimsoll.formats import E5M2
 from plimsoll.fp8.casting import Held, hold
-from plimsoll.fp8.delayed_scaling import gradient_scale
 from plimsoll.fp8.products import product
-from plimsoll.fp8.scales import DTYPES, absmax_of, scale_for
+from plimsoll.fp8.scales import DTYPES, absmax_of, gradient_scale, scale_for
 from plimsoll.kernels.operators.fp8_cast import Layout
 
 

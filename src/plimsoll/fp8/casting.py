@@ -8,13 +8,16 @@ Two ways give the same bits (but for the sign of NaN): the operator `plimsoll::f
 reads, and plain operations, which a compiler on a GPU fuses with whatever made the tensor.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from plimsoll import kernels
+from plimsoll.errors import ArgumentError
 from plimsoll.formats import E4M3, E5M2
+from plimsoll.fp8.scales import ROLES, Role
 from plimsoll.kernels.operators.fp8_cast import Layout, padded
 
 LIMITS = {torch.float8_e4m3fn: E4M3.max, torch.float8_e5m2: E5M2.max}
@@ -31,7 +34,7 @@ class Held(NamedTuple):
 def hold(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout, bank: Tensor | None = None, row: int = 0
 ) -> Held:
-    """Return the codes of the matrix `x` times `scale`, a 0-d float32; see `kernels.fp8_cast`, whose contract this is."""
+    """Return the codes of the matrix `x` times `scale`, a 0-d float32. See `kernels.fp8_cast` for the contract."""
     if bank is None and x.is_cuda and torch.compiler.is_compiling():
         return Held(*by_formula(x, dtype, scale, layout), scale)
     return Held(*kernels.fp8_cast(x, dtype, 1.0 if scale is None else scale, layout, bank, row), scale)
@@ -40,7 +43,7 @@ def hold(
 def by_formula(
     x: Tensor, dtype: torch.dtype, scale: Tensor | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None]:
-    """As the operator without a bank, in operations that a compiler can fuse with what comes before."""
+    """Return what `kernels.fp8_cast` returns, by operations that a compiler can fuse with earlier ones."""
     rows, columns = x.shape
     height, width = padded(rows), padded(columns)
     if (height, width) != (rows, columns):
@@ -50,3 +53,40 @@ def by_formula(
         values = values * scale
     codes = values.clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
     return codes if layout != "columns" else None, codes.t().contiguous() if layout != "rows" else None
+
+
+class Counting(NamedTuple):
+    """Where casts count what they read: activations and weights in the one bank, gradients in the other."""
+
+    forward: Tensor | None
+    backward: Tensor | None
+    rows: Mapping[Role, int]
+
+    def row(self, role: Role) -> tuple[Tensor | None, int]:
+        """Return the bank and the row of a role; None where it is not counted."""
+        if role not in self.rows:
+            return None, 0
+        return self.backward if role == "gradients" else self.forward, self.rows[role]
+
+
+def check_counting(
+    forward: Tensor | None, backward: Tensor | None, rows: Mapping[Role, int], device: torch.device
+) -> Counting | None:
+    """Where to count, None for no rows; `ArgumentError` for rows that a bank lacks, and for one bank in both places."""
+    unknown = [role for role in rows if role not in ROLES]
+    if unknown:
+        raise ArgumentError(
+            f"count_into: expected rows of {', '.join(ROLES)}; got {unknown[0]!r}. These are what a linear layer casts."
+        )
+    if rows and forward is not None and forward is backward:
+        raise ArgumentError("count_into: expected two banks; got one for both directions. Make another with new_bank.")
+    counting = Counting(forward, backward, dict(rows))
+    for role in rows:
+        bank, row = counting.row(role)
+        if bank is None or bank.dim() != 2 or not 0 <= row < bank.shape[0] or bank.device != device:
+            came = "None" if bank is None else f"one of shape {tuple(bank.shape)} on {bank.device}"
+            raise ArgumentError(
+                f"count_into: expected a bank on {device} with a row {row} for {role}; got {came}. Make it with "
+                "new_bank."
+            )
+    return counting if rows else None

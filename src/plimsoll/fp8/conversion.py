@@ -23,30 +23,32 @@ def convert(
     history: int = 0,
     margin: int = 0,
 ) -> nn.Module:
-    """Return the model itself, whose linear layers are `fp8.Linear` from now on; `model.fp8_left` lists those that are not.
+    """Replace the linear layers of a model by `fp8.Linear`.
 
-    Layers are changed in place: the module objects, their names, hooks and parameters stay, so that an optimizer made
-    before goes on working, and shared weights stay shared. The factors of `unit.nn.Linear` are kept. A root that is a
-    linear layer is converted too.
+    Layers are changed in place: the module objects, their names, hooks and parameters stay. So an existing optimizer
+    keeps working, and shared weights stay shared. The factors of `unit.nn.Linear` are kept. A root that is a linear
+    layer is converted too. A converted layer stays as it is if the result would be the same.
 
-    Left as they are: what `include` and `exclude` (globs over module names, the root is "model") do not choose; the
-    readouts of unit-scaled models, whose gradients come straight from the loss, unless a glob of `include` matches
-    them; subclasses with a forward of their own; weights of float64, split for tensor parallelism, or computed by a
-    parametrization; and products of modules that are no linear layer. Each is in `fp8_left` with its reason.
-
-    A layer converted before stays as it is if it would become the same, and is refused otherwise.
+    Not converted are modules that `include` and `exclude` leave out, the readouts of unit-scaled models (their
+    gradients come directly from the loss; a glob of `include` converts them), subclasses with a forward of their own,
+    weights of float64, split for tensor parallelism or computed by a parametrization, and products outside linear
+    layers. Each is in `model.fp8_left` with its reason.
 
     Args:
-        model: any module.
-        scaling: "unit" takes unit-scaled layers; "tensor" takes any; see `fp8.Linear`.
-        include: globs; None chooses all.
-        exclude: globs, which win over `include`.
-        history: see `fp8.Linear`.
-        margin: see `fp8.Linear`.
+        model: Any module.
+        scaling: "unit" for unit-scaled layers, "tensor" for any. See `fp8.Linear`.
+        include: Globs over module names; the root is "model". Default: all.
+        exclude: Globs of modules to leave out, also where `include` matches.
+        history: See `fp8.Linear`.
+        margin: See `fp8.Linear`.
 
-    Raises `ArgumentError`, also for a plain `torch.nn.Linear` with "unit": constants do not fit tensors of any scale,
-    unless its full name is in `include`, which takes it at the user's word; and `StateError` for a layer that was
-    converted otherwise. Nothing is changed then.
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentError: An argument is invalid, or "unit" meets a plain `torch.nn.Linear`, since constants do not fit
+            tensors of any scale. Its full name in `include` converts it all the same. Nothing is changed.
+        StateError: A layer was converted with other settings. Nothing is changed.
 
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     >>> [str(left) for left in convert(model, "tensor", exclude="2").fp8_left]

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3
-from plimsoll.fp8 import delayed_scaling
+from plimsoll.fp8 import scales as delayed_scaling
 from plimsoll.fp8.autograd_function import Constants, Fp8Product, Marks
-from plimsoll.fp8.cast_counts import Counting, check_counting
-from plimsoll.fp8.casting import Held, hold
+from plimsoll.fp8.casting import Counting, Held, check_counting, hold
 from plimsoll.fp8.products import is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for

@@ -9,6 +9,7 @@ from rich.text import Text
 from plimsoll.cli.paths import Opened, opened, view_at
 from plimsoll.cli.terminal import console, say_json
 from plimsoll.errors import ArgumentError
+from plimsoll.tensor_collections import LABELS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,4 +116,10 @@ def _print(found: "Divergence", target: "Console") -> None:
         target.print(Text(f"and {len(found.changed) - _TOLD} more settings"))
     for which, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
-            target.print(Text(f"only in {which}: {grouped(names, _TOLD)}"))
+            target.print(Text(f"only in {which}: {grouped([_with_label(name) for name in names], _TOLD)}"))
+
+
+def _with_label(series: str) -> str:
+    """Return "collection name" with the collection's label, as all other output has it."""
+    collection, _, name = series.partition(" ")
+    return f"{LABELS.get(collection, collection)} {name}"

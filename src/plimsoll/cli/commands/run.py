@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plimsoll.cli import paths
-from plimsoll.cli.script import optimizer_hook, run_folder, runner
+from plimsoll.cli.script import run_folder, runner
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
 from plimsoll.text import printable
@@ -76,7 +76,7 @@ def run(
         resume=resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
     atexit.register(session.end)
-    optimizer_hook.hear(session.note, session.note_backward)
+    runner.hear(session.note, session.note_backward)
     raise runner.Handover(lambda: runner.execute(script, arguments or [], as_module=as_module))
 
 
@@ -105,7 +105,7 @@ class _Session:
             self._arithmetic.note(optimizer)
 
     def note_backward(self, tensors: Any) -> bool:
-        """Return a backward begins; whether it need not hear of more: only a script without an optimizer is found by them."""
+        """Note the start of a backward. Return whether no more are needed: they only find scripts without optimizer."""
         if self._made or self._broken:
             return True
         roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)

@@ -36,7 +36,7 @@ def fields(fmt: Format) -> list[_Field]:
 
 
 def bit_cells(fmt: Format, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the code as a row of cells under its bit numbers: one cell a bit, or one a field where `width` is too small."""
+    """Return the code as cells under its bit numbers: one per bit, or one per field if `width` is too small."""
     parts = fields(fmt)
     if 4 * fmt.bits + 1 <= width:
         cells = [(field, [f" {field.letter} "] * field.bits) for field in parts]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnosis.finding import plain, shown
+from plimsoll.diagnosis.wording import collection_words
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.text import number
 
@@ -36,7 +37,7 @@ class Parting(NotebookRepr):
 
     def __str__(self) -> str:
         """One line: the step, the tensor and how it parts."""
-        place = f"{self.collection.replace('_', ' ')} {shown(self.name)}".rstrip()
+        place = f"{collection_words(self.collection)} {shown(self.name)}".rstrip()
         return f"step {self.step:,}, {place}: {self.reason}"
 
     def to_dict(self) -> dict[str, object]:
@@ -77,7 +78,7 @@ class Divergence(NotebookRepr):
         if self.first is not None:
             others = len(self.partings) - 1
             more = f" ({others} more at that step)" if others else ""
-            what = self.first.collection.replace("_", " ")
+            what = collection_words(self.first.collection)
             place = f"{what} of {shown(self.first.name)}" if self.first.name else what
             return f"They part at step {self.first.step:,}, first in {place}{more}: {self.first.reason}."
         steps, series = self.compared
@@ -122,7 +123,7 @@ class Divergence(NotebookRepr):
             table.add_column(head, justify="left" if head == "what" else "right", no_wrap=True)
         for each in self.partings[:most]:
             numbers = (number(value) for value in (each.a, each.b, each.distance, each.allowed))
-            table.add_row(shown(f"{each.collection} {each.name}".rstrip()), each.kind, *numbers)
+            table.add_row(f"{collection_words(each.collection)} {shown(each.name)}".rstrip(), each.kind, *numbers)
         if len(self.partings) > most:
             table.caption = f"and {len(self.partings) - most} more"
             table.caption_justify = "left"

@@ -71,7 +71,7 @@ class Key:
                 self._library.impl(op, kernel, self.name, with_keyset=True)
 
     def below(self, keys: Any, op: Any, args: Any, kwargs: Any, *, whole: bool = False) -> Any:
-        """Return the operation as it would have run unheard; what it calls in turn is heard again, unless it is `whole`."""
+        """Return the operation as without the key. Its inner calls are intercepted again, unless it is `whole`."""
         numbers = _has_number(op, args)
         if not (whole or numbers):
             return op.redispatch(keys & self._below, *args, **kwargs)
@@ -109,10 +109,10 @@ def _has_number(op: Any, args: Any) -> bool:
 
 
 def _with_numbers(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return a call with a number in a tensor's place (``x * 2``): it came as a tensor that counts as a number in promotion.
+    """Return a call with a number in place of a tensor (``x * 2``): promotion treats such a tensor as a number.
 
-    A call from the top makes such a tensor of it again, for those operations that a user may call so. Others have it
-    from C++ alone: they get a 0-d tensor, which promotes no other tensor of dimensions either.
+    A call from Python creates such a tensor again, for those operations that users may call so. Others get it only from
+    C++: they receive a 0-d tensor, which does not promote tensors with dimensions either.
     """
     try:
         return op(*args, **kwargs)

@@ -113,7 +113,7 @@ def in_backward() -> bool:
 
 
 def in_forward(rule: Rule) -> Rule:
-    """Return the rule, which in a backward leaves calls alone: they are formulas, whose operands it would take for others."""
+    """Return the rule for the forward only. A backward's calls are formulas, whose operands have other roles."""
 
     def ruled(op: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if in_backward() else rule(op, args, kwargs)

@@ -143,7 +143,7 @@ def narrow(result: Any, dtype: torch.dtype) -> Any:
 
 
 def _common(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the one 16-bit dtype of all floating tensors, which are on the CPU; else None, and torch has the last word."""
+    """Return the one 16-bit dtype of all floating tensors if they are on the CPU, else None."""
     dtype = None
     for x in (*args, *kwargs.values()):
         if not isinstance(x, Tensor) or not x.is_floating_point():

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plimsoll.emulate.module_regions import Switch, is_native
-from plimsoll.emulate.module_tree import cast_floating, named_modules
+from plimsoll.emulate.module_regions import Switch, cast_floating, is_native, named_modules
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
 from plimsoll.fp8 import Left, Linear, cached_weights, convert

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.emulate.module_tree import callers, cast_floating, has_forward, named_modules
+from plimsoll.emulate.module_regions import callers, cast_floating, has_forward, named_modules
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision.levels.catalogue import DTYPES
 from plimsoll.watch.taps.compiled_taps import inlined_only
@@ -36,7 +36,7 @@ _NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether it is a normalisation layer: one of torch's, or a module without children whose class is named so."""
+    """Return whether it is a normalization layer: one of torch's, or a leaf module named like one."""
     named_so = type(module).__name__.lower().endswith(_NORM_ENDINGS)
     return isinstance(module, _NORMS) or (named_so and next(iter(module.children()), None) is None)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plimsoll.emulate.module_tree import cast_floating
+from plimsoll.emulate.module_regions import cast_floating
 from plimsoll.errors import ArgumentError, StateError
 from plimsoll.precision.levels.active_level import ActiveLevel, check_stage
 from plimsoll.precision.levels.arithmetic import device_of

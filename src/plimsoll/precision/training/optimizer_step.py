@@ -5,17 +5,72 @@ for all of it or for nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision.training.gradient_norm import clip, global_norm, gradients_of
+from plimsoll.precision.levels.distributed import is_sharded
 from plimsoll.precision.weights.base import SixteenBitOptimizer
 from plimsoll.scaling.base import LossScaler
 from plimsoll.scaling.step_outcome import StepOutcome
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_: the result stays just below the bound
+
+
+def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the gradients that the optimizers will read."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm over all gradients as an FP32 scalar on the first one's device; 0 without gradients."""
+    if not gradients:
+        return torch.zeros(())
+    place = gradients[0].device
+    plain = [_summed(g) for g in gradients if not is_sharded(g)]
+    sharded = [g for g in gradients if is_sharded(g)]
+    norms: list[Tensor] = [_norm(g, dtype=torch.float32).to(place) for g in plain]
+    norms += [_sharded_norm(group).to(place) for group in _by_mesh(sharded)]
+    return _norm(torch.stack(norms))
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
+    """Scale the gradients in place so that their norm is at most the bound; a non-finite norm makes them NaN."""
+    coefficient = (bound / (norm + _TINY)).clamp(max=1.0)
+    on = {g.device: coefficient.to(g.device) for g in gradients}
+    for g in gradients:
+        whole: Any = g
+        values = whole.to_local() if is_sharded(g) else g._values() if g.is_sparse else g  # noqa: SLF001
+        values.mul_(on[g.device])
+
+
+def _norm(x: Tensor, dtype: torch.dtype | None = None) -> Any:
+    linalg: Any = torch.linalg
+    return linalg.vector_norm(x, dtype=dtype)
+
+
+def _summed(g: Tensor) -> Tensor:
+    """Return the values of a gradient; a sparse one's values with equal indices are added."""
+    return g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
+
+
+def _by_mesh(sharded: Sequence[Tensor]) -> list[list[Any]]:
+    by_mesh: dict[Any, list[Any]] = {}
+    for g in sharded:
+        by_mesh.setdefault(cast("Any", g).device_mesh, []).append(g)
+    return list(by_mesh.values())
+
+
+def _sharded_norm(gradients: Sequence[Any]) -> Tensor:
+    """Return the norm with one reduction for all gradients of a mesh."""
+    norms = [_norm(g if g.dtype == torch.float32 else g.float()) for g in gradients]
+    total = _norm(torch.stack(norms))
+    return total.full_tensor()
+
 
 Optimizer = torch.optim.Optimizer
 

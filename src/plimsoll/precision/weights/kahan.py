@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer
-from plimsoll.precision.weights.split_bits import in_blocks
 from plimsoll.precision.weights.stochastic import refuse_float16
-from plimsoll.precision.weights.stores import Entry, Store, round_to, value_of
+from plimsoll.precision.weights.stores import Entry, Store, in_blocks, round_to, value_of
 
 
 class KahanWeights(SixteenBitOptimizer):

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
-from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer, refuse_changed
-from plimsoll.precision.weights.groups import bare_step
+from plimsoll.precision.weights.base import CHUNK_BYTES, SixteenBitOptimizer, bare_step, refuse_changed
 from plimsoll.precision.weights.stores import Compact, Full, Store
 
 

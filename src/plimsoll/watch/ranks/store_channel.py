@@ -21,10 +21,8 @@ from plimsoll.runs import RunWriter
 from plimsoll.runs.columns.arrow import Table, pa, strings
 from plimsoll.runs.columns.schema import Kind, Series
 from plimsoll.runs.writing import writer
-from plimsoll.runs.writing.part_flusher import DroppedRecords
-from plimsoll.runs.writing.part_flusher import PartFlusher
-from plimsoll.runs.writing.rank_folder import RankFolder
-from plimsoll.runs.writing.rank_folder import SeriesRegistry
+from plimsoll.runs.writing.part_flusher import DroppedRecords, PartFlusher
+from plimsoll.runs.writing.rank_folder import RankFolder, SeriesRegistry
 from plimsoll.runs.writing.sink_feed import SinkFeed
 from plimsoll.runs.writing.worker import Worker
 
