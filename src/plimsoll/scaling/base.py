@@ -31,7 +31,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _eager(method: _Method) -> _Method:
-    """Leaves a method to Python where torch's compiler traces the loop around it, as it does with GradScaler's.
+    """Exclude a method from torch's compiler, as torch does with GradScaler's.
 
     The compiler is imported when the method is first called, not before.
     """
@@ -147,13 +147,19 @@ class LossScaler(SavedScaler, ABC):
 
     @property
     def outcome(self) -> StepOutcome:
-        """What the latest `step` did; making it waits for nothing, reading it may."""
+        """Outcome of the latest `step`. Reading its values may wait for the device."""
         if self._outcome is None:
             raise NotRecordedError("outcome: expected a step before; got none yet. Call step(optimizer) first.")
         return self._outcome
 
     def outcome_of(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
-        """What this iteration's `step` of one of several optimizers did; kept until the next iteration's first step."""
+        """Return the outcome of one of several optimizers in this iteration.
+
+        It is kept until the first step of the next iteration.
+
+        Raises:
+            NotRecordedError: The optimizer has not stepped in this iteration.
+        """
         if id(optimizer) not in self._outcomes:
             raise NotRecordedError(
                 f"outcome_of: expected an optimizer that has stepped in this iteration; got "
@@ -168,7 +174,7 @@ class LossScaler(SavedScaler, ABC):
         self._outcomes[id(optimizer)] = self._outcome = outcome
 
     def __repr__(self) -> str:
-        """The class and the scale; reading the scale waits for its device."""
+        """Return the class and the scale. Waits for the device."""
         state = f"scale {power(self.get_scale())}" if self.is_enabled() else "disabled"
         return f"<{type(self).__name__}: {state}>"
 
@@ -176,10 +182,15 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def scale(self, outputs: Any) -> Any:
-        """Multiplies a tensor, or each tensor of an iterable, by the scale.
+        """Multiply a tensor, or each tensor of an iterable, by the scale.
 
-        The product has its input's dtype promoted with float32's 0-d rules, as torch's: a float16 loss stays float16.
-        Lists and tuples keep their type. Raises `ArgumentError` for what is neither.
+        The product has the dtype that torch's promotion with a 0-d float32 gives: a float16 loss stays float16.
+
+        Args:
+            outputs: The loss, or an iterable of losses. Lists and tuples keep their type.
+
+        Raises:
+            ArgumentError: `outputs` is neither.
         """
         return self._scaled(outputs, {}) if self._enabled else outputs
 
@@ -221,13 +232,21 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale, in place, once between two updates.
+        """Divide the optimizer's gradients by the scale, in place, once between two updates.
 
-        For what must see true gradients before the step, as clipping does; `step` calls it where you have not. Whatever
-        is done to the gradients after it is not checked again. The product is computed in float32 at least and rounded
-        once to the gradient's dtype, exactly where the scale is a power of two and nothing leaves the dtype's range;
-        where a gradient was not finite, or is not afterwards, the step will be skipped. Waits for nothing. An optimizer
-        with a method `collect_gradients` (`plimsoll.MasterWeights`) is asked to collect them first.
+        Call it before code that needs true gradients, such as clipping. `step` calls it if you have not. Changes of
+        the gradients after it are not checked again. Does not wait for the device. The method `collect_gradients` of
+        an optimizer (`plimsoll.MasterWeights`) is called first.
+
+        Numerics: the product is computed in float32 or wider, and rounded once to the gradient's dtype. It is exact if
+        the scale is a power of two and nothing leaves the dtype's range. If a gradient is not finite before or after,
+        the step will be skipped.
+
+        Args:
+            optimizer: The optimizer whose gradients are unscaled.
+
+        Raises:
+            StateError: It is the second call since the last update, or the optimizer has stepped already.
         """
         if not self._enabled:
             return
@@ -261,7 +280,7 @@ class LossScaler(SavedScaler, ABC):
     def _unscale(
         self, optimizer: Any, gradients: Gradients, inverse: Tensor, found: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Multiplies all gradients, and returns for each device whether one was or became non-finite."""
+        """Multiply all gradients; return for each device whether one was or became non-finite."""
         per_device: dict[torch.device, Tensor] = {}
         for device, these in gradients.by_device.items():
             bank, rows = self._bank(optimizer, these)
@@ -287,11 +306,22 @@ class LossScaler(SavedScaler, ABC):
 
     @_eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps the optimizer if every gradient is finite, after unscaling them where that is still to do.
+        """Step the optimizer if every gradient is finite; unscale the gradients first if needed.
 
-        Returns what ``optimizer.step(*args, **kwargs)`` returns, None for a skipped step. Optimizers that skip by
-        themselves (torch's with ``fused=True``) are called in any case and told, and the host waits for nothing; for
-        others it waits for the check, as with GradScaler. In sync-free mode those are refused.
+        Optimizers that skip by themselves (torch's with ``fused=True``) are always called, with the result of the
+        check, and the host does not wait. For other optimizers the host waits for the check, as with GradScaler.
+        Sync-free mode refuses them.
+
+        Args:
+            optimizer: The optimizer.
+            args: Arguments of its step.
+            kwargs: Keyword arguments of its step.
+
+        Returns:
+            The result of ``optimizer.step(*args, **kwargs)``; None for a skipped step.
+
+        Raises:
+            StateError: There is no gradient, or the optimizer has stepped since the last update.
         """
         if not self._enabled:
             result = cast("Any", optimizer).step(*args, **kwargs)
@@ -323,7 +353,7 @@ class LossScaler(SavedScaler, ABC):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """Waits for the check, then steps or skips."""
+        """Wait for the check, then step or skip."""
         found = any(found.item() for found in optimizer_state["found_inf_per_device"].values())
         result = None if found else cast("Any", optimizer).step(*args, **kwargs)
         self._record(optimizer, not found)
@@ -428,7 +458,7 @@ class LossScaler(SavedScaler, ABC):
         return scale.reshape(())
 
     def _write(self, value: float | Tensor) -> None:
-        """Sets the scale, within its bounds whatever comes; NaN becomes the lower one."""
+        """Set the scale, clamped to its bounds; NaN becomes the lower bound."""
         scale = cast("Tensor", self._scale)
         if isinstance(value, Tensor):
             scale.copy_(value.nan_to_num(nan=self._min_scale).clamp(self._min_scale, self._max_scale))
@@ -437,7 +467,8 @@ class LossScaler(SavedScaler, ABC):
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """The scale's reciprocal, by way of float64 where the device has it: float32 division may be approximate."""
+    """Return the scale's reciprocal."""
+    # By way of float64 if the device has it: float32 division may be approximate on a GPU.
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 

@@ -1,4 +1,4 @@
-"""The classic rule: lower the scale at overflow, raise it after a spell without."""
+"""Dynamic loss scale: lowered on overflow, raised after `growth_interval` steps without one."""
 
 from typing import Any, cast
 
@@ -12,21 +12,33 @@ from plimsoll.scaling.state.growth_rule import Hysteresis, Rule, RuleState, adva
 
 
 class DynamicScaler(LossScaler, name="dynamic"):
-    """`torch.amp.GradScaler`'s rule with a floor, a ceiling, hysteresis, and a fast way back after a burst.
+    """Rule of `torch.amp.GradScaler` with a floor, a ceiling, hysteresis, and fast regrowth after a burst.
 
-    The scale is multiplied by `backoff_factor` after a step with a non-finite gradient, which is skipped, and by
-    `growth_factor` after `growth_interval` clean steps in a row; never below `min_scale`, and it does not grow where
-    that would lead above `max_scale`. The first six arguments are GradScaler's, positions and all.
+    A step with a non-finite gradient is skipped, and the scale is multiplied by `backoff_factor`. After
+    `growth_interval` clean steps in a row it is multiplied by `growth_factor`. The first six arguments are those of
+    GradScaler, in the same positions.
 
-    - `hysteresis`: the scale is lowered by the so-many-th overflow in a row, or as a `Hysteresis` counts them.
-    - `regrowth_interval`: after hard batches the scale grows every so many clean steps, up to where it was before them.
-      An overflow within so many clean steps of such a growth, or of any other, tells where the limit lies now: there
-      the scale stays, and goes on by `growth_interval`, so that gradients that have grown for good do not cost one step
-      in ten. With None, GradScaler's rule, exactly but for the bounds.
-    - `process_group`: ranks that skip together and keep one scale. Not needed with DDP, whose gradients are the same
-      everywhere, nor for DTensor gradients (FSDP2, tensor parallel), whose ranks are known.
-    - `sync_free`: the host never waits for the device, neither in `step` nor in `update`; optimizers that cannot skip
-      on the device are refused.
+    Args:
+        device: Type of the device of the loss. Default: ``"cuda"``.
+        init_scale: First scale. Default: 2**16.
+        growth_factor: Factor above 1. Default: 2.
+        backoff_factor: Factor between 0 and 1. Default: 0.5.
+        growth_interval: Number of clean steps before the scale grows. Default: 2000.
+        enabled: Whether anything is scaled. Default: yes.
+        min_scale: Smallest scale. Default: 2**-14.
+        max_scale: Largest scale. Default: the largest float32.
+        hysteresis: Number of overflows in a row that lower the scale, or a `Hysteresis`. Default: 1.
+        regrowth_interval: After a burst of hard batches the scale grows each time after this number of clean steps, up
+            to its value before the burst. An overflow within this number of clean steps after a growth shows the
+            new limit: the scale stays there, and grows by `growth_interval`, so that gradients that have become larger
+            do not cost one step in ten. None: GradScaler's rule, exactly except for the bounds. Default: 10.
+        process_group: Ranks that skip together and have one scale. Not needed for DDP, whose gradients are the same on
+            all ranks, nor for DTensor gradients (FSDP2, tensor parallel), whose ranks are known.
+        sync_free: Whether the host never waits for the device, neither in `step` nor in `update`. Optimizers that
+            cannot skip on the device are refused. Default: no.
+
+    Raises:
+        ArgumentError: An argument is out of range.
 
     >>> import torch, plimsoll as pl
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -98,7 +110,8 @@ class DynamicScaler(LossScaler, name="dynamic"):
         )
 
     def _advance_on_host(self, found_inf: Tensor) -> float:
-        """Tens of microseconds less than the same in tensors; these are on the host already."""
+        """Return the next scale, computed with Python numbers."""
+        # Tens of microseconds less than the same in tensors, which are on the host already.
         scale, tracker = self._check_scale_growth_tracker("update")
         memory = cast("Tensor", self._memory)
         before = _numbers(memory)

@@ -1,4 +1,4 @@
-"""A scale that stays."""
+"""A constant loss scale."""
 
 from typing import Any, NoReturn
 
@@ -11,12 +11,21 @@ from plimsoll.scaling.state.persistence import SavedState
 
 
 class StaticScaler(LossScaler, name="static"):
-    """Multiplies by a constant, and skips, as every scaler does, a step whose gradients are not finite.
+    """Constant loss scale. Steps with non-finite gradients are skipped, as with every scaler.
 
-    The outcome says so; the scale does not follow, so that a scale that is too large skips every step. `update` takes
-    no new scale but this one. Saved, it is a GradScaler whose factors are 1; of a state that it loads it takes the
-    scale. Without a GPU give `device="cpu"`: with the default device nothing is scaled then, and a warning
-    says so.
+    The scale does not follow the gradients, so a scale that is too large skips every step. `update` accepts no other
+    scale. The saved state is that of a GradScaler with factors of 1. Loading a state takes its scale.
+
+    Args:
+        scale: The scale.
+        device: Type of the device of the loss. Without a GPU give ``"cpu"``: with the default nothing is scaled then,
+            and a warning reports it. Default: ``"cuda"``.
+        enabled: Whether anything is scaled. Default: yes.
+        process_group: Ranks that skip together.
+        sync_free: Whether the host never waits for the device. Default: no.
+
+    Raises:
+        ArgumentError: `scale` is no positive finite number.
 
     >>> import plimsoll as pl
     >>> pl.scaling.StaticScaler(1024.0, device="cpu").get_scale()

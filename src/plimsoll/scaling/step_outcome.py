@@ -1,4 +1,4 @@
-"""What a training step did: the record that a scaler leaves, and that nothing waits for until someone reads it."""
+"""Outcome of a training step. Its values wait for the device only when they are read."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class _Facts(NamedTuple):
-    """An outcome whose every value is known."""
+    """Values of an outcome on the host."""
 
     stepped: bool
     reason: str | None
@@ -77,7 +77,7 @@ class StepOutcome:
 
     @property
     def retries(self) -> int:
-        """How often the batch was repeated at a lower scale before this outcome."""
+        """Number of times that the batch was repeated at a lower scale before this outcome."""
         return self._retries
 
     def after_retries(self, retries: int) -> "StepOutcome":

@@ -1,7 +1,7 @@
-"""`Beside`: what something that goes along with a watch may use of it, as a guard does.
+"""`WatchAccess`: the part of a watch that companions such as `Guard` may use.
 
-It reads what the watch knows of the training, hands over and flushes what it has measured, and records events of its
-own. It ends with the watch: what `at_close` was given is called first of all when the watch closes.
+It reads the state of the training, flushes measurements, and records events. It ends with the watch: callbacks of
+`at_close` are called before anything else when the watch closes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,14 +17,14 @@ from plimsoll.watch.steps.step_boundary import Steps
 
 
 class Beside:
-    """A watch, from the side of what accompanies it."""
+    """Access to a watch for its companions."""
 
     def __init__(self, core: Core, steps: Steps) -> None:
         self._core, self._steps = core, steps
 
     @property
     def core(self) -> Core:
-        """The hub, for `plimsoll.watch.session.contained`."""
+        """The session, for `plimsoll.watch.session.contained`."""
         return self._core
 
     @property
@@ -39,7 +39,7 @@ class Beside:
 
     @property
     def world(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._core.ranks.world
 
     @property
@@ -49,7 +49,7 @@ class Beside:
 
     @property
     def root(self) -> str:
-        """What the root module is called."""
+        """Name of the root module."""
         return self._core.name
 
     @property
@@ -76,7 +76,7 @@ class Beside:
         return {clean(name) or self.root: module for name, module in named}
 
     def settle(self) -> None:
-        """Ends the present step for good, if an optimizer or scaler has ended it: only between two steps."""
+        """End the current step if an optimizer or scaler has ended it. Call it between two steps only."""
         self._steps.settle_if_ended()
 
     def hand_over(self) -> None:
@@ -93,15 +93,15 @@ class Beside:
         return (not isinstance(writer, Collector) or writer.take_sent(seconds)) and writer.flush(seconds)
 
     def record(self, kind: str, message: str, details: Mapping[str, Any], *, warn: bool = False) -> None:
-        """Records an event of the present step; with `warn` it is said too."""
+        """Record an event of the current step; with `warn`, warn the user too."""
         self._core.say(kind, message, warn=warn, **details)
 
     def failed(self, where: str, error: Exception) -> None:
-        """Contains a failure: it is recorded, and said once."""
+        """Contain a failure: record it, and warn once."""
         self._core.failed(where, error)
 
     def at_close(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Has a function called when the watch closes; the function that is returned takes that back.
+        """Call a function when the watch closes; return a function that cancels that.
 
         It is kept until then, so it must not keep the model alive.
         """

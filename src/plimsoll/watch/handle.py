@@ -1,4 +1,4 @@
-"""`watch`, which sets a watch up, and `Watch`, the handle on it."""
+"""`watch`, which starts a watch, and `Watch`, the handle on it."""
 
 import os
 import sys
@@ -62,35 +62,50 @@ def watch(
     block: Literal[16, 32] | None = None,
     resume: bool | None = None,
 ) -> "Watch":
-    """Records a model's numbers while it trains, every so many optimizer steps, into the folder `run`.
+    """Record a model's numbers while it trains, every `every` optimizer steps, into the folder `run`.
 
-    The training loop stays as it is. A step ends with the optimizer's step or the scaler's update; steps that a scaler
-    skips are recorded too. Nothing that watching does waits for a device or stops training, or changes a bit of it; but
-    code compiled in 16 bits, or for a GPU, may round and sum in another order around what is measured.
+    The training loop stays unchanged. A step ends with the optimizer's step or the scaler's update. Steps that a scaler
+    skips are recorded too. Watching never waits for a device, never stops training, and does not change results.
+    Exception: code that is compiled in 16 bits or for a GPU may round and sum in another order around measured tensors.
 
-    - `optimizer`: one or several; None finds those that have the model's parameters when they first step.
-    - `collect`: which collections, or a mapping of each to its own interval. `include` and `exclude`: globs over module
-      and parameter names, or module types; a module stands for all that is in it.
-    - `scaler`: only for one that neither is a `torch.amp.GradScaler` nor derives from it.
-    - `warmup`: so many first steps are sampled whole. `max_tensors`, `max_bytes`: the bound on one sample.
-      `queue_bytes`: the bound on the samples that wait to be written.
-    - `shadow_every`: every so many steps the batch is repeated in FP32, to tell underflow from structural zeros.
-    - `recorder`: what is kept of every one of the last `recorder_steps` steps and written when something breaks; naming
-      a collection means to measure it at every step (`Watch.recorder_bytes` says what it holds).
-    - `ranks`: of several processes each writes its part ("each"), or rank 0 writes for all ("reduce").
-    - `block`: measures weights, gradients, activations and their gradients in blocks of 32 values (MX formats) or 16
-      (NVFP4) along the last axis too, which is what `whatif` and `plan` need to answer for block formats.
-    - `sinks`: where else the run goes: see `plimsoll.runs`.
-    - `start_step`: the number of the first step; by default 0, or where the run that is there already has ended. Giving
-      the step of a restored checkpoint replaces what the run has from there on.
-    - `resume`: whether the run that the folder holds is continued. None: where it is the same training, that is the
-      same model, and an optimizer whose restored state counts steps. Any other run in the folder is refused; in a
-      notebook it is kept under a numbered name. False: any run in the folder is refused.
+    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the end of the model. In a
+    forked child it does nothing. A child that is to be recorded calls `watch` itself.
 
-    The model owns its watch: it works until `Watch.close`, the end of its ``with`` block, or the model's end. It is its
-    process's: in a forked child it does nothing, and a child that is to be recorded calls `watch` itself.
+    Args:
+        model: The model, wrapped or not.
+        optimizer: One optimizer or several. Default: those that have the model's parameters when they first step.
+        run: Folder of the run.
+        every: Number of optimizer steps from one sample to the next. Default: 10.
+        collect: Collections to record, or a mapping of each to an interval of its own. Default: all.
+        include: Globs over module and parameter names, or module types. A module stands for all its content.
+            Default: everything.
+        exclude: The same, to be left out. Default: nothing.
+        scaler: Needed only if your scaler is not a `torch.amp.GradScaler`. Default: every GradScaler is found.
+        sinks: Further destinations of the run, as in `plimsoll.runs`. Default: none.
+        warmup: Number of first steps that are sampled whole. Default: 0.
+        shadow_every: Number of steps from one repetition of a batch in FP32 to the next. The repetition tells
+            underflow from structural zeros. Default: none.
+        recorder: Facts and collections that are kept of each of the last `recorder_steps` steps, and written when
+            something breaks. A collection in it is measured at every step. `Watch.recorder_bytes` is its memory.
+        recorder_steps: Number of steps that the recorder keeps. Default: 50.
+        ranks: With several processes, ``"each"`` writes its part, or rank 0 writes for all (``"reduce"``).
+        start_step: Number of the first step. The step of a restored checkpoint replaces the records of the run from
+            there on. Default: 0, or the step after the last of the run in the folder.
+        max_tensors: Largest number of tensors in one sample. Default: 100,000.
+        max_bytes: Largest size of one sample. Default: 1 GiB.
+        queue_bytes: Largest size of the samples that wait to be written. Default: 64 MiB.
+        block: Also measure weights, gradients, activations and their gradients in blocks of 32 values (MX formats) or
+            16 (NVFP4) along the last axis. `whatif` and `plan` need it for block formats. Default: no blocks.
+        resume: Whether a run in the folder is continued. False refuses any run in the folder. Default: continue it if
+            it is the same training, which means the same model, and an optimizer whose restored state counts steps.
+            Refuse other runs. In a notebook they are kept under a numbered name.
 
-    Raises `ArgumentError` for what cannot be watched, and what `RunWriter` raises for the folder.
+    Returns:
+        The handle on the watch.
+
+    Raises:
+        ArgumentError: The model or an argument cannot be used.
+        RunError: The folder cannot be written.
     """
     settings = checked(
         every=every, collect=collect, include=include, exclude=exclude, warmup=warmup, shadow_every=shadow_every,
@@ -120,9 +135,9 @@ def watch(
 
 
 class Watch:
-    """A handle on a watch that is under way; `watch` makes one.
+    """Handle on a running watch, created by `watch`.
 
-    As a context manager it closes at the end; an exception that leaves the block is recorded.
+    As a context manager it closes at the end of the block, and records an exception that leaves the block.
     """
 
     def __init__(
@@ -185,26 +200,33 @@ class Watch:
 
     @property
     def step_index(self) -> int:
-        """The number of the step that is under way."""
+        """Number of the current step."""
         return self._core.step
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the watch is closed."""
         return not self._core.open
 
     @property
     def recorder_bytes(self) -> int:
-        """How much memory the flight recorder's samples hold at present."""
+        """Memory of the flight recorder's samples now."""
         return self._recorder.size_bytes()
 
     @property
     def beside(self) -> Beside:
-        """What a guard, or anything else that goes along with the watch, may use of it."""
+        """The part of the watch that companions such as `Guard` may use."""
         return Beside(self._core, self._steps)
 
     def log(self, **scalars: Any) -> None:
-        """Records numbers of the present step: Python numbers, or tensors of one value on any device."""
+        """Record scalars of the current step. Does not wait for a device.
+
+        Args:
+            scalars: Python numbers, or one-element tensors on any device.
+
+        Raises:
+            ArgumentError: A value is no number, or the watch is closed.
+        """
         values = {name: _loggable(name, value) for name, value in scalars.items()}
         if not self._is_open("log"):
             return
@@ -215,7 +237,14 @@ class Watch:
             self._core.writer.write(Scalars(step=step, values=_all_resolved(values)))
 
     def request(self, steps: int = 1) -> None:
-        """Asks for the next `steps` steps to be sampled whole, whatever the schedule says."""
+        """Sample the next steps whole, whatever the schedule is.
+
+        Args:
+            steps: Number of steps, at least 1. Default: 1.
+
+        Raises:
+            ArgumentError: `steps` is below 1, or the watch is closed.
+        """
         if not self._is_open("request"):
             return
         if steps < 1:
@@ -225,12 +254,16 @@ class Watch:
         self._steps.request(steps)
 
     def step(self) -> None:
-        """Ends the present step by hand: where no optimizer and no scaler does."""
+        """End the current step, for loops without an optimizer or scaler."""
         if self._is_open("step"):
             self._steps.end_by_hand()
 
     def flush(self, timeout: float | None = 60.0) -> bool:
-        """Writes all that was recorded up to the last finished step; whether it was done in time."""
+        """Write all records up to the last finished step; return whether that was done in time.
+
+        Args:
+            timeout: Limit in seconds. None: no limit. Default: 60.
+        """
         if not self._is_open("flush"):
             return True
         self._steps.settle_if_ended()
@@ -238,10 +271,10 @@ class Watch:
         return self._core.writer.flush(timeout)
 
     def close(self) -> None:
-        """Ends the watch: removes every hook, and writes the rest.
+        """End the watch: remove all hooks, and write the rest.
 
-        Closing twice does nothing; after an interrupt, it goes on with what that has left. A first SIGINT or SIGTERM
-        waits until the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
+        Closing twice does nothing. After an interrupt, closing again continues. A first SIGINT or SIGTERM waits until
+        the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
         """
         finish(self._end)
 

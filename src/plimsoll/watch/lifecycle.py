@@ -43,7 +43,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, set[Path]]" = weakref.WeakKeyDic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Earlier:
-    """The run that a folder holds already, of one rank. `why`: what of it does not fit; empty where it is continued."""
+    """Run of one rank that is in the folder already. `why` is the reason not to continue it, or empty."""
 
     path: Path
     steps: int  # the number after its last step
@@ -52,18 +52,18 @@ class Earlier:
 
     @property
     def fits(self) -> bool:
-        """Whether the same training goes on."""
+        """Whether the same training continues."""
         return not self.why
 
 
 def fingerprint(root: nn.Module) -> str:
-    """A digest of the names and shapes of a model's parameters."""
+    """Return a digest of the names and shapes of a model's parameters."""
     shapes = sorted((clean(name), tuple(p.shape)) for name, p in root.named_parameters())
     return hashlib.blake2s(repr(shapes).encode(), digest_size=12).hexdigest()
 
 
 def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[Any]) -> Earlier | None:
-    """The run of this rank in the folder; None where there is none with a step."""
+    """Return the run of this rank in the folder; None without a run that has a step."""
     path, root = folder.absolute(), unwrapped(model)
     parts = _parts.listed(Folder(path), rank)[0]
     last = max((part.max_step for part in parts if part.kind != "events"), default=None)
@@ -101,7 +101,7 @@ def is_taken(folder: Path, found: Earlier | None, rank: int) -> bool:
 
 
 def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, Any]") -> None:
-    """Notes that this process watches the model into the folder; `end` closes the watch."""
+    """Register that this process watches the model into the folder; `end` closes the watch."""
     path = run.absolute()
     _register_end()
     _watched.setdefault(unwrapped(model), set()).add(path)
@@ -110,12 +110,14 @@ def begins(model: nn.Module, run: Path, rank: int, end: "weakref.finalize[Any, A
 
 @functools.cache
 def _register_end() -> None:
-    """Has all watches closed when the process ends; after the first finalizer was made, so that it goes first."""
+    """Close all watches when the process ends."""
+    # After the first finalizer was created: atexit runs what was registered last first.
     atexit.register(_close_all)
 
 
 def _close_all() -> None:
-    """Closes what is open before a signal takes effect: by themselves, finalizers stop at a KeyboardInterrupt."""
+    """Close all open watches before a signal takes effect."""
+    # Finalizers by themselves would stop at a KeyboardInterrupt.
     with signal_deferral.deferred():
         for end in list(_open.values()):
             finish(end)
@@ -179,7 +181,7 @@ def _refused(found: Earlier) -> ArgumentError:
 
 
 def _steps_made(optimizers: Iterable[Any]) -> int:
-    """How many steps the optimizers say that they have made; 0 where none of them counts."""
+    """Return the number of steps that the optimizers have counted; 0 if none counts."""
     counted = 0
     for optimizer in optimizers:
         for state in cast("dict[Any, Any]", optimizer.state).values():
@@ -212,7 +214,7 @@ def _set_aside(found: Earlier) -> None:
 
 
 class Closing:
-    """The end of one watch. `handles` are those of its hooks on the root module."""
+    """End of one watch. `handles` are those of its hooks on the root module."""
 
     def __init__(self, core: Core, steps: Steps) -> None:
         self._core, self._steps = core, steps
@@ -221,7 +223,7 @@ class Closing:
         self._busy = self._done = False
 
     def __call__(self) -> None:
-        """Ends the watch, or waits for the thread that does."""
+        """End the watch, or wait for the thread that does."""
         if self._core.left:
             return
         with signal_deferral.deferred(), self._lock:
@@ -261,7 +263,7 @@ class Closing:
 
 
 def finish(end: "weakref.finalize[Any, Any]") -> None:
-    """Calls a finalizer's function and then detaches it, so that after an interruption it can be called again."""
+    """Call a finalizer's function and then detach it, so that it can be called again after an interruption."""
     found = end.peek()
     if found is not None:
         _, call, arguments, named = found

@@ -59,7 +59,7 @@ class Found:
 
 
 class Arithmetic(Protocol):
-    """What changes how a found model computes."""
+    """Interface of a change to the computation of a found model."""
 
     def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[Optimizer]) -> str:
         """A model is found, in its module `called`, whose call waits; returns what it computes in."""
@@ -306,12 +306,12 @@ class _Calls:
         self._seeking = False
 
     def seek(self) -> None:
-        """Hears of calls from now on."""
+        """Start to intercept calls."""
         self._seeking = True
         self._put(self._original, self._ours)
 
     def rest(self) -> None:
-        """Hears of none any more: torch is as it was."""
+        """Stop to intercept calls, and restore torch."""
         self._seeking = False
         self._put(self._ours, self._original)
 
@@ -386,7 +386,7 @@ def _is_stepping(optimizer: Optimizer) -> bool:
 
 
 def _variable(model: nn.Module, root: nn.Module) -> str | None:
-    """What the script calls a model: a variable of its own, or of its functions that are running."""
+    """Return the variable that the script has for a model, global or in a running function."""
     main = vars(sys.modules["__main__"])
     for names in (main, *(frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_globals is main)):
         for name, value in list(names.items()):
@@ -396,6 +396,6 @@ def _variable(model: nn.Module, root: nn.Module) -> str | None:
 
 
 def _attribute(root: nn.Module) -> str | None:
-    """What the module that has this one calls it."""
+    """Return the attribute by which the parent module has this one."""
     names = (name for module, _ in _live_modules() for name, child in module.named_children() if child is root)
     return next((name for name in names if not name.isdecimal()), None)

@@ -1,4 +1,4 @@
-"""What things are called: parameters and modules by their qualified names, tensors by their place in a structure.
+"""Names of parameters and modules, and of tensors by their position in a structure.
 
 Wrappers leave no trace: a model inside `torch.compile`, DistributedDataParallel or a checkpoint wrapper has the names
 that it has without. The root module is called "model".

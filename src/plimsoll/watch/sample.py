@@ -1,4 +1,4 @@
-"""What one step's measurements are written into: rows of banks, and which series each row belongs to.
+"""Measurements of one step: rows of banks, and the series of each row.
 
 Rows are taken one after the other from banks of `BANK_ROWS` rows, one list of banks a device. Each measurement gets a
 row of its own, so that two taps which see one tensor share the row, and a module called twice has two: what belongs to
@@ -26,14 +26,14 @@ _MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.
 
 
 class Pool:
-    """Banks that no sample uses at present; of wide rows where a block length is given."""
+    """Banks that no sample uses now. With a block length their rows are wider."""
 
     def __init__(self, block: int = 0) -> None:
         self.block, self.row_bytes = block, 8 * row_layout.width(block)
         self._free: dict[torch.device, list[Tensor]] = defaultdict(list)
 
     def take(self, device: torch.device) -> Tensor:
-        """A bank on the device, whatever its contents: measuring empties each row first."""
+        """Return a bank on the device. Its contents are undefined: measuring empties each row first."""
         try:
             return self._free[device].pop()
         except IndexError:
@@ -47,7 +47,7 @@ class Pool:
 
 
 class Rows:
-    """The rows of one device, and the entries that say what they are."""
+    """Rows of one device, and the entries that assign them to series."""
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self.device, self._pool = device, pool
@@ -73,7 +73,7 @@ class Rows:
 
     @property
     def held(self) -> int:
-        """Rows that hold something."""
+        """Number of rows that contain something."""
         return self.used - len(self._free)
 
     @property
@@ -172,7 +172,7 @@ class Rows:
     def enter(
         self, row: int, series: int, *, scaled: bool = False, factor: float = 1.0, unless_empty: bool = False
     ) -> int:
-        """Says that a row belongs to a series; returns the entry's number."""
+        """Assign a row to a series; return the number of the entry."""
         entry = len(self.index)
         self.index.append(row)
         self.series.append(series)
@@ -186,7 +186,7 @@ class Rows:
         return entry
 
     def enter_all(self, first: int, series: Sequence[int], *, scaled: bool = False) -> None:
-        """Says that the rows from `first` on belong to these series, one each."""
+        """Assign the rows from `first` on to these series, one each."""
         entry = len(self.index)
         self.index.extend(range(first, first + len(series)))
         self.series.extend(series)
@@ -195,7 +195,7 @@ class Rows:
             self.scaled.extend(range(entry, entry + len(series)))
 
     def moves_of_bank(self) -> Tensor:
-        """What the last bank's updates have moved, int64[rows, 3]."""
+        """Return the counts beside the rows of updates in the last bank, int64[rows, 3]."""
         position = len(self.banks) - 1
         if position not in self.moves:
             self.moves[position] = torch.zeros((BANK_ROWS, _MOVES), dtype=torch.int64, device=self.device)
@@ -223,7 +223,7 @@ class Sample:
 
     @property
     def entries(self) -> int:
-        """How many entries it has."""
+        """Number of entries."""
         count = 0
         for rows in self._rows.values():  # a loop: this is asked for every tensor
             count += len(rows.index)
@@ -238,27 +238,27 @@ class Sample:
         return count * self._pool.row_bytes
 
     def fold(self) -> bool:
-        """Makes room: adds up what is of the same series, where there is enough of it; whether there was."""
+        """Add up rows of the same series if that frees enough of them; return whether it did."""
         worth = [rows for rows in self._rows.values() if rows.repeats > len(rows.index) // 64]
         return sum(rows.fold() for rows in worth) > 0
 
     def drop_series(self, series: set[int]) -> None:
-        """Forgets what was measured of these series."""
+        """Drop all measurements of these series."""
         for rows in self._rows.values():
             rows.drop(series)
 
     def rescale(self, factor: float) -> None:
-        """Says that the scaled values so far carry one more factor."""
+        """Multiply the factor of all scaled values so far."""
         for rows in self._rows.values():
             for entry in rows.scaled:
                 rows.factors[entry] = rows.factors.get(entry, 1.0) * factor
 
     def sealed(self) -> "Sealed":
-        """The sample on its way to the host."""
+        """Return the finished sample, whose copy to the host has started."""
         return Sealed(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
 
     def drop(self) -> None:
-        """Gives the banks back unread."""
+        """Return the banks to the pool without reading them."""
         for rows in self._rows.values():
             self._pool.give_back(rows.banks)
 
@@ -325,7 +325,7 @@ class _Part:
         return scales
 
     def extras(self) -> dict[str, NDArray[np.float64]]:
-        """What entries carry beside their spectrum."""
+        """Return the values that entries have beside their spectrum, by column."""
         found: dict[str, NDArray[np.float64]] = {}
 
         def column(name: str) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
-"""The hub of one watch: what is due, where measurements go, and what happens when something in it fails.
+"""State of one watch: what is due, where measurements go, and how failures are contained.
 
-Taps, parameter readers, the step boundary and the recorder all hold the core; the core holds the model weakly. Nothing
-here raises into training: `contained` turns any failure into one warning and an event.
+Taps, parameter readers, the step boundary and the recorder all hold the session. The session holds the model weakly.
+Nothing here raises into training: `contained` turns any failure into one warning and an event.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class ShadowStep(Protocol):
 
 
 class Due:
-    """Which collections the present step asks for. Compiled code guards on these, so each is a plain bool."""
+    """Collections that are due in the current step. Compiled code guards on them, so each is a plain bool."""
 
     def __init__(self) -> None:
         self.weights = self.gradients = self.optimizer = self.updates = False
@@ -79,7 +79,7 @@ class Due:
 
 
 class Core:
-    """The state of one watch."""
+    """State of one watch."""
 
     repeating: ClassVar[bool] = False  # a shadow step's repetition runs, of whichever watch: nothing of it is recorded
 
@@ -113,7 +113,7 @@ class Core:
         return threading.get_ident() in self.elsewhere
 
     def plan(self, step: int, number: int | None = None) -> None:
-        """Sets what is due at the step; `number` is what the intervals count, where that is not the step."""
+        """Set the collections that are due at the step; `number` is the count for the intervals if it differs."""
         wanted = {name for name in COLLECTIONS if self.on_request or self.settings.due(name, step, number)}
         wanted &= self.settings.intervals.keys()
         kept = frozenset(self.settings.recorded) - wanted
@@ -127,7 +127,7 @@ class Core:
             self.sample = None
 
     def take(self, collection: str) -> None:
-        """Makes one more collection due in the present step."""
+        """Make one more collection due in the current step."""
         if not self.open or self.muted:
             return
         setattr(self.due, collection, True)
@@ -144,7 +144,7 @@ class Core:
         self.due.forward = self.due.activations or self.due.activation_gradients
 
     def mute(self, muted: bool) -> None:
-        """Lets a forward and its backward pass unseen, or ends that."""
+        """Ignore a forward and its backward, or stop ignoring."""
         if muted:
             self._held = {name: flag for name, flag in vars(self.due).items() if flag}
         for name in self._held:
@@ -152,7 +152,7 @@ class Core:
         self.muted = muted
 
     def shut(self) -> None:
-        """Nothing is due any more."""
+        """Stop all measurements."""
         self.open, self.sample = False, None
         for name in (*COLLECTIONS, "forward"):
             setattr(self.due, name, False)
@@ -246,7 +246,7 @@ class Core:
         self.writer.write(Scalars(step=step, values=values))
 
     def failed(self, where: str, error: Exception) -> None:
-        """Contains a failure of the watch itself: training goes on."""
+        """Contain a failure of the watch itself, so that training continues."""
         message = f"{where} failed and was left out ({type(error).__name__}: {error})"
         self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
 
@@ -266,7 +266,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def nothing_recorded() -> Generator[None]:
-    """Inside, no watch of this process records anything."""
+    """Context in which no watch of this process records anything."""
     found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
     cores = [core for core in found.values() if isinstance(core, Core) and not core.muted]  # each has several listeners
     before, Core.repeating = Core.repeating, True
@@ -281,7 +281,7 @@ def nothing_recorded() -> Generator[None]:
 
 
 def contained(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """Makes a method of something that has a `core` harmless: what it raises is said once, and swallowed."""
+    """Contain the exceptions of a method whose object has a `core`: record each once, and continue."""
 
     @functools.wraps(method)
     def harmless(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:

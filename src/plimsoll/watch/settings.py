@@ -1,4 +1,4 @@
-"""What a watch was asked for, checked once: which collections, how often, which names, and within what bounds."""
+"""Settings of a watch, checked once: collections, intervals, names and bounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a gradient carries: the mark on a tensor that says it, and the function that changes it between two uses.
+"""Exponents of gradients: the tag on a tensor, and the function that changes the exponent between two uses.
 
 The *exponent* of a tensor is k where its gradient arrives multiplied by ``scale * 2**k``. It is known when the tensor
 is made, and a mark on the tensor remembers it. Where an operation works at another exponent than its input has, the
@@ -21,7 +21,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Mark(NamedTuple):
-    """What is known of a tensor that requires a gradient."""
+    """Exponent and origin of a tensor that requires a gradient."""
 
     exponent: int
     unit: int  # whose exponent it is, or OUTSIDE
@@ -30,7 +30,7 @@ class Mark(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """What happens to a gradient between a use of a tensor, at `exponent`, and the tensor itself."""
+    """Change of a gradient between a use of a tensor, at `exponent`, and the tensor itself."""
 
     exponent: int
     shift: int  # the gradient is multiplied by 2**shift

@@ -1,4 +1,4 @@
-"""What a layer scaler remembers of each unit, and the exponents that follow from it.
+"""Exponents of a layer scaler: the recent gradients of each unit, and the two rules.
 
 Exponents here are whole ones, the loss scale's included: when that changes, the layers' stay what they are.
 """
@@ -59,7 +59,7 @@ def by_spectra(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """What the published rule reads of one unit: its true output gradient, its weight, and its products' number."""
+    """Input of the published rule for one unit: output gradient, weight, and number of products."""
 
     gradient: Spectrum | None
     weight: Spectrum | None  # None where the unit has no matrix

@@ -118,7 +118,7 @@ class ForwardMode(TorchFunctionMode):
         return (min(active) if active else self.last), False
 
     def _edge(self, x: Tensor, known: Mark, exponent: int, unit: int) -> Edge | None:
-        """What shall lie between a tensor and its use; None if nothing need."""
+        """Return the change of scale between a tensor and its use; None without one."""
         shift, meter = known.exponent - exponent, self.layers.meter
         tap = None
         if meter.measuring and unit != OUTSIDE and (x.is_leaf or not (known.derived or known.unit == unit)):

@@ -26,7 +26,7 @@ class Meter:
         self._lock = threading.Lock()  # the engine has a thread for each device
 
     def tap(self, unit: int, place: Place) -> Callable[[Tensor], None]:
-        """What measures a gradient into the row of that unit and place, while this step is a sampled one."""
+        """Return a hook that measures a gradient into the row of that unit and place in sampled steps."""
         return functools.partial(self._take, len(PLACES) * unit + PLACES.index(place))
 
     def _take(self, row: int, g: Tensor) -> None:
@@ -42,7 +42,7 @@ class Meter:
             kernels.measure_into([plain], bank, [row])
 
     def read(self) -> list[dict[Place, Spectrum]]:
-        """What each unit's gradients held, as they were carried, since the last reading; the rows are emptied."""
+        """Return the spectra of each unit's gradients since the last reading, with scales; empty the rows."""
         banks = [bank.cpu().numpy().copy() for bank in self._banks.values()]
         self.drop()
         merged = [sum((self._spectrum(bank[row]) for bank in banks), Spectrum.empty()) for row in range(self.rows)]

@@ -101,7 +101,7 @@ class After(ModuleHook):
 
 
 def left(output: Any, mode: ForwardMode) -> Any:
-    """What leaves a model, at the loss scale alone."""
+    """Return the output of a model, shifted to the loss scale alone."""
     aliases: dict[int, Tensor] = {}
     outputs: list[Any] = list(tensors_in(output))
     views = any(x._is_view() for x in outputs)  # noqa: SLF001

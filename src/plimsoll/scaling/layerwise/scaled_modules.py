@@ -1,4 +1,4 @@
-"""The modules that have a scale of their own, and what is known of them."""
+"""Modules that have a scale of their own, and the state of each."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -115,7 +115,9 @@ def refuse_sharded(module: nn.Module) -> None:
 
 
 def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
-    """Lets float16 parameters have float32 gradients: a weight's gradient without its layer's scale may be too small.
+    """Allow float32 gradients of float16 parameters.
+
+    A weight's gradient without its layer's scale may underflow in float16.
 
     Raises `UnsupportedTensorError` where torch cannot.
     """
@@ -134,7 +136,7 @@ def keep_gradients_wide(model: nn.Module, *, wrapped: bool) -> None:
 
 
 def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Has the parameter's gradient in that dtype, the present one too."""
+    """Set the dtype of a parameter's gradients, of the current one too."""
     present, given = parameter.grad, cast("Any", parameter)
     if given.grad_dtype is not dtype:
         given.grad = None

@@ -1,7 +1,4 @@
-"""`LayerScaler`: a power-of-two scale for each layer's backward, beside the loss scale.
-
-One class, whose every method is the interface's or a hook of it, so more than 300 lines.
-"""
+"""`LayerScaler`: a power-of-two scale for each layer's backward, beside the loss scale."""
 
 import contextlib
 import math
@@ -149,7 +146,7 @@ class LayerScaler(LossScaler, name="layer"):
 
     @property
     def spectra(self) -> dict[str, Spectrum]:
-        """What each module's gradients held in the latest sample, without any scale; without modules not seen yet."""
+        """Spectra of each module's true gradients in the latest sample, without modules that did not run yet."""
         return {name: s for name, s in zip(self._layers.names, self._choice.seen, strict=True) if s is not None}
 
     def release(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the unscale pass saw of the gradients: its banks, and the few numbers of them that the rule needs.
+"""Banks that the unscale pass fills, and the few numbers of them that the rule needs.
 
 The summary of a bank is five int64 words on the bank's device: the key of the largest magnitude, whether a gradient is
 float16, whether a loss is, the number of nonzero finite values, and how many of these are faint. Two summaries join as
@@ -160,7 +160,7 @@ def look(numbers: Sequence[float], *, overflowed: bool) -> tuple[Look, bool, boo
 
 
 def parameter_name(optimizer: Any, group: int, index: int) -> str:
-    """What the optimizer calls the parameter, or where it stands in it."""
+    """Return the optimizer's name of a parameter, or its position there."""
     names = optimizer.param_groups[group].get("param_names")
     return str(names[index]) if names else f"parameter {index} in group {group} of {type(optimizer).__name__}"
 

@@ -1,4 +1,4 @@
-"""The rule of the spectral scaler: from what gradients look like to the next power-of-two scale. No tensors, no device.
+"""Rule of the spectral scaler: from measured gradients to the next power-of-two scale.
 
 All is counted in binades. A gradient's *level* is the exponent of the largest one with the scale undone; the *line* is
 how far up the format lets scaled gradients reach. The scale is the highest power of two at which
@@ -40,7 +40,7 @@ PROBES = (100, 1000, 16_000)  # clean steps before a binade of reserve is tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the gradients of one step showed, as they were, with the scale in them.
+    """Measurement of one step's gradients, with the scale in them.
 
     `absmax` is the largest finite magnitude; `nonzero` counts finite nonzero values, and `faint` those among them that
     lie in the format's lowest binade or below.
@@ -54,7 +54,7 @@ class Look:
 
 @dataclass(slots=True)
 class Memory:
-    """What the rule remembers from step to step; plain numbers and the trend."""
+    """State of the rule from step to step: plain numbers and the trend."""
 
     trend: Trend = field(default_factory=Trend)
     step: int = 0

@@ -1,4 +1,4 @@
-"""Which scales serve which gradients: from the rows of a bank to windows, and the report that is made of them.
+"""Usable scale range per gradient, from the rows of a bank, and the report of all ranges.
 
 All in exponents of the scale: exponent k stands for the scale 2**k. A tensor's window runs from the lowest scale at
 which less than `TOLERANCE` of its nonzero values is lost for certain, to the highest at which none overflows. What FP16
@@ -22,7 +22,7 @@ TOLERANCE = 0.01  # as `Spectrum.window`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleWindow:
-    """The exponents of the scales that serve one tensor's gradient, `low` to `high`; none does where low > high."""
+    """Exponents of the scales that fit one tensor's gradient, `low` to `high`. No scale fits if low > high."""
 
     name: str
     low: int
@@ -36,7 +36,7 @@ class ScaleWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleReport(NotebookRepr):
-    """What the latest look at each tensor's gradient says about the scale; tensors of zeros only are left out."""
+    """Usable ranges of scales from the latest check of each gradient. Tensors of zeros only are left out."""
 
     format: str
     scale: float

@@ -1,4 +1,4 @@
-"""A scale that follows the gradients' spectra, and is lowered before they overflow."""
+"""`SpectralScaler`: a loss scale that follows the spectra of the gradients."""
 
 import math
 import weakref
@@ -33,26 +33,37 @@ MOST_MARGIN = 16.0  # binades
 
 
 class SpectralScaler(LossScaler, name="spectral"):
-    """Sets the scale from what the gradients look like, before they overflow, and says where no scale serves.
+    """Loss scale from the spectra of the gradients: lowered before they overflow.
 
-    The pass that unscales the gradients measures them too: their largest magnitude, and how many values are about to be
-    lost. The scale is the highest power of two that keeps the largest gradient to be expected `margin` binades below
-    the format's overflow; the expectation is a robust trend over steps, and covers the jumps that are usual. Overflow
-    lowers the scale at once and leaves no trace in the statistics; ten clean steps later the scale climbs back, a
+    The pass that unscales the gradients also measures them: the largest magnitude, and the number of values that are
+    about to underflow. The scale is the highest power of two that keeps the largest expected gradient `margin` binades
+    below the format's overflow. The expectation is a robust trend over steps, which covers the usual jumps. An overflow
+    lowers the scale at once and leaves no trace in the statistics. After ten clean steps the scale climbs back, a
     binade a step (`plimsoll.scaling.spectral.rule` has the whole rule).
 
-    - `format`: what the backward pass computes in, "fp16" under autocast, whatever dtype the parameters have. Overflow
-      may happen to gradients of activations, which are not measured; how far these lie above those of the parameters
-      is learned where it shows. Gradients that are float16 themselves count as "fp16" in any case.
-    - `init_scale`: a power of two. The first clean step shows where the scale belongs, so it starts low.
-    - `inspect_every`: so many steps apart each tensor's window is looked at; where no scale serves all tensors at two
-      looks in a row, a warning names those that span too far, once. `report` says more at any time.
-    - `process_group`, `sync_free`: as for `DynamicScaler`. The rule sees the gradients of all ranks, and ranks have one
-      scale. Reports and warnings are each rank's own, of the gradients, or the shards of them, that it holds.
+    On a CPU the scale follows from the step before. On other devices an overflow lowers it for the very next step, and
+    spectra act one step later, so that the host waits for no step except the last. In sync-free mode the host never
+    waits, and spectra act when the device is done. An `update(new_scale)` holds for one step.
 
-    On a CPU the scale follows from the step before. On other devices overflow lowers it for the very next step, and
-    what spectra say takes one step more, so that the host waits for no step but the last; in sync-free mode it takes
-    as long as the device does, and the host never waits. An `update(new_scale)` holds for one step.
+    Args:
+        device: Type of the device of the loss. Default: ``"cuda"``.
+        init_scale: A power of two. It starts low, since the first clean step shows the right scale. Default: 2**10.
+        format: Format of the backward pass: ``"fp16"`` under autocast, whatever the dtype of the parameters is.
+            Gradients of activations may overflow too. They are not measured: the rule learns how far they lie above
+            those of the parameters. Gradients in float16 always count as ``"fp16"``. Default: ``"fp16"``.
+        margin: Binades between the largest expected gradient and overflow. Default: 0.5.
+        inspect_every: Number of steps from one check of each tensor's usable range to the next. If no scale fits all
+            tensors at two checks in a row, a warning names those that span too far, once. `report` has the details.
+            Default: 100.
+        enabled: Whether anything is scaled. Default: yes.
+        min_scale: Smallest scale, a power of two. Default: 2**-14.
+        max_scale: Largest scale, a power of two. Default: 2**32.
+        process_group: As for `DynamicScaler`. The rule uses the gradients of all ranks, and ranks have one scale.
+            Reports and warnings are of each rank's own gradients and shards.
+        sync_free: As for `DynamicScaler`.
+
+    Raises:
+        ArgumentError: An argument is out of range.
 
     >>> import torch, plimsoll as pl
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -101,13 +112,15 @@ class SpectralScaler(LossScaler, name="spectral"):
         self._overflows: Tensor | None = None  # in all, on the scale's device
         self._known_overflows = 0  # those among them that the memory knows of
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def report(self) -> ScaleReport:
-        """The window of scales for each tensor, as the latest look at them found it; reading waits for the device.
+        """Return the usable range of scales of each tensor, from the latest check. Waits for the device.
 
-        Of several ranks each has its own: of its gradients, and of its shards of those that are sharded. Raises
-        `NotRecordedError` before the first step with finite gradients.
+        Each rank reports its own gradients, and its shards of those that are sharded.
+
+        Raises:
+            NotRecordedError: There was no step with finite gradients yet.
         """
         found = self._looks.latest(self._narrowest())
         if found is not None:
@@ -119,7 +132,7 @@ class SpectralScaler(LossScaler, name="spectral"):
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The lowest and the highest exponent of the scales that serve all tensors here; None where no scale does."""
+        """Lowest and highest exponent of the scales that fit all tensors; None if no scale does."""
         return self.report().window
 
     # -- what the unscale pass measures --------------------------------------------------------------------------------
@@ -156,7 +169,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         self._overflows = torch.full((), self._all_overflows(), dtype=torch.float64, device=device)
 
     def _all_overflows(self) -> float:
-        """How many there were by the latest step, read or not; waits for it."""
+        """Return the number of overflows up to the latest step. Waits for that step."""
         return self._waiting[-1].numbers()[1] if self._waiting else self._known_overflows
 
     def _next_scale(self, found_inf: Tensor) -> float | Tensor:

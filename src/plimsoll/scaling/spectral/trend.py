@@ -1,4 +1,4 @@
-"""Where a noisy series will be at its next step, and how far such forecasts are usually off.
+"""One-step forecast of a noisy series, with its typical error.
 
 The forecast is a straight line through the last values: its slope is the median of the slopes between all pairs (Theil
 1950, Sen 1968), its height the median of what is left. A quarter of the values may be anything at all without moving it
@@ -57,7 +57,7 @@ class Trend:
         return _median(np.array(list(self._values)[-3:])) if self._values else None
 
     def usual_error(self, share: float) -> float:
-        """What the value exceeds its forecast by, at most, in that share of the remembered steps.
+        """Return the largest excess over the forecast in that share of the remembered steps.
 
         While few steps are remembered, part of `UNKNOWN` is added.
         """

@@ -1,4 +1,4 @@
-"""The scaler's looks at each tensor's window, and numbers that are on their way from the device to the host."""
+"""Periodic checks of each tensor's usable range, and numbers that are copied to the host."""
 
 import warnings
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Looks:
         self._offered.append((optimizer, banks))
 
     def drop(self) -> None:
-        """What was offered is not to be looked at."""
+        """Drop the banks that were offered."""
         self._offered.clear()
 
     def step(self, scale: Tensor, fmt: Format) -> None:
@@ -79,7 +79,7 @@ class Looks:
 
     @classmethod
     def from_dict(cls, every: int, saved: Mapping[str, Any]) -> "Looks":
-        """What `to_dict` wrote."""
+        """Return the checks that `to_dict` wrote."""
         looks = cls(every)
         looks._steps, looks._narrow, looks._said = saved["steps"], saved["narrow"], saved["said"]
         return looks

@@ -1,1 +1,1 @@
-"""What scalers save, and how their scale grows."""
+"""State of scalers: saving, and the rule of growth."""

@@ -1,4 +1,4 @@
-"""What of a scaler can be read, set, saved and pickled: the quiet half of `torch.amp.GradScaler`'s interface."""
+"""State of a scaler: getters, setters, `state_dict` and pickling, as in `GradScaler`."""
 
 import warnings
 from collections import defaultdict, deque
@@ -45,7 +45,11 @@ def write_state(state: SavedState) -> dict[str, Any]:
 
 
 def read_state(saved: dict[str, Any]) -> SavedState:
-    """What such a dictionary, or a GradScaler's, holds; raises `StateError` for one that cannot be read."""
+    """Return the content of a saved state of a scaler or of a GradScaler.
+
+    Raises:
+        StateError: The state is empty, incomplete or of a newer schema.
+    """
     if not saved:
         raise StateError(
             "load_state_dict: expected the state of a scaler; got an empty one, possibly because it was saved from a "
@@ -79,7 +83,7 @@ LOSSES = 16  # so many of an iteration's losses are looked at when its step is s
 
 
 def fresh_state() -> dict[str, Any]:
-    """What is known of an optimizer at the beginning of a step, in torch's own terms."""
+    """Return the state of an optimizer at the start of a step, in torch's own terms."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
@@ -106,7 +110,7 @@ class SavedScaler(torch.amp.GradScaler):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _save(self) -> dict[str, Any]:
-        """What this kind of scaler has to save beside GradScaler's entries and the bounds: plain values."""
+        """Return plain values to be saved beside the bounds and the entries of GradScaler."""
         return {}
 
     def _load(self, extra: dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ class SavedScaler(torch.amp.GradScaler):
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def get_scale(self) -> float:
-        """The present scale; 1 if nothing is scaled. Waits for the device that holds it."""
+        """Return the scale; 1 if nothing is scaled. Waits for the device."""
         if not self._enabled:
             return 1.0
         return self._init_scale if self._scale is None else float(self._scale.item())
@@ -124,27 +128,39 @@ class SavedScaler(torch.amp.GradScaler):
         return self._scale
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it grows: above 1, else `ArgumentError`."""
+        """Set the factor by which the scale grows.
+
+        Raises:
+            ArgumentError: The factor is not above 1.
+        """
         self._growth_factor = arguments.check_growth("set_growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it is lowered."""
+        """Return the factor by which the scale is lowered."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it is lowered: between 0 and 1, else `ArgumentError`."""
+        """Set the factor by which the scale is lowered.
+
+        Raises:
+            ArgumentError: The factor is not between 0 and 1.
+        """
         self._backoff_factor = arguments.check_backoff("set_backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        """After how many clean steps the scale grows."""
+        """Return the number of clean steps before the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets after how many clean steps the scale grows: 1 or more, else `ArgumentError`."""
+        """Set the number of clean steps before the scale grows.
+
+        Raises:
+            ArgumentError: The number is below 1.
+        """
         self._growth_interval = arguments.check_interval("set_growth_interval", "new_interval", new_interval)
 
     def _get_growth_tracker(self) -> int:
@@ -155,10 +171,10 @@ class SavedScaler(torch.amp.GradScaler):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, which `torch.load` reads with ``weights_only``; empty if nothing is scaled.
+        """Return the state as plain values, which `torch.load` reads with ``weights_only``.
 
-        It has the entries of GradScaler's, which loads it, and one more, ``"plimsoll"``, with all that ours adds: the
-        bounds, and where the scaler stands within a burst. Take it after `update`. Waits for the device.
+        It has the entries of a GradScaler's state, which GradScaler loads, and ``"plimsoll"`` with the bounds and the
+        position within a burst. It is empty if nothing is scaled. Call it after `update`. Waits for the device.
         """
         if not self._enabled:
             return {}
@@ -175,12 +191,17 @@ class SavedScaler(torch.amp.GradScaler):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up a state that any scaler of Plimsoll, or a GradScaler, has saved.
+        """Load a state that any scaler of Plimsoll, or a GradScaler, has saved: all of it, settings too, or nothing.
 
-        All of it is taken, settings too, or nothing: raises `StateError` for a state that is empty, incomplete or of a
-        newer schema. A scale outside of this scaler's bounds is brought within them: 0 (GradScaler's may fall to it)
-        and NaN become `min_scale`, Inf becomes `max_scale`. Of a state that another kind of scaler wrote only the
-        common part is taken. Both are warned of. If nothing is scaled, does nothing.
+        A scale outside of the bounds is clamped with a warning: 0 (to which GradScaler's may fall) and NaN become
+        `min_scale`, Inf becomes `max_scale`. From a state of another kind of scaler only the common part is loaded,
+        with a warning. If nothing is scaled, the call does nothing.
+
+        Args:
+            state_dict: The result of `state_dict`.
+
+        Raises:
+            StateError: The state is empty, incomplete or of a newer schema.
         """
         if not self._enabled:
             return

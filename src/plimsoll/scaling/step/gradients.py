@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's parameters, as plain tensors that can be multiplied in place, by device."""
+"""Gradients of an optimizer as plain tensors, the agreement of ranks about them, and the reason of a skip."""
 
 import math
 import sys
@@ -142,7 +142,7 @@ def _parameter(optimizer: Any, gradient: Gradient) -> str:
 
 
 def _of_loss(losses: Iterable[Tensor]) -> str:
-    """What to add if a loss itself was not finite: no scale helps then."""
+    """Return a remark if a loss itself was not finite, since no scale helps then."""
     values = [float(loss.item()) for loss in losses]
     bad = [value for value in values if not math.isfinite(value)]
     return f"; the loss itself was {bad[0]:g}, before scaling" if bad else ""

@@ -1,4 +1,4 @@
-"""What a scaler refuses of an optimizer before it touches a gradient."""
+"""Step of an optimizer under a scaler: the checks before it, and optimizers that skip by themselves."""
 
 import inspect
 from typing import Any, cast

@@ -1,1 +1,1 @@
-"""Where a watch holds on to torch, to the model and to compiled code."""
+"""Hooks and patches on torch itself."""

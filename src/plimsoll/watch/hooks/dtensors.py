@@ -1,4 +1,4 @@
-"""What DTensors know and plain tensors beside them do not: which part of a whole they are.
+"""Placements of DTensors: which part of a whole a plain tensor is.
 
 A module that `parallelize_module` distributed gives out the local tensor of a DTensor; the node of the autograd graph
 that made it plain knows the placements still, so that its values count as those of the DTensor (`behind`).

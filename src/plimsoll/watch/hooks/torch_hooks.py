@@ -1,6 +1,6 @@
-"""Where Plimsoll looks into torch: the one place that patches anything, and that takes every patch back.
+"""All hooks and monkey patches on torch, and their removal.
 
-Installed when the first watch opens and removed when the last one closes:
+They are installed with the first listener and removed with the last:
 
 - global optimizer hooks (public in torch): an optimizer steps;
 - `torch.autograd.backward`, through which every ``loss.backward()`` goes: the loss, and that a backward begins;
@@ -35,7 +35,7 @@ _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
 
 class Listener:
-    """What is called at the training's events. Subclasses have the methods that they need; none of them raises."""
+    """Base class of listeners: methods that are called at the events of a training. None of them may raise."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
@@ -74,7 +74,7 @@ class Listener:
         """The process ends by an exception or a signal; there are so many seconds left."""
 
 
-# What says by which factor a tensor's gradient is larger than the loss scale makes it: rooms above have their own.
+# Callbacks that return an extra factor of a tensor's gradient, beside the loss scale. Higher packages add theirs.
 factors: list[Callable[[Any], float]] = []
 
 # Callbacks that return the formats to which this thread's operations round their results, by collection.
@@ -110,12 +110,12 @@ def factor_of(x: Any) -> float:
 
 
 def listeners() -> list[Listener]:
-    """Those that listen now."""
+    """Return the active listeners."""
     return [found for found in (ref() for ref in _listeners) if found is not None]
 
 
 def listen(listener: Listener, scaler: object = None) -> None:
-    """Tells the listener of everything from now on."""
+    """Notify the listener of all events from now on."""
     with _lock:
         # The listener first: with none listed, a dead listener that is collected meanwhile would undo all patches.
         _listeners.append(weakref.ref(listener, _gone))
@@ -127,7 +127,7 @@ def listen(listener: Listener, scaler: object = None) -> None:
 
 
 def forget(listener: Listener) -> None:
-    """Tells it nothing more; with the last one, torch is as it was."""
+    """Stop notifying a listener. Without listeners torch is restored."""
     with _lock:
         _listeners[:] = [ref for ref in _listeners if ref() is not None and ref() is not listener]
         if not _listeners:
@@ -136,7 +136,7 @@ def forget(listener: Listener) -> None:
 
 @contextlib.contextmanager
 def alone(listener: Listener) -> Generator[None]:
-    """Inside, the listener hears of everything, and nobody else does: training is tried out."""
+    """Context in which only this listener is notified, for a trial of the training."""
     listen(listener)
     with _lock:
         others = [ref for ref in _listeners if ref() is not listener]

@@ -109,7 +109,7 @@ class _Copy:
         self._has_moved = torch.zeros_like(self._is_copy)
 
     def look(self, passed: int, owned: Collection[int]) -> Tensor | None:
-        """How many sampled values have moved since the last look, and how many are stuck; None for a tensor to drop."""
+        """Return how many sampled values have moved, and how many are stuck; None for a tensor to drop."""
         copy, weight = self._copy(), self._weight()
         if copy is None or weight is None or copy.grad is not None or id(copy) in owned:
             return None
@@ -163,7 +163,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _likeness(name: str, weight: str) -> tuple[int, int]:
-    """How many characters the ends of both names share, and without dots, which some leave out; 0 of other kinds."""
+    """Return the length of the common end of both names, with or without dots; 0 for other kinds."""
     if not name.endswith(weight.rpartition(".")[2]):
         return 0, 0
     return _shared_end(f".{name}", f".{weight}"), _shared_end(name.replace(".", ""), weight.replace(".", ""))

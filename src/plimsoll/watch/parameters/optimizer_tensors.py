@@ -25,7 +25,7 @@ _FEW = 3  # modules that a name lists
 
 
 class Parameters:
-    """What one watch reads of the parameters of its model and of their optimizers."""
+    """Reader of the model's parameters and of their optimizers, for one watch."""
 
     def __init__(self, core: Core, selection: Selection) -> None:
         self.core, self._selection = core, selection
@@ -161,7 +161,7 @@ class Parameters:
             self._read_gradients_of(orphans, scaled=False)
 
     def count_nonfinite(self) -> Tensor | None:
-        """How many non-finite gradient values the step had, as a tensor; None if nobody has counted."""
+        """Return the number of non-finite gradient values of the step, as a tensor; None without a count."""
         counts = list(self.nonfinite.values()) if "nonfinite" in self.core.settings.recorder else []
         if len(counts) <= 1:
             return counts[0] if counts else None
@@ -400,7 +400,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def _gradient(p: Tensor, master: Tensor | None) -> Tensor | None:
-    """What the optimizer is given: the gradient of the master, once it is there."""
+    """Return the gradient that the optimizer reads: that of the master, if it has one."""
     given = None if master is None else master.grad
     return p.grad if given is None else given
 

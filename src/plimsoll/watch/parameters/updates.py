@@ -80,7 +80,7 @@ class Updates:
         return settings.intervals.get("updates") == 1 or "updates" in settings.recorded
 
     def _push(self, p: Tensor, device: torch.device) -> Tensor:
-        """What says that a weight should have moved: its gradient; nothing where there is none."""
+        """Return the gradient, which shows whether a weight should have moved; an empty tensor without one."""
         g = p.grad
         plain = None if g is None or g.is_sparse else self.core.readable(g, "updates")
         if plain is not None:

@@ -1,4 +1,4 @@
-"""What this process is among others: which of its tensors are shards, replicas, or its own.
+"""Role of this process: which of its tensors are shards, replicas or local.
 
 Nothing here communicates. Ranks write what they have; the run's reader adds shards up and counts replicas once.
 
@@ -88,7 +88,7 @@ class Ranks:
 
     @property
     def divisor(self) -> int:
-        """What activation gradients are divided by before they are measured: what readers could not undo."""
+        """Divisor of activation gradients before they are measured, which readers could not undo."""
         return math.prod(n for n in (self.data_parallel, self.microbatches) if not _is_power_of_two(n))
 
     def take_microbatches(self, count: int) -> int:
@@ -146,7 +146,7 @@ def _ddp_around(model: nn.Module) -> Any:
 
 
 def _fully_sharded(model: nn.Module) -> Iterator[Any]:
-    """What `fully_shard` knows of its meshes, module by module."""
+    """Return the meshes of `fully_shard`, module by module."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
         return

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 class Link:
-    """One process's end. Failures of the store are OSErrors."""
+    """One process's end of the channel. Failures of the store are OSErrors."""
 
     def __init__(self, run: str, rank: int) -> None:
         distributed: Any = torch.distributed.distributed_c10d
@@ -55,7 +55,7 @@ class Link:
         _asked(lambda: self._store.set(key, value))
 
     def told(self, key: str) -> bytes | None:
-        """What a key holds; None if it is not set."""
+        """Return the value of a key; None if it is not set."""
         return _asked(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def send(self, number: int, message: bytes) -> None:
@@ -64,7 +64,7 @@ class Link:
         _asked(lambda: self._store.add("sent", 1))
 
     def sent(self) -> int:
-        """How many messages all ranks have left so far."""
+        """Return the number of messages that all ranks have sent so far."""
         return _asked(lambda: int(self._store.add("sent", 0)))
 
     def is_there(self, rank: int, number: int) -> bool:
@@ -244,7 +244,7 @@ class Outbox:
             self._own.compact(closing=closing)
 
     def finish(self, dropped: Mapping[str, int]) -> None:
-        """Says that this rank has ended, and waits a little for rank 0 to take all."""
+        """Report that this rank has ended, and wait a little for rank 0 to take all messages."""
         if self._own is None:
             self._note("end", dict(dropped))
             deadline = time.monotonic() + _TAKEN_SECONDS

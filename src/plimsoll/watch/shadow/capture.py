@@ -1,4 +1,4 @@
-"""What a shadow step keeps of a forward: enough to repeat it, and where its tensors and their gradients are zero."""
+"""Record of a forward for a shadow step: enough to repeat it, and the zeros of its tensors."""
 
 import functools
 import weakref
@@ -57,7 +57,7 @@ class Call:
         return known
 
     def hook(self, x: Tensor, hear: Callable[[Tensor], None]) -> None:
-        """Has the tensor's gradient told."""
+        """Report the tensor's gradient to the shadow step."""
         handle = cast("Any", x).register_hook(hear)
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook
             self._handles.append(handle)
@@ -116,7 +116,7 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def watch_calls(root: nn.Module, around: Around) -> Callable[[], None]:
-    """Has `around` called, with the real call, for each call of a compiled module around the root; returns the undoing.
+    """Call `around` with each call of a compiled module that wraps the root; return the undo function.
 
     `around` is a bound method, and is held weakly.
     """

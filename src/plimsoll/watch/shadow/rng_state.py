@@ -55,7 +55,7 @@ def put(device: torch.device, state: Tensor) -> None:
 
 
 class Dropouts(TorchFunctionMode):
-    """What each dropout of a forward drew from. Inside it, it notes; `again` draws from the notes."""
+    """Random states of the dropouts of a forward: recorded inside the context, and used again by `again`."""
 
     def __init__(self) -> None:
         super().__init__()

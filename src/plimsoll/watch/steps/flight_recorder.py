@@ -90,7 +90,7 @@ class Recorder:
             self._look_at(self._unread.popleft())
 
     def size_bytes(self) -> int:
-        """How much memory the ring's samples hold."""
+        """Return the memory of the ring's samples."""
         return sum(sealed.size_bytes for sealed, _ in self._samples)
 
     def send_facts(self) -> None:

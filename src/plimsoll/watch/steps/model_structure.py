@@ -1,4 +1,4 @@
-"""What a model is made of: modules and parameters that are replaced, added or taken away while it is watched.
+"""Changes of a watched model: modules and parameters that are replaced, added or removed.
 
 LoRA merges, pruning, layers that are added or unfrozen put other objects in the place of those that the watch knows.
 Sampled steps look for that, by identity, before their forward and before an optimizer steps: tens of microseconds for a

@@ -214,7 +214,7 @@ class Origin(torch_hooks.Listener):
     # -- the search
 
     def _place(self) -> "_Place | None":
-        """Where the first broken value is: in what, its names, and what else there is to say."""
+        """Return the location of the first non-finite value: its kind, its names, and a remark."""
         model = self.core.model()
         if model is None or not (self._inputs or self.outputs):
             return None

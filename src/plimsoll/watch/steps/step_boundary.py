@@ -1,4 +1,4 @@
-"""The step's boundary, found without the training loop's help.
+"""Boundary between two steps, found without help of the training loop.
 
 A step ends at the last optimizer step or scaler update before the next training forward or backward. Which one was the
 last is known only then, so the end is provisional (`_ended`) until something begins; a flush or a close settles it too.
@@ -36,7 +36,7 @@ _EMULATIONS = 16  # changes that are recorded: a script may emulate every other 
 
 
 class Steps(torch_hooks.Listener):
-    """Hears of what training does (`torch_hooks.Listener`), and keeps one watch's step."""
+    """Listener of the training's events that starts and ends the steps of one watch."""
 
     def __init__(self, core: Core, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
         self.core, self.parameters, self.recorder = core, parameters, recorder
@@ -106,7 +106,7 @@ class Steps(torch_hooks.Listener):
         self._look_for_emulation()
 
     def _look_for_emulation(self) -> None:
-        """Says in which formats the forward that begins is emulated: its tensors are of FP32 all the same."""
+        """Record the formats in which the forward is emulated, since its tensors are FP32."""
         found = {key: name for formats in torch_hooks.emulated for key, name in formats().items()}
         if found != self._emulated and self._emulations < _EMULATIONS:
             self._emulated, self._emulations = found, self._emulations + 1

@@ -1,4 +1,4 @@
-"""Whose turn a step is, where a model's optimizers take turns.
+"""Turns of a model's optimizers, if they alternate.
 
 Optimizers that step in the same step are a turn. Where there is one turn, intervals count steps. Where several
 alternate, every tenth step could be the same one's for ever, so each turn counts its own steps: its first that was seen
@@ -61,7 +61,7 @@ class Turns:
         self._counts[turn] += 1
 
     def number(self, step: int) -> int:
-        """What the intervals count, of the step that comes next; `end` need not have been called for the present."""
+        """Return the count for the intervals of the next step, also before `end` of the current one."""
         present = self._present() if self._now else self._last
         following = None if present is None else self._after.get(present)
         if present is None or following is None or len(self._counts) <= 1:

@@ -109,7 +109,7 @@ class _Followed:
 
 
 class _Optimizer:
-    """What is known of one optimizer that has parameters of the model."""
+    """State of one optimizer that has parameters of the model."""
 
     def __init__(self, optimizer: Any) -> None:
         self.name = type(optimizer).__name__
@@ -306,7 +306,7 @@ class Wiring(torch_hooks.Listener):
         self._graded.update(found)
 
     def _look_at_groups(self, optimizer: Any, known: _Optimizer) -> None:
-        """Says when a group's rate becomes 0, NaN or Inf, or its weight decay is lost, and when that is over."""
+        """Record when a group's rate becomes 0, NaN or Inf, or its weight decay underflows, and when that ends."""
         now = [(_rate_of(group), _decay_of(group, optimizer)) for group in optimizer.param_groups]
         before, known.groups = known.groups, now
         if now == before or (not before and not any(rate or decay for rate, decay in now)):
@@ -329,7 +329,7 @@ class Wiring(torch_hooks.Listener):
         )
 
     def _look_at_epsilon(self, optimizer: Any, known: _Optimizer) -> None:
-        """Says where Adam's epsilon is zero in the format of its second moments, to which it is added."""
+        """Record an epsilon of Adam that is zero in the format of the second moments to which it is added."""
         names, lost, least = self._names(), list[str](), math.inf
         for group in optimizer.param_groups if kind_of(optimizer) == OWN else ():
             epsilon = group.get("eps")
@@ -392,7 +392,7 @@ class Wiring(torch_hooks.Listener):
         self._later("not unscaled", message, lambda: value is None or resolved(value) != 1.0, known)
 
     def _later(self, fact: str, message: str, holds: Callable[[], bool], known: _Optimizer) -> None:
-        """Says it on the background thread, once what it depends on is known there."""
+        """Record a fact on the background thread, as soon as the values it depends on are there."""
         if fact in self._said:
             return
         self._said.add(fact)
@@ -405,7 +405,7 @@ class Wiring(torch_hooks.Listener):
         self.core.writer.submit(produce, 200)
 
     def _say(self, fact: str, message: str, *, warn: bool = False, key: str = "", **details: object) -> None:
-        """Says it, once of a key; the key is the fact itself where none is given."""
+        """Record a fact, once for each key. Default: the key is the fact itself."""
         if (key or fact) not in self._said:
             self._said.add(key or fact)
             self.core.say("wiring", message, once=None, warn=warn, fact=fact, **details)
@@ -428,7 +428,7 @@ class Wiring(torch_hooks.Listener):
         return not core.open or core.muted or core.is_elsewhere() or Core.repeating or is_capturing()
 
     def _meet(self, optimizer: Any) -> _Optimizer | None:
-        """What is known of the optimizer; None for one that has none of the model's parameters."""
+        """Return the state of the optimizer; None if it has none of the model's parameters."""
         known = self._known.get(optimizer)
         if known is None and self._foreign.get(optimizer, 0) >= _REPEATS:
             return None
@@ -463,7 +463,7 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _rate_of(group: Mapping[str, Any]) -> str:
-    """What is wrong with the group's rate; "" for nothing, or where it lies on a device that would be waited for."""
+    """Return the fault of the group's rate; "" without one, or if reading it would wait for a device."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None

@@ -1,4 +1,4 @@
-"""What modules cast to 8 bits before they multiply: formats and scales, told to the run.
+"""Record of the casts to 8 bits that modules make before they multiply: formats and scales.
 
 A module casts if it has a method `casts`; that of `plimsoll.fp8` is one, a user's own may be another. It is asked at
 the end of each step that is sampled, after the backward, when all scales of the step are known and before a loop can
@@ -35,7 +35,7 @@ class Casting(Protocol):
 
 
 class Casts:
-    """What one watch tells of the casts of its model."""
+    """Recorder of the casts of one watch's model."""
 
     def __init__(self, core: Core, takes: Callable[[str], bool]) -> None:
         self.core, self._takes = core, takes

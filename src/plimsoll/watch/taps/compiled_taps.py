@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 
 def inlined_only(*hooks: Callable[..., Any]) -> None:
-    """Lets the compiler trace these functions where traced code calls them, and never by themselves.
+    """Let the compiler trace these functions only inside other traced code.
 
     The compiler runs the outermost module's hooks outside its graph, as frames of their own: these stay plain Python.
     """

@@ -83,7 +83,7 @@ class Taps:
         self.forget()
 
     def come_last(self) -> None:
-        """Lets hooks registered since go first: those that make a module's tensors DTensors, and plain again."""
+        """Move the taps behind later hooks, such as those that make a module's tensors DTensors and plain again."""
         for handle in (handle for _, handles in self._handles.values() for handle in handles):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
@@ -250,7 +250,7 @@ inlined_only(_Before.__call__, _After.__call__)
 
 
 def _pass_by(name: str, output: Any) -> None:
-    """What a tap does with an output that nobody asks for."""
+    """Ignore an output: the default of a tap without a trace."""
 
 
 def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
