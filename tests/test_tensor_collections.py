@@ -8,7 +8,7 @@ from pathlib import Path
 from plimsoll import tensor_collections
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.tensor_collections import COLLECTIONS, NAMES
-from plimsoll.watch.session import Due
+from plimsoll.watch.session import StepSchedule
 
 SOURCE = Path(tensor_collections.__file__).parent
 # Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them.
@@ -61,7 +61,7 @@ def test_every_fact_is_sound() -> None:
 def test_each_collection_has_a_label_and_a_flag_of_the_step() -> None:
     for collection in COLLECTIONS:
         assert collection_words(collection.name) == collection.label
-        assert getattr(Due(), collection.name) is False
+        assert getattr(StepSchedule(), collection.name) is False
 
 
 def _lists(source: str) -> Iterator[int]:

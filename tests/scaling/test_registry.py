@@ -126,7 +126,7 @@ def test_a_scale_is_set_between_two_steps(name: str) -> None:
 
 
 def test_a_watch_does_not_record_that_a_caller_sets_the_scale() -> None:
-    class Recorder(torch_hooks.Listener):
+    class Recorder(torch_hooks.TrainingEvents):
         def __init__(self) -> None:
             self.updates = 0
 
@@ -134,12 +134,12 @@ def test_a_watch_does_not_record_that_a_caller_sets_the_scale() -> None:
             self.updates += 1
 
     recorder, model, scaler = Recorder(), nn.Linear(4, 1), DynamicScaler("cpu")
-    torch_hooks.listen(recorder)
+    torch_hooks.subscribe(recorder)
     try:
         trained(scaler, model)
         scaler.set_scale(4.0)
     finally:
-        torch_hooks.forget(recorder)
+        torch_hooks.unsubscribe(recorder)
     assert recorder.updates == 1
 
 

@@ -52,13 +52,13 @@ def test_each_call_is_heard_once_and_the_class_is_as_it_was_afterwards(tmp_path:
     before = [LossScaler.__dict__[name] for name in ("scale", "step", "update")]
     listener, parameter = Listener(), torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), StaticScaler(8.0, device="cpu")
-    torch_hooks.listen(listener)  # type: ignore[arg-type]
+    torch_hooks.subscribe(listener)  # type: ignore[arg-type]
     try:
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
     finally:
-        torch_hooks.forget(listener)  # type: ignore[arg-type]
+        torch_hooks.unsubscribe(listener)  # type: ignore[arg-type]
     own = [name for name in listener.heard if name.startswith(("loss_scaled", "scaler_", "optimizer_"))]
     assert own == [
         "loss_scaled", "optimizer_begins", "optimizer_ends", "scaler_step_ends", "scaler_update_begins",

@@ -88,7 +88,7 @@ def left_open(before: list[object]) -> list[str]:
         gc.collect()  # a watch that only a cycle of references keeps is the collector's, as its documentation says
     left = [listener for listener in open_watches() if not any(listener is known for known in before)]
     for listener in left:
-        sys.modules["plimsoll.watch.hooks.torch_hooks"].forget(listener)
+        sys.modules["plimsoll.watch.hooks.torch_hooks"].unsubscribe(listener)
     return [f"{type(listener).__name__} still listens to torch: close the watch" for listener in left]
 
 

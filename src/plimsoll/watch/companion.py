@@ -12,18 +12,18 @@ from torch import nn
 
 from plimsoll.watch.names import clean
 from plimsoll.watch.ranks.collector import Collector
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 from plimsoll.watch.steps.step_boundary import Steps
 
 
-class Beside:
+class WatchAccess:
     """Access to a watch for its companions."""
 
-    def __init__(self, core: Core, steps: Steps) -> None:
+    def __init__(self, core: WatchSession, steps: Steps) -> None:
         self._core, self._steps = core, steps
 
     @property
-    def core(self) -> Core:
+    def core(self) -> WatchSession:
         """The session, for `plimsoll.watch.session.contained`."""
         return self._core
 

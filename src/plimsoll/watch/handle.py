@@ -19,14 +19,14 @@ from plimsoll.runs import RunWriter, Scalars, as_sink
 from plimsoll.runs.writing.writer import checked_step
 from plimsoll.tensor_collections import OF_MODULES
 from plimsoll.watch import lifecycle
-from plimsoll.watch.companion import Beside
+from plimsoll.watch.companion import WatchAccess
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.lifecycle import Closing, finish
 from plimsoll.watch.names import Selection, class_of, clean, module_names, unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.ranks.collector import reducing_writer
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 from plimsoll.watch.settings import COLLECTIONS, FACTS, Settings, checked
 from plimsoll.watch.shadow import shadow_step
 from plimsoll.watch.steps.flight_recorder import Recorder
@@ -126,7 +126,7 @@ def watch(
     lifecycle.close_earlier(root, run, place.rank)
     start_step = lifecycle.start_of(run, place.rank, root, optimizers, resume, start_step)
     writer = _writer(run, settings, place, start_step, made_sinks)
-    core = Core(root, next(iter(names)), settings, writer, place)
+    core = WatchSession(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
     watched = Watch(core, root, taken, selection, optimizers, scaler)
@@ -142,7 +142,7 @@ class Watch:
 
     def __init__(
         self,
-        core: Core,
+        core: WatchSession,
         root: nn.Module,
         modules: Mapping[str, nn.Module],
         selection: Selection,
@@ -186,12 +186,12 @@ class Watch:
         shadow_step.attach(core, root, self._steps.begin)
         _describe(core, root)
         core.plan(core.step)
-        torch_hooks.listen(self._steps, scaler)
+        torch_hooks.subscribe(self._steps, scaler)
         self._steps.wiring = Wiring(core, optimizers)
-        torch_hooks.listen(self._steps.wiring)
+        torch_hooks.subscribe(self._steps.wiring)
         self._steps.origin = origin = Origin(core, parameters, self._steps.losses, root)
         taps.trace = origin.sees
-        torch_hooks.listen(origin)
+        torch_hooks.subscribe(origin)
 
     @property
     def path(self) -> os.PathLike[str]:
@@ -214,9 +214,9 @@ class Watch:
         return self._recorder.size_bytes()
 
     @property
-    def beside(self) -> Beside:
+    def beside(self) -> WatchAccess:
         """The part of the watch that companions such as `Guard` may use."""
-        return Beside(self._core, self._steps)
+        return WatchAccess(self._core, self._steps)
 
     def log(self, **scalars: Any) -> None:
         """Record scalars of the current step. Does not wait for a device.
@@ -390,7 +390,7 @@ def _writer(
     )
 
 
-def _forget_compiled(core: Core) -> None:
+def _forget_compiled(core: WatchSession) -> None:
     """Code that was compiled before has no taps, and would go on without: it is compiled anew when next called."""
     convert = sys.modules.get("torch._dynamo.convert_frame")
     if convert is not None and getattr(convert, "FRAME_COUNTER", 1):
@@ -398,7 +398,7 @@ def _forget_compiled(core: Core) -> None:
         core.say("recompiled", "what was compiled before the watch began is compiled again, with its taps")
 
 
-def _describe(core: Core, root: nn.Module) -> None:
+def _describe(core: WatchSession, root: nn.Module) -> None:
     """Writes what there is to know about the watch into the run's manifest."""
     tied: dict[int, list[str]] = {}
     for name, p in root.named_parameters(remove_duplicate=False):

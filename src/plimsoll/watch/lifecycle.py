@@ -32,7 +32,7 @@ from plimsoll.runs.writing import signal_deferral
 from plimsoll.text import printable
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean, unwrapped
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 from plimsoll.watch.steps.step_boundary import Steps
 
 _AHEAD = 1000  # steps that a killed run may have lost, at least; or as many as it has
@@ -42,7 +42,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, set[Path]]" = weakref.WeakKeyDic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Earlier:
+class EarlierRun:
     """Run of one rank that is in the folder already. `why` is the reason not to continue it, or empty."""
 
     path: Path
@@ -62,7 +62,7 @@ def fingerprint(root: nn.Module) -> str:
     return hashlib.blake2s(repr(shapes).encode(), digest_size=12).hexdigest()
 
 
-def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[Any]) -> Earlier | None:
+def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[Any]) -> EarlierRun | None:
     """Return the run of this rank in the folder; None without a run that has a step."""
     path, root = folder.absolute(), unwrapped(model)
     parts = _parts.listed(Folder(path), rank)[0]
@@ -71,7 +71,7 @@ def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[
         return None
     steps = last + 1
     if path in _watched.get(root, ()):
-        return Earlier(path=path, steps=steps, start=None, why="")
+        return EarlierRun(path=path, steps=steps, start=None, why="")
     try:
         manifest = _manifest.read(path / _manifest.file_name(rank))
     except (OSError, ValueError):  # a damaged manifest costs the comparison of models
@@ -81,17 +81,17 @@ def earlier_run(folder: Path, rank: int, model: nn.Module, optimizers: Iterable[
     if known is not None and known != fingerprint(root):
         other = manifest.get("model")
         named = f"of another model, {other}" if other != kind else "of a model with other parameters"
-        return Earlier(path=path, steps=steps, start=None, why=named)
+        return EarlierRun(path=path, steps=steps, start=None, why=named)
     made = _steps_made(optimizers)
     if not made:
-        return Earlier(path=path, steps=steps, start=None, why="while this optimizer has not stepped yet")
+        return EarlierRun(path=path, steps=steps, start=None, why="while this optimizer has not stepped yet")
     if made > steps + max(_AHEAD, steps):
         why = f"while this optimizer has made {made:,}"
-        return Earlier(path=path, steps=steps, start=None, why=why)
-    return Earlier(path=path, steps=steps, start=made, why="")
+        return EarlierRun(path=path, steps=steps, start=None, why=why)
+    return EarlierRun(path=path, steps=steps, start=made, why="")
 
 
-def is_taken(folder: Path, found: Earlier | None, rank: int) -> bool:
+def is_taken(folder: Path, found: EarlierRun | None, rank: int) -> bool:
     """Whether a script's folder holds runs, `found` or others, of the models of another training."""
     if found is not None:
         return not found.fits
@@ -171,7 +171,7 @@ def start_of(
     raise _refused(found)
 
 
-def _refused(found: Earlier) -> ArgumentError:
+def _refused(found: EarlierRun) -> ArgumentError:
     why = f", {found.why}" if found.why else ""
     return ArgumentError(
         f"watch: expected a folder without a run, or the run that this training continues; got run={found.path}, which "
@@ -197,7 +197,7 @@ def _in_notebook() -> bool:
     return shell is not None and shell.get_ipython() is not None
 
 
-def _set_aside(found: Earlier) -> None:
+def _set_aside(found: EarlierRun) -> None:
     """Renames the folder of an earlier run: the first free of first-1, first-2 and so on."""
     number = 1
     while (kept := found.path.with_name(f"{found.path.name}-{number}")).exists():
@@ -216,7 +216,7 @@ def _set_aside(found: Earlier) -> None:
 class Closing:
     """End of one watch. `handles` are those of its hooks on the root module."""
 
-    def __init__(self, core: Core, steps: Steps) -> None:
+    def __init__(self, core: WatchSession, steps: Steps) -> None:
         self._core, self._steps = core, steps
         self.handles: list[Any] = []
         self._lock = threading.RLock()
@@ -252,7 +252,7 @@ class Closing:
             steps.taps.detach()
         for listener in (steps, steps.wiring, steps.origin):
             if listener is not None:
-                torch_hooks.forget(listener)
+                torch_hooks.unsubscribe(listener)
         if core.open:
             steps.settle_if_ended(closing=True)
             steps.recorder.send_facts()

@@ -37,7 +37,7 @@ from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 from plimsoll.watch.names import class_of, unwrapped
 from plimsoll.watch.parameters.updates import Probe
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 from plimsoll.watch.steps.step_boundary import Steps
 
 _PATIENCE_STEPS = 2  # steps of an optimizer after which a model that is never called is looked for
@@ -337,7 +337,7 @@ class _Calls:
         return __call__
 
 
-def _note_refusal(core: Core, line: str) -> None:
+def _note_refusal(core: WatchSession, line: str) -> None:
     """The run says when its model's arithmetic became another."""
     if core.open:
         core.say("precision", line)

@@ -253,9 +253,9 @@ class Sample:
             for entry in rows.scaled:
                 rows.factors[entry] = rows.factors.get(entry, 1.0) * factor
 
-    def sealed(self) -> "Sealed":
+    def sealed(self) -> "FinishedSample":
         """Return the finished sample, whose copy to the host has started."""
-        return Sealed(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
+        return FinishedSample(self.step, [_Part(rows, self._pool) for rows in self._rows.values()])
 
     def drop(self) -> None:
         """Return the banks to the pool without reading them."""
@@ -344,7 +344,7 @@ class _Part:
         return found
 
 
-class Sealed:
+class FinishedSample:
     """A complete sample, or the part of it that is of some series; read once, on the background thread."""
 
     def __init__(self, step: int, parts: list[_Part], takes: Callable[[int], bool] | None = None) -> None:
@@ -355,7 +355,7 @@ class Sealed:
         """About how much memory it holds."""
         return sum(part.size_bytes for part in self._parts)
 
-    def split(self, chooses: Callable[[int], bool]) -> "tuple[Sealed | None, Sealed | None]":
+    def split(self, chooses: Callable[[int], bool]) -> "tuple[FinishedSample | None, FinishedSample | None]":
         """The entries whose series is not chosen, and those whose series is; None for none."""
         chosen = {series for part in self._parts for series in part.rows.series if chooses(series)}
         all_series = {series for part in self._parts for series in part.rows.series}
@@ -365,8 +365,8 @@ class Sealed:
             return None, self
         for part in self._parts:
             part.readers += 1
-        others = Sealed(self.step, self._parts, lambda series: series not in chosen)
-        return others, Sealed(self.step, self._parts, lambda series: series in chosen)
+        others = FinishedSample(self.step, self._parts, lambda series: series not in chosen)
+        return others, FinishedSample(self.step, self._parts, lambda series: series in chosen)
 
     def drop(self) -> None:
         """Forgets it unread."""

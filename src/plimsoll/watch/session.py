@@ -68,7 +68,7 @@ class ShadowStep(Protocol):
         ...
 
 
-class Due:
+class StepSchedule:
     """Collections that are due in the current step. Compiled code guards on them, so each is a plain bool."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Due:
         self.traced = False  # taps keep references to what they do not measure (`origin`)
 
 
-class Core:
+class WatchSession:
     """State of one watch."""
 
     repeating: ClassVar[bool] = False  # a shadow step's repetition runs, of whichever watch: nothing of it is recorded
@@ -87,7 +87,7 @@ class Core:
         self.model = weakref.ref(model)
         self.name, self.settings, self.writer, self.ranks = name, settings, writer, ranks
         self.step = 0
-        self.due = Due()
+        self.due = StepSchedule()
         self.on_request = 0  # so many further steps are sampled whole
         self.open = True
         self.pool = Pool(settings.block)
@@ -251,11 +251,11 @@ class Core:
         self.say("failure", message, once=f"{where}: {type(error).__name__}", warn=True)
 
 
-_cores: "weakref.WeakSet[Core]" = weakref.WeakSet()
+_cores: "weakref.WeakSet[WatchSession]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    Core.repeating = False
+    WatchSession.repeating = False
     for core in list(_cores):
         core.leave()
 
@@ -267,15 +267,16 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def nothing_recorded() -> Generator[None]:
     """Context in which no watch of this process records anything."""
+    # By identity, since each session has several listeners.
     found = {id(core): core for core in (getattr(listener, "core", None) for listener in torch_hooks.listeners())}
-    cores = [core for core in found.values() if isinstance(core, Core) and not core.muted]  # each has several listeners
-    before, Core.repeating = Core.repeating, True
+    cores = [core for core in found.values() if isinstance(core, WatchSession) and not core.muted]
+    before, WatchSession.repeating = WatchSession.repeating, True
     for core in cores:
         core.mute(True)
     try:
         yield
     finally:
-        Core.repeating = before
+        WatchSession.repeating = before
         for core in cores:
             core.mute(False)
 

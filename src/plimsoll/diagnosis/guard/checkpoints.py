@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.companion import Beside
+from plimsoll.watch.companion import WatchAccess
 
 
 class Stateful(Protocol):
@@ -45,7 +45,7 @@ class Keeper:
 
     def __init__(
         self,
-        beside: Beside,
+        beside: WatchAccess,
         loop: Callable[[], Any],
         scaler: Callable[[], Any],
         given: Mapping[str, Stateful] | None,

@@ -15,7 +15,7 @@ import torch
 
 from plimsoll.diagnosis.guard.records import Order
 from plimsoll.errors import ArgumentError
-from plimsoll.watch.ranks.store_channel import Link
+from plimsoll.watch.ranks.store_channel import StoreChannel
 
 _PATIENCE_SECONDS = 30.0  # for the slowest rank's flush
 _POLL_SECONDS = 0.05
@@ -45,7 +45,7 @@ class Several:
         self.decides = rank == 0
         self._rank, self._world = rank, world
         self._group: Any = cast("Any", torch.distributed).new_group(backend="gloo")
-        self._link = Link(f"{path}#guard", rank)
+        self._link = StoreChannel(f"{path}#guard", rank)
 
     def agree(self, order: Order | None) -> Order | None:
         """What rank 0 has decided; all ranks call it at the same step."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from plimsoll.watch.companion import Beside
+from plimsoll.watch.companion import WatchAccess
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.parameters.optimizer_tensors import innermost
 
@@ -27,22 +27,22 @@ class OfLoop:
         self.remove = loop.after_each_step(between)
 
 
-class OfSeams(torch_hooks.Listener):
-    """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.Listener`.
+class OfSeams(torch_hooks.TrainingEvents):
+    """The boundary of a hand-written loop, heard where a watch hears of it: a `torch_hooks.TrainingEvents`.
 
     What `between` raises leaves the user's call of ``update`` or ``step``, whose work is done by then.
     """
 
-    def __init__(self, beside: Beside, between: Callable[[], None]) -> None:
+    def __init__(self, beside: WatchAccess, between: Callable[[], None]) -> None:
         self._beside, self._between = beside, between
         self._scaler: weakref.ref[Any] | None = None  # what has stepped one of our optimizers
         self._scaled = False  # a loss was scaled in this step: its end is the scaler's update
         self._stepped: set[int] = set()
-        torch_hooks.listen(self)
+        torch_hooks.subscribe(self)
 
     def remove(self) -> None:
         """Hears no more."""
-        torch_hooks.forget(self)
+        torch_hooks.unsubscribe(self)
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
         """A scaler has scaled a loss."""

@@ -76,8 +76,8 @@ def locate(
     return search.run(closure)
 
 
-class _Search(torch_hooks.Listener):
-    """One run of a closure; hears of its backwards, optimizers and scalers (`torch_hooks.Listener`)."""
+class _Search(torch_hooks.TrainingEvents):
+    """One run of a closure; hears of its backwards, optimizers and scalers (`torch_hooks.TrainingEvents`)."""
 
     def __init__(self, model: nn.Module | None, flush_share: float | None, *, restore: bool) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class _Search(torch_hooks.Listener):
         error: Exception | None = None
         names = Names(closure, self._model)
         try:
-            with nothing_recorded(), torch_hooks.alone(self), _eagerly(), self._witness:
+            with nothing_recorded(), torch_hooks.exclusive(self), _eagerly(), self._witness:
                 self._run(closure)
         except Exception as raised:  # noqa: BLE001  (passed on below, or told in the fault)
             error = raised

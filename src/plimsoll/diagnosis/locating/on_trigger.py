@@ -24,7 +24,7 @@ from plimsoll.runs import Event
 from plimsoll.watch import Watch
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.parameters.optimizer_tensors import innermost
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.shadow.fp32_replay import autocast_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
@@ -57,7 +57,7 @@ def locate_on_trigger(
 
     Raises `ArgumentError` if the watch is closed, or is one of several processes: those must `locate` together.
     """
-    core: Core = watch._core  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    core: WatchSession = watch._core  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if watch.closed or core.ranks.world > 1:
         found = "one that is closed" if watch.closed else f"one of {core.ranks.world} processes"
         raise ArgumentError(
@@ -72,12 +72,12 @@ def locate_on_trigger(
     return OnTrigger(core, compute, around, flush_share)
 
 
-class OnTrigger(torch_hooks.Listener, Generic[P, R]):
+class OnTrigger(torch_hooks.TrainingEvents, Generic[P, R]):
     """What `locate_on_trigger` returns: call it in the place of the function. `faults` has what was found so far."""
 
     def __init__(
         self,
-        core: Core,
+        core: WatchSession,
         compute: Callable[P, R],
         around: Callable[[], contextlib.AbstractContextManager[Any]] | None,
         flush_share: float | None,
@@ -89,7 +89,7 @@ class OnTrigger(torch_hooks.Listener, Generic[P, R]):
         self._looked: set[str] = set()
         self._scaler: Any = None
         self._began = self._busy = False
-        torch_hooks.listen(self)
+        torch_hooks.subscribe(self)
         ours = weakref.ref(
             cast("OnTrigger[Any, Any]", self)
         )  # the watch must not keep the model alive, which the function most likely has
@@ -109,7 +109,7 @@ class OnTrigger(torch_hooks.Listener, Generic[P, R]):
     def close(self) -> None:
         """Ends it: calls are plain calls from now on. The watch's end does so too."""
         self._calls.clear()
-        torch_hooks.forget(self)
+        torch_hooks.unsubscribe(self)
 
     @contained
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":

@@ -20,7 +20,7 @@ _MARK = "_plimsoll_exponent"
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class Mark(NamedTuple):
+class ScaleTag(NamedTuple):
     """Exponent and origin of a tensor that requires a gradient."""
 
     exponent: int
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
     version: int  # of the tensor when it was marked: what has been written since invalidates the mark
 
 
-class Edge(NamedTuple):
+class ScaleChange(NamedTuple):
     """Change of a gradient between a use of a tensor, at `exponent`, and the tensor itself."""
 
     exponent: int
@@ -43,7 +43,7 @@ class Shift(torch.autograd.Function):
     """The same tensor, whose gradient is multiplied by a power of two."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edge: ScaleChange) -> Tensor:
         """Passes the values through."""
         ctx.edge = edge
         return x.view_as(x)  # a view, so that torch refuses a write that would go past it
@@ -54,11 +54,11 @@ class Shift(torch.autograd.Function):
         return _pulled(ctx.edge, grad_outputs[0]), None
 
 
-class Leave(Shift):
+class OutputShift(Shift):
     """`Shift` for what a model returns: it may be written to, as what it stands for might have been."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edge: ScaleChange) -> Tensor:
         """Passes the values on, and no gradient."""
         ctx.edge = edge
         return x.detach()
@@ -69,23 +69,23 @@ def mark(x: Tensor, exponent: int, unit: int = OUTSIDE, *, derived: bool = False
     setattr(x, _MARK, (exponent, unit, derived, _version(x)))  # plain values: tensors pickle with their attributes
 
 
-def marked(x: Tensor) -> Mark | None:
+def marked(x: Tensor) -> ScaleTag | None:
     """The mark, if there is one that still holds."""
     found = getattr(x, _MARK, None)
-    return Mark(*found) if found is not None and found[3] == _version(x) else None
+    return ScaleTag(*found) if found is not None and found[3] == _version(x) else None
 
 
 def _version(x: Tensor) -> int:
     return cast("Any", x)._version  # noqa: SLF001  (torch has no public name for it)
 
 
-def edge_of(node: object) -> Edge | None:
+def edge_of(node: object) -> ScaleChange | None:
     """The edge, if the autograd node is one of a `Shift`."""
     edge = getattr(node, "edge", None)
-    return edge if isinstance(edge, Edge) else None
+    return edge if isinstance(edge, ScaleChange) else None
 
 
-def _pulled(edge: Edge, g: Tensor) -> Tensor:
+def _pulled(edge: ScaleChange, g: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         raise StateError(
             "LayerScaler: expected a backward without create_graph=True; got one through a model with layer scales, "
@@ -101,7 +101,7 @@ def _pulled(edge: Edge, g: Tensor) -> Tensor:
     return g * math.ldexp(1.0, edge.shift) if edge.shift else g
 
 
-def shifted(x: Tensor, edge: Edge) -> Tensor:
+def shifted(x: Tensor, edge: ScaleChange) -> Tensor:
     """The tensor as a use at the edge's exponent sees it."""
     # Past `Function.apply`, which looks for torch.func transforms (`forward_mode` has) and is patched in the forward.
     past: Any = super(torch.autograd.Function, Shift)
@@ -116,7 +116,7 @@ def behind(x: Tensor) -> dict[int, int]:
     return found
 
 
-def _nearest(start: Any) -> Iterator[Edge | None]:
+def _nearest(start: Any) -> Iterator[ScaleChange | None]:
     """The nearest edges behind a node; None for each leaf that is reached without one."""
     pending, seen = [start], {start}
     while pending:

@@ -104,7 +104,7 @@ RuleName = Literal["spectra", "zhao"]
 _JUMP = 2  # a change by more binades than this asks to look again in the next step
 
 
-class Choice:
+class LayerExponents:
     """The exponents of all units, from what their gradients held in the last few samples."""
 
     def __init__(

@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback  # pyright: igno
 from torch.overrides import TorchFunctionMode
 
 from plimsoll.errors import StateError, UnsupportedTensorError
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Mark, behind, mark, marked, shifted
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, ScaleChange, ScaleTag, behind, mark, marked, shifted
 from plimsoll.scaling.layerwise.scaled_modules import Layers
 
 # Getters that make a view; all others read a property.
@@ -34,7 +34,7 @@ _OF_THE_TENSOR = frozenset(
 )  # fmt: skip
 _DERIVATIVES: frozenset[Any] = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _functorch: Any = torch._C._functorch  # noqa: SLF001  # type: ignore[attr-defined]
-_LEAF = Mark(0, OUTSIDE, derived=True, version=0)
+_LEAF = ScaleTag(0, OUTSIDE, derived=True, version=0)
 
 
 class ForwardMode(TorchFunctionMode):
@@ -105,9 +105,11 @@ class ForwardMode(TorchFunctionMode):
         if not derived:
             self.last = exponent
         origin = unit if own else active[0].unit if active else OUTSIDE
-        return _marking(func(*args, **kwargs), written, Mark(exponent, origin, derived=derived, version=0))
+        return _marking(func(*args, **kwargs), written, ScaleTag(exponent, origin, derived=derived, version=0))
 
-    def _exponent(self, inputs: list[Tensor], marks: list[Mark], unit: int, written: Tensor | None) -> tuple[int, bool]:
+    def _exponent(
+        self, inputs: list[Tensor], marks: list[ScaleTag], unit: int, written: Tensor | None
+    ) -> tuple[int, bool]:
         """The exponent at which an operation works, and whether it is the unit's own."""
         for x, known in zip(inputs, marks, strict=True):
             if x is written:
@@ -117,7 +119,7 @@ class ForwardMode(TorchFunctionMode):
         active = [known.exponent for known in marks if not known.derived]
         return (min(active) if active else self.last), False
 
-    def _edge(self, x: Tensor, known: Mark, exponent: int, unit: int) -> Edge | None:
+    def _edge(self, x: Tensor, known: ScaleTag, exponent: int, unit: int) -> ScaleChange | None:
         """Return the change of scale between a tensor and its use; None without one."""
         shift, meter = known.exponent - exponent, self.layers.meter
         tap = None
@@ -126,9 +128,9 @@ class ForwardMode(TorchFunctionMode):
         if shift == 0 and tap is None:
             return None
         _check_kind(x)
-        return Edge(exponent, shift, unit, widen=x.is_leaf, tap=tap)
+        return ScaleChange(exponent, shift, unit, widen=x.is_leaf, tap=tap)
 
-    def _mark_of(self, x: Tensor) -> Mark:
+    def _mark_of(self, x: Tensor) -> ScaleTag:
         if x.is_leaf:
             return _LEAF
         known = marked(x)
@@ -138,7 +140,7 @@ class ForwardMode(TorchFunctionMode):
                 raise self._torn(x, found)
             ((exponent, unit),) = found.items()
             mark(x, exponent, unit)
-            known = Mark(exponent, unit, derived=False, version=0)
+            known = ScaleTag(exponent, unit, derived=False, version=0)
         return known
 
     def _torn(self, x: Tensor, found: dict[int, int]) -> StateError:
@@ -189,7 +191,7 @@ def replaced(value: Any, alias_of: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _aliasing(edges: dict[int, Edge], *, one_each: bool) -> Callable[[Tensor], Tensor]:
+def _aliasing(edges: dict[int, ScaleChange], *, one_each: bool) -> Callable[[Tensor], Tensor]:
     made: dict[int, Tensor] = {}
 
     def alias_of(x: Tensor) -> Tensor:
@@ -225,7 +227,7 @@ def _written(name: str, args: Any) -> Tensor | None:
     return args[0] if in_place and args and isinstance(args[0], Tensor) else None
 
 
-def _marking(result: Any, written: Tensor | None, made: Mark) -> Any:
+def _marking(result: Any, written: Tensor | None, made: ScaleTag) -> Any:
     made_or_written = (result,) if isinstance(result, Tensor) and written is None else tensors_in((result, written))
     for x in made_or_written:
         if x.requires_grad and not x.is_leaf:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from plimsoll.errors import StateError
 from plimsoll.scaling.layerwise import scaled_forward
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, Shift, mark, marked
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, OutputShift, ScaleChange, Shift, mark, marked
 from plimsoll.scaling.layerwise.forward_mode import ForwardMode, refuse_compiled, tensors_in
 from plimsoll.scaling.layerwise.scaled_modules import Layers, refuse_sharded
 from plimsoll.watch.taps.module_taps import ModuleHook
@@ -105,7 +105,8 @@ def left(output: Any, mode: ForwardMode) -> Any:
     aliases: dict[int, Tensor] = {}
     outputs: list[Any] = list(tensors_in(output))
     views = any(x._is_view() for x in outputs)  # noqa: SLF001
-    function: Any = Shift if views else Leave  # a write into one output must not miss another that shares its memory
+    # A write into one output must not miss another that shares its memory.
+    function: Any = Shift if views else OutputShift
     meter = mode.layers.meter
     tap = meter.tap(mode.layers.loss, "outputs") if meter.measuring else None
 
@@ -113,7 +114,7 @@ def left(output: Any, mode: ForwardMode) -> Any:
         if not x.requires_grad or x.is_leaf:
             return x
         if id(x) not in aliases:
-            alias = function.apply(x, Edge(0, mode.exponent_of(x), OUTSIDE, tap=tap))
+            alias = function.apply(x, ScaleChange(0, mode.exponent_of(x), OUTSIDE, tap=tap))
             mark(alias, 0)
             aliases[id(x)] = alias
         return aliases[id(x)]

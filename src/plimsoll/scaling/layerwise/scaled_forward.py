@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, Shift, mark, shifted
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, OutputShift, ScaleChange, Shift, mark, shifted
 from plimsoll.scaling.layerwise.forward_mode import ForwardMode, replaced, tensors_in
 from plimsoll.watch.hooks import torch_hooks
 
@@ -40,7 +40,7 @@ def carried(x: Tensor) -> float:
     return 1.0 if mode is None or not x.requires_grad else 2.0 ** mode.exponent_of(x)
 
 
-torch_hooks.factors.append(carried)
+torch_hooks.gradient_factor_providers.append(carried)
 
 
 def enter(mode: ForwardMode) -> None:
@@ -73,7 +73,7 @@ def _patch() -> Callable[[], None]:
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode, run = present(), functools.partial(original, cls)
-        if mode is None or mode.busy or not torch.is_grad_enabled() or cls in (Shift, Leave):
+        if mode is None or mode.busy or not torch.is_grad_enabled() or cls in (Shift, OutputShift):
             return run(*args, **kwargs)
         if cls is CheckpointFunction:
             return _checkpoint(mode, run, *args)
@@ -132,6 +132,6 @@ class _Rerun:
 
 def _at(x: Tensor, exponent: int) -> Tensor:
     """A detached input as a tensor that has the exponent: an alias, as leaves have none."""
-    alias = shifted(x, Edge(exponent, 0, OUTSIDE))
+    alias = shifted(x, ScaleChange(exponent, 0, OUTSIDE))
     mark(alias, exponent)
     return alias

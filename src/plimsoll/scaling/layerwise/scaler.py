@@ -13,8 +13,8 @@ from plimsoll.errors import ArgumentError, StateError
 from plimsoll.formats import get_element
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler
-from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, Edge, Leave, behind, mark
-from plimsoll.scaling.layerwise.exponents import Choice, RuleName, clamped
+from plimsoll.scaling.layerwise.edge_marks import OUTSIDE, OutputShift, ScaleChange, behind, mark
+from plimsoll.scaling.layerwise.exponents import LayerExponents, RuleName, clamped
 from plimsoll.scaling.layerwise.forward_mode import tensors_in
 from plimsoll.scaling.layerwise.module_hooks import After, Before
 from plimsoll.scaling.layerwise.scaled_modules import (
@@ -115,7 +115,7 @@ class LayerScaler(LossScaler, name="layer"):
         inner = unwrapped(model)
         self._layers = Layers(inner, found.name, units)
         self._now = init_scale  # the loss scale, on the host
-        self._choice = Choice(
+        self._choice = LayerExponents(
             self._layers, rule=rule, fmt=found, margin=_binades("margin_binades", margin_binades),
             slack=_binades("slack_binades", slack_binades),
             history=arguments.check_interval("LayerScaler", "history", history), start=self._exponent,
@@ -162,7 +162,7 @@ class LayerScaler(LossScaler, name="layer"):
                 f"release: expected a tensor made within one scaled forward; got one behind which the scales "
                 f"{self._named(found)} meet. Release the tensors that it was made of."
             )
-        alias = cast("Tensor", Leave.apply(x, Edge(0, next(iter(found), 0), OUTSIDE)))
+        alias = cast("Tensor", OutputShift.apply(x, ScaleChange(0, next(iter(found), 0), OUTSIDE)))
         mark(alias, 0)
         return alias
 

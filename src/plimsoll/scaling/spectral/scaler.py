@@ -26,7 +26,7 @@ from plimsoll.scaling.spectral.gradient_banks import (
 )
 from plimsoll.scaling.spectral.rule import Memory, SpectralRule
 from plimsoll.scaling.spectral.scale_windows import ScaleReport
-from plimsoll.scaling.spectral.window_checks import Facts, Looks
+from plimsoll.scaling.spectral.window_checks import StepNumbers, WindowChecks
 from plimsoll.scaling.step.gradients import Gradient
 
 MOST_MARGIN = 16.0  # binades
@@ -101,13 +101,13 @@ class SpectralScaler(LossScaler, name="spectral"):
         self._format = _check_format(name, format)
         self._margin = _check_margin(name, margin)
         self._memory = Memory()
-        self._looks = Looks(arguments.check_interval(name, "inspect_every", inspect_every))
+        self._looks = WindowChecks(arguments.check_interval(name, "inspect_every", inspect_every))
         self._banks: weakref.WeakKeyDictionary[Any, OptimizerBanks] = weakref.WeakKeyDictionary()
         self._seen: list[Tensor] = []
         self._groups: dict[int, Any] = {}  # over which ranks have joined what they saw in this iteration
         self._halves = False  # whether a gradient was float16, here or on another rank
         self._late = self._device != "cpu"
-        self._waiting: deque[Facts] = deque()
+        self._waiting: deque[StepNumbers] = deque()
         self._plan: float | None = None  # the scale that follows from the latest of these that was read
         self._overflows: Tensor | None = None  # in all, on the scale's device
         self._known_overflows = 0  # those among them that the memory knows of
@@ -196,7 +196,7 @@ class SpectralScaler(LossScaler, name="spectral"):
         lowered = scale * 2.0 ** -self._rule().drop(self._memory)
         overflows += found_inf > 0
         parts = [scale.reshape(1), overflows.reshape(1), found_inf.reshape(1), seen]
-        self._waiting.append(Facts(DeviceValue(torch.cat([part.double() for part in parts]))))
+        self._waiting.append(StepNumbers(DeviceValue(torch.cat([part.double() for part in parts]))))
         return torch.where(found_inf > 0, lowered, held)
 
     def _catch_up(self) -> None:
@@ -249,8 +249,8 @@ class SpectralScaler(LossScaler, name="spectral"):
         if "memory" in extra:
             self._format, self._margin = get_element(extra["format"], "load_state_dict"), extra["margin"]
             self._halves, self._memory = extra["halves"], Memory.from_dict(extra["memory"])
-            self._looks = Looks.from_dict(extra["inspect_every"], extra["looks"])
-            self._waiting.extend(Facts(list(numbers)) for numbers in extra["waiting"])
+            self._looks = WindowChecks.from_dict(extra["inspect_every"], extra["looks"])
+            self._waiting.extend(StepNumbers(list(numbers)) for numbers in extra["waiting"])
             self._known_overflows = extra["known_overflows"]
         if self._overflows is not None:
             self._overflows.fill_(self._all_overflows())
@@ -261,7 +261,7 @@ class SpectralScaler(LossScaler, name="spectral"):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._banks, self._seen, self._waiting = weakref.WeakKeyDictionary(), [], deque()
-        self._looks = Looks(state["_inspect_every"])
+        self._looks = WindowChecks(state["_inspect_every"])
         super().__setstate__({name: value for name, value in state.items() if name not in self.__dict__})
 
     # -- what it has not -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from plimsoll.scaling.spectral.scale_windows import ScaleReport
 TWICE = 2  # looks in a row at which no scale served, before it is said
 
 
-class Looks:
+class WindowChecks:
     """The latest look at each tensor's window, and when the next is due: at the first step and every so many steps.
 
     A look travels to the host while training goes on, and is read when the next is due. On a CPU it is there at once.
@@ -78,14 +78,14 @@ class Looks:
         return {"steps": self._steps, "narrow": self._narrow, "said": self._said}
 
     @classmethod
-    def from_dict(cls, every: int, saved: Mapping[str, Any]) -> "Looks":
+    def from_dict(cls, every: int, saved: Mapping[str, Any]) -> "WindowChecks":
         """Return the checks that `to_dict` wrote."""
         looks = cls(every)
         looks._steps, looks._narrow, looks._said = saved["steps"], saved["narrow"], saved["said"]
         return looks
 
 
-class Facts:
+class StepNumbers:
     """The few numbers of one step: on their way to the host, or there."""
 
     __slots__ = ("_given",)

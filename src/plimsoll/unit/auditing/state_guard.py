@@ -108,7 +108,7 @@ def _silent() -> Generator[None]:
     if not torch_hooks.listeners():
         yield
         return
-    with nothing_recorded(), torch_hooks.alone(cast("Any", _Deaf())):
+    with nothing_recorded(), torch_hooks.exclusive(cast("Any", _Deaf())):
         yield
 
 

@@ -34,7 +34,7 @@ from plimsoll.runs.writing import signal_deferral
 _SIGNAL_SECONDS = 5.0  # what the recorder may take of a dying process's time
 
 
-class Listener:
+class TrainingEvents:
     """Base class of listeners: methods that are called at the events of a training. None of them may raise."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -75,12 +75,12 @@ class Listener:
 
 
 # Callbacks that return an extra factor of a tensor's gradient, beside the loss scale. Higher packages add theirs.
-factors: list[Callable[[Any], float]] = []
+gradient_factor_providers: list[Callable[[Any], float]] = []
 
 # Callbacks that return the formats to which this thread's operations round their results, by collection.
 emulated: list[Callable[[], Mapping[str, str]]] = []
 
-_listeners: list["weakref.ref[Listener]"] = []
+_listeners: list["weakref.ref[TrainingEvents]"] = []
 _undo: list[Callable[[], None]] = []
 _patched: dict[type, list[Callable[[], None]]] = {}
 _scaler_classes: list[type] = [torch.amp.GradScaler]
@@ -104,17 +104,17 @@ def seeds() -> list[Any]:
 def factor_of(x: Any) -> float:
     """By how much the gradient of a tensor, in the forward that makes it, is larger than the loss scale makes it."""
     factor = 1.0
-    for carried in factors:
+    for carried in gradient_factor_providers:
         factor *= carried(x)
     return factor
 
 
-def listeners() -> list[Listener]:
+def listeners() -> list[TrainingEvents]:
     """Return the active listeners."""
     return [found for found in (ref() for ref in _listeners) if found is not None]
 
 
-def listen(listener: Listener, scaler: object = None) -> None:
+def subscribe(listener: TrainingEvents, scaler: object = None) -> None:
     """Notify the listener of all events from now on."""
     with _lock:
         # The listener first: with none listed, a dead listener that is collected meanwhile would undo all patches.
@@ -126,7 +126,7 @@ def listen(listener: Listener, scaler: object = None) -> None:
         look_for_pipelines()
 
 
-def forget(listener: Listener) -> None:
+def unsubscribe(listener: TrainingEvents) -> None:
     """Stop notifying a listener. Without listeners torch is restored."""
     with _lock:
         _listeners[:] = [ref for ref in _listeners if ref() is not None and ref() is not listener]
@@ -135,9 +135,9 @@ def forget(listener: Listener) -> None:
 
 
 @contextlib.contextmanager
-def alone(listener: Listener) -> Generator[None]:
+def exclusive(listener: TrainingEvents) -> Generator[None]:
     """Context in which only this listener is notified, for a trial of the training."""
-    listen(listener)
+    subscribe(listener)
     with _lock:
         others = [ref for ref in _listeners if ref() is not listener]
         _listeners[:] = [ref for ref in _listeners if ref() is listener]
@@ -146,7 +146,7 @@ def alone(listener: Listener) -> Generator[None]:
     finally:
         with _lock:
             _listeners[:0] = others
-        forget(listener)
+        unsubscribe(listener)
 
 
 def _gone(_: object) -> None:
@@ -191,14 +191,14 @@ def _uninstall() -> None:
 
 
 def _optimizer_begins(optimizer: Any, *_: Any) -> None:
-    _tell("optimizer_begins", optimizer)
+    _notify("optimizer_begins", optimizer)
 
 
 def _optimizer_ends(optimizer: Any, *_: Any) -> None:
-    _tell("optimizer_ends", optimizer)
+    _notify("optimizer_ends", optimizer)
 
 
-def _tell(event: str, *facts: object) -> None:
+def _notify(event: str, *facts: object) -> None:
     for listener in listeners():
         getattr(listener, event)(*facts)
 
@@ -210,11 +210,11 @@ def _patch_backward() -> None:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         _given.seeds = args[0] if args else kwargs.get("grad_tensors")
         try:
-            _tell("backward_begins", tensors)
+            _notify("backward_begins", tensors)
         finally:
             _given.seeds = None
         original(tensors, *args, **kwargs)
-        _tell("backward_ends")
+        _notify("backward_ends")
 
     _put(torch.autograd, "backward", backward, original, _undo)
 
@@ -230,7 +230,7 @@ def _patch_compiler() -> None:
 def _replaying(original: Any) -> Any:
     @functools.wraps(original)
     def replay(self: Any) -> None:
-        _tell("graph_replays")
+        _notify("graph_replays")
         return original(self)
 
     return replay
@@ -277,7 +277,7 @@ def _dividing(original: Any) -> Any:
 
     @functools.wraps(original)
     def scale_grads(self: Any, grad_scale_factor: int) -> Any:
-        _tell("gradients_divided", self, grad_scale_factor)
+        _notify("gradients_divided", self, grad_scale_factor)
         return original(self, grad_scale_factor)
 
     return scale_grads
@@ -288,11 +288,11 @@ def _trying(original: Any) -> Any:
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _tell("trial", self, True)
+        _notify("trial", self, True)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _tell("trial", self, False)
+            _notify("trial", self, False)
 
     return prepare
 
@@ -318,7 +318,7 @@ def _scaling(original: Any) -> Any:
     def scale(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, outputs, *args, **kwargs)
         if _acts(self):
-            _tell("loss_scaled", self, outputs, scaled)
+            _notify("loss_scaled", self, outputs, scaled)
         return scaled
 
     return scale
@@ -329,7 +329,7 @@ def _stepping(original: Any) -> Any:
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, optimizer, *args, **kwargs)
         if _acts(self):
-            _tell("scaler_step_ends", self, optimizer)
+            _notify("scaler_step_ends", self, optimizer)
         return result
 
     return step
@@ -340,9 +340,9 @@ def _updating(original: Any) -> Any:
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _acts(self):
             return original(self, *args, **kwargs)
-        _tell("scaler_update_begins", self)
+        _notify("scaler_update_begins", self)
         result = original(self, *args, **kwargs)
-        _tell("scaler_update_ends", self)
+        _notify("scaler_update_ends", self)
         return result
 
     return update
@@ -353,7 +353,7 @@ def _patch_excepthook() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            _tell("process_ends", "exception", said(kind, error), _SIGNAL_SECONDS)
+            _notify("process_ends", "exception", said(kind, error), _SIGNAL_SECONDS)
         finally:
             original(kind, error, trace)
 
@@ -379,7 +379,7 @@ def _patch_signal(number: signal.Signals) -> None:
         waits, received_before = not received_before and os.getpid() == process, True
         try:
             if waits:
-                _tell_of_signal(signal.Signals(received).name)
+                _notify_of_signal(signal.Signals(received).name)
         finally:
             if callable(previous):
                 received_before = False  # the script goes on, if its own handler wants that
@@ -392,9 +392,9 @@ def _patch_signal(number: signal.Signals) -> None:
     signal.signal(number, handle)
 
 
-def _tell_of_signal(name: str) -> None:
+def _notify_of_signal(name: str) -> None:
     """On a thread of its own: the interrupted code may hold a lock that the log needs. It is given a few seconds."""
-    work = threading.Thread(target=_tell, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
+    work = threading.Thread(target=_notify, args=("process_ends", "signal", name, _SIGNAL_SECONDS), daemon=True)
     try:
         work.start()
     except RuntimeError:  # the interpreter is ending, which closes the run

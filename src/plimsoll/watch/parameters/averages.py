@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FOLLOWED = 16  # copies
@@ -36,7 +36,7 @@ _SHARE = 0.1  # of the sample: less does not matter
 class Averages:
     """The copies that one watch follows."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self.core = core
         self._copies: list[_Copy] | None = None
         self._looked = 0  # after so many steps
@@ -132,7 +132,7 @@ class _Copy:
         return x.detach().view(-1)[:: self._stride].to(torch.float32, copy=True)
 
 
-def _chosen(core: Core, owned: Collection[int]) -> list[_Copy]:
+def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
     """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
     model = core.model()
     if model is None:

@@ -19,7 +19,7 @@ from plimsoll.tensor_collections import BEFORE_UPDATE_OF_PARAMETERS
 from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.names import ROOT, Selection, clean
 from plimsoll.watch.parameters.updates import UpdateKinds, Updates, kind_of
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 
 _FEW = 3  # modules that a name lists
 
@@ -27,7 +27,7 @@ _FEW = 3  # modules that a name lists
 class Parameters:
     """Reader of the model's parameters and of their optimizers, for one watch."""
 
-    def __init__(self, core: Core, selection: Selection) -> None:
+    def __init__(self, core: WatchSession, selection: Selection) -> None:
         self.core, self._selection = core, selection
         self._names: dict[int, tuple[weakref.ref[Tensor], str | None]] = {}
         self._owned: set[int] = set()  # parameters that some optimizer has
@@ -405,7 +405,7 @@ def _gradient(p: Tensor, master: Tensor | None) -> Tensor | None:
     return p.grad if given is None else given
 
 
-def _listed(grads: Iterable[Tensor], core: Core) -> dict[torch.device, list[Tensor]]:
+def _listed(grads: Iterable[Tensor], core: WatchSession) -> dict[torch.device, list[Tensor]]:
     found: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         if not core.ranks.counts_plain and not hasattr(g, "placements"):

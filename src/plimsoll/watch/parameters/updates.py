@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plimsoll import kernels
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 
 OWN = "own"  # the kind of an optimizer that declares none
 _NARROW = (torch.float16, torch.bfloat16)
@@ -24,7 +24,7 @@ _PROBED_TENSORS, _PROBED_VALUES = 8, 256
 class Updates:
     """Copies of the weights before a sampled step, and the measurement of their changes."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self.core = core
         self._before: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class UpdateKinds:
     "kahan".
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self._core = core
         self._recorded: dict[str, str] = {}
 

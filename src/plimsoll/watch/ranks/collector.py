@@ -28,7 +28,7 @@ from plimsoll.runs.columns.arrow import Table, array, values_of
 from plimsoll.runs.columns.spectrum_columns import blocks_of, numbers, rows_of
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.writing import signal_deferral
-from plimsoll.watch.ranks.store_channel import Link, Sender, decoded
+from plimsoll.watch.ranks.store_channel import Sender, StoreChannel, decoded
 
 _HELLO_SECONDS = 20.0  # for rank 0 to open the run
 _END_SECONDS = 5.0  # that a closing rank gives the others
@@ -46,7 +46,7 @@ def reducing_writer(path: str | os.PathLike[str], *, rank: int, world_size: int,
             f'watch: expected a process group for ranks="reduce"; got none, on rank {rank} of {world_size}. '
             'Call torch.distributed.init_process_group before, or leave ranks="each".'
         )
-    link = Link(os.fspath(path), rank)
+    link = StoreChannel(os.fspath(path), rank)
     if rank == 0:
         return Collector(path, link, world_size=world_size, **options)
     opened = time.monotonic()
@@ -60,7 +60,7 @@ def reducing_writer(path: str | os.PathLike[str], *, rank: int, world_size: int,
 class Collector(RunWriter):
     """The writer of rank 0, which writes for the others as well. Merging is the writer's thread's, without locks."""
 
-    def __init__(self, path: str | os.PathLike[str], link: Link, *, world_size: int, **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], link: StoreChannel, *, world_size: int, **options: Any) -> None:
         super().__init__(path, rank=0, world_size=world_size, **options)
         self._link, self._world = link, world_size
         self._options: dict[str, Any] = {"settings": options.get("settings"), "resume_from": options.get("resume_from")}

@@ -37,7 +37,7 @@ _opened: dict[str, int] = {}
 R = TypeVar("R")
 
 
-class Link:
+class StoreChannel:
     """One process's end of the channel. Failures of the store are OSErrors."""
 
     def __init__(self, run: str, rank: int) -> None:
@@ -111,7 +111,7 @@ class Sender(RunWriter):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        link: Link,
+        link: StoreChannel,
         *,
         world_size: int,
         settings: Mapping[str, object],
@@ -141,7 +141,7 @@ class Sender(RunWriter):
 class Outbox:
     """Folder of a `PartFlusher` that sends tables, until rank 0 is gone and a folder of this rank takes over."""
 
-    def __init__(self, path: Path, link: Link, own_log: Callable[[], RankFolder]) -> None:
+    def __init__(self, path: Path, link: StoreChannel, own_log: Callable[[], RankFolder]) -> None:
         self.path, self._link, self._own_log = path, link, own_log
         self._own: RankFolder | None = None
         self.found: list[tuple[str, str, dict[str, object]]] = []

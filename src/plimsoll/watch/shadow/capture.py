@@ -14,7 +14,7 @@ from plimsoll.watch.shadow.fp32_replay import as_it_was, autocast_of, borrowed, 
 from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
 
 
-class Seen:
+class CapturedForward:
     """A tensor of the real step: which of its values are zero, and of its gradient's, until they have been compared."""
 
     __slots__ = ("gradient_series", "gradient_zeros", "names", "noted", "ref", "series", "version", "zeros")
@@ -29,7 +29,7 @@ class Seen:
         self.gradient_series: list[int] = []
 
 
-class Call:
+class CapturedCall:
     """One forward of the root."""
 
     def __init__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -39,21 +39,21 @@ class Call:
         self.autocast = autocast_of(self.devices)
         self.training = [module.training for module in root.modules()]
         self.ended = False
-        self.seen: dict[tuple[str, int], Seen] = {}
+        self.seen: dict[tuple[str, int], CapturedForward] = {}
         self.gradients: dict[int, Tensor] = {}  # by the output's place
         self._versions = [(x, _version(x)) for x in tensors_of(self.inputs)]
         self._weights = [(weakref.ref(p), _version(p)) for p in root.parameters()]
         self._times: Counter[str] = Counter()
-        self._latest: dict[int, Seen] = {}
+        self._latest: dict[int, CapturedForward] = {}
         self._handles: list[Any] = []
 
-    def sight(self, name: str, x: Tensor) -> Seen:
+    def sight(self, name: str, x: Tensor) -> CapturedForward:
         """The record of a tensor that a tap sees under this name; the same one where it was seen already."""
         key = (name, self._times[name])
         self._times[name] += 1
         known = self._latest.get(id(x))
         if known is None or known.ref() is not x or known.version != _version(x):
-            known = self._latest[id(x)] = self.seen[key] = Seen(x)
+            known = self._latest[id(x)] = self.seen[key] = CapturedForward(x)
         return known
 
     def hook(self, x: Tensor, hear: Callable[[Tensor], None]) -> None:

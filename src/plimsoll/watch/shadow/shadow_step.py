@@ -26,9 +26,9 @@ from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.sample import Sample
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
-from plimsoll.watch.shadow.capture import Call, Seen, watch_calls
+from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
 from plimsoll.watch.shadow.fp32_replay import borrowed, draws_by_dtype, fresh_inputs, in_fp32, leaf, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
@@ -54,7 +54,7 @@ def check(settings: Settings, ranks: Ranks) -> None:
         )
 
 
-def attach(core: Core, root: nn.Module, begin: Callable[[], None]) -> None:
+def attach(core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
     """Gives the watch its shadow steps, where they were asked for. `begin` is told that a training forward begins."""
     if core.settings.shadow_every is not None:
         core.shadow = Shadow(core, root, begin)
@@ -63,9 +63,9 @@ def attach(core: Core, root: nn.Module, begin: Callable[[], None]) -> None:
 class Shadow:
     """The shadow steps of one watch."""
 
-    def __init__(self, core: Core, root: nn.Module, begin: Callable[[], None]) -> None:
+    def __init__(self, core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
         self.core, self._begin = core, begin
-        self._running: tuple[Call, Counter[str], list[Tensor]] | None = None
+        self._running: tuple[CapturedCall, Counter[str], list[Tensor]] | None = None
         self._undo = watch_calls(root, self._around)
         self._start()
 
@@ -77,9 +77,9 @@ class Shadow:
         self._start()
 
     def _start(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[CapturedCall] = []
         self._gradients: dict[str, Tensor] = {}
-        self._counts = Counts()
+        self._counts = ZeroCounts()
         self._left_out: set[int] = set()  # series
         self._kept_bytes = 0
         self._reason: str | None = None
@@ -95,14 +95,14 @@ class Shadow:
     @contained
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward of the root begins."""
-        if not self.due or Core.repeating:
+        if not self.due or WatchSession.repeating:
             return
         if self.core.ranks.data_parallel > 1:
             self._reason = "the model has become data-parallel since the watch was made"
             return
         if all(p.grad is None for p in model.parameters()):
             self._gradients.clear()  # of a closure's earlier calls
-        self._calls.append(Call(model, args, kwargs))
+        self._calls.append(CapturedCall(model, args, kwargs))
 
     @contained
     def forward_ends(self, output: Any) -> None:
@@ -110,7 +110,7 @@ class Shadow:
         found = [x for _, x in tensors_in(output)]
         if self._running is not None:
             self._running[2].extend(found)
-        elif self._calls and not Core.repeating and not self._calls[-1].ended:
+        elif self._calls and not WatchSession.repeating and not self._calls[-1].ended:
             call = self._calls[-1]
             call.ended = True
             for index, x in enumerate(found):
@@ -120,7 +120,7 @@ class Shadow:
     def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the root through a compiled one, whose hooks may not be heard (if they are, that call counts)."""
         root = self.core.model()
-        if root is None or Core.repeating or not (root.training and torch.is_grad_enabled()):
+        if root is None or WatchSession.repeating or not (root.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         self._begin()
         self.forward_begins(root, args, kwargs)
@@ -132,7 +132,7 @@ class Shadow:
         return output
 
     @contained
-    def _arrives(self, call: Call, index: int, g: Tensor) -> None:
+    def _arrives(self, call: CapturedCall, index: int, g: Tensor) -> None:
         if call in self._calls:
             call.gradients[index] = g.detach()
 
@@ -156,7 +156,7 @@ class Shadow:
                 call.hook(x, functools.partial(self._gradient, call, seen))
 
     @contained
-    def _gradient(self, call: Call, seen: Seen, g: Tensor) -> None:
+    def _gradient(self, call: CapturedCall, seen: CapturedForward, g: Tensor) -> None:
         plain = self.core.readable(g, seen.names[0])
         if call in self._calls and plain is not None:
             seen.gradient_series = [self.core.series_of("activation_gradients", name, g) for name in seen.names]
@@ -191,12 +191,12 @@ class Shadow:
                     self.core.failed("the shadow step", error)
             call.gradients.clear()
 
-    def _repeat(self, call: Call) -> None:
+    def _repeat(self, call: CapturedCall) -> None:
         root = self.core.model()
         assert root is not None
         leaves = {id(p): leaf(p) for p in root.parameters()}
         after, outputs = RandomState(call.devices), list[Tensor]()
-        Core.repeating = True
+        WatchSession.repeating = True
         try:
             dropouts = call.listen(root) if draws_by_dtype(call.devices) else None
             self._running = (call, Counter(), outputs)
@@ -207,7 +207,7 @@ class Shadow:
                 wanted = [x for x in (*leaves.values(), *tensors_of(inputs)) if x.requires_grad]
                 call.send_back(outputs, wanted)
         finally:
-            self._running, Core.repeating = None, False
+            self._running, WatchSession.repeating = None, False
             after.restore()
         self._taken = True
         self._add(leaves, root)
@@ -243,13 +243,13 @@ class Shadow:
             if seen is not None:
                 self._compare(seen, x)
 
-    def _compare(self, seen: Seen, x: Tensor) -> None:
+    def _compare(self, seen: CapturedForward, x: Tensor) -> None:
         if seen.zeros is not None and self._counts.add(seen.series, seen.zeros, x.detach()):
             seen.zeros = None
         if seen.gradient_zeros is not None and x.requires_grad:
             x.register_hook(functools.partial(self._compare_gradient, seen))
 
-    def _compare_gradient(self, seen: Seen, g: Tensor) -> None:
+    def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
         zeros = seen.gradient_zeros
         if zeros is not None and self._counts.add(seen.gradient_series, zeros, g):
             seen.gradient_zeros = None
@@ -287,7 +287,7 @@ class Shadow:
         self._start()
 
 
-class Counts:
+class ZeroCounts:
     """Pairs of counts, by device and series."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from plimsoll.kernels.device_value import DeviceValue, ready, resolved
 from plimsoll.runs import Event, Record, Scalars
 from plimsoll.text import number, power
-from plimsoll.watch.sample import Sample, Sealed
-from plimsoll.watch.session import Core
+from plimsoll.watch.sample import FinishedSample, Sample
+from plimsoll.watch.session import WatchSession
 
 _SEND_SECONDS = 5.0  # after which numbers are handed over, however few they are
 _SEND_EVERY = 32  # steps whose numbers go to the log together, where none of them is sampled
@@ -35,7 +35,7 @@ _SPIKE_LEAST = 0.2  # and so much of the median itself
 
 
 @dataclass(slots=True, kw_only=True)
-class Facts:
+class StepScalars:
     """The numbers of one step; those that a device still computes come later."""
 
     step: int
@@ -60,23 +60,23 @@ class Facts:
 class Recorder:
     """The ring of one watch."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self.core = core
         steps = core.settings.recorder_steps
-        self._unsent: list[Facts] = []
+        self._unsent: list[StepScalars] = []
         self._guard = (
             threading.RLock()
         )  # a reader on another thread has them handed over, or a signal's handler on this
         self._sent_at = time.monotonic()
-        self._unread: deque[Facts] = deque()
+        self._unread: deque[StepScalars] = deque()
         self._losses: deque[float] = deque(maxlen=steps)
         self._last_scale: float | None = None
-        self._samples: deque[tuple[Sealed, Facts]] = deque()
+        self._samples: deque[tuple[FinishedSample, StepScalars]] = deque()
         self._fired: dict[str, int] = {}
         send = weakref.WeakMethod(self.send_facts)
         core.writer.before_read = lambda: method() if (method := send()) is not None else None
 
-    def end_step(self, facts: Facts, sample: Sample | None) -> None:
+    def end_step(self, facts: StepScalars, sample: Sample | None) -> None:
         """Takes a finished step: what is due goes to the log, the rest into the ring."""
         with self._guard:
             self._unsent.append(facts)
@@ -118,7 +118,7 @@ class Recorder:
             sealed, facts = self._samples.popleft()
             self._submit(sealed, facts)
 
-    def _send_sample(self, sample: Sample, facts: Facts) -> None:
+    def _send_sample(self, sample: Sample, facts: StepScalars) -> None:
         ring = self.core.ring_only
         if not sample.entries:
             sample.drop()
@@ -133,13 +133,13 @@ class Recorder:
         while len(self._samples) > self.core.settings.recorder_steps:
             self._samples.popleft()[0].drop()
 
-    def _submit(self, sealed: Sealed, facts: Facts) -> None:
+    def _submit(self, sealed: FinishedSample, facts: StepScalars) -> None:
         def produce() -> list[Record]:
             return list(sealed.batches(resolved(facts.scale)))
 
         self.core.writer.submit(produce, sealed.size_bytes)
 
-    def _look_at(self, facts: Facts) -> None:
+    def _look_at(self, facts: StepScalars) -> None:
         """Fires if the step's numbers say that something broke."""
         loss, scale = resolved(facts.loss), resolved(facts.scale)
         nonfinite, skipped = resolved(facts.nonfinite), resolved(facts.skipped)
@@ -171,7 +171,7 @@ class Recorder:
         self._losses.append(loss)
 
 
-def _scalars(steps: list[Facts], kept: list[str]) -> list[Record]:
+def _scalars(steps: list[StepScalars], kept: list[str]) -> list[Record]:
     records: list[Record] = []
     for facts in steps:
         values = {name: value for name, value in facts.values().items() if name.partition(":")[0] in kept}

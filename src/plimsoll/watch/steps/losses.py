@@ -20,7 +20,7 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, parameters_of
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 
 MAIN = "loss"
 _WAITING = 4096  # losses that wait for an optimizer; of parameters that nobody steps they would be ever more
@@ -52,7 +52,7 @@ class _Running:
 class Losses:
     """The losses of one watch's model."""
 
-    def __init__(self, core: Core, parameters: Parameters) -> None:
+    def __init__(self, core: WatchSession, parameters: Parameters) -> None:
         self.core, self._parameters = core, parameters
         self._waiting: list[Loss] = []
         self._unplaced: list[Loss] = []  # that changed no gradient of ours

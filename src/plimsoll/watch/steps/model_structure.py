@@ -16,7 +16,7 @@ from torch import nn
 
 from plimsoll.watch.names import Selection, clean, module_names
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.taps.module_taps import Taps
 
 _MOST_EVENTS = 16  # a search for architectures changes its model all the time
@@ -29,7 +29,9 @@ _Known = Callable[[], object]
 class Structure:
     """The modules and parameters of one watch's model."""
 
-    def __init__(self, core: Core, parameters: Parameters, selection: Selection, taps: Taps, *, tapped: bool) -> None:
+    def __init__(
+        self, core: WatchSession, parameters: Parameters, selection: Selection, taps: Taps, *, tapped: bool
+    ) -> None:
         self.core = core
         self._parameters, self._selection, self._taps, self._tapped = parameters, selection, taps, tapped
         self._events = 0

@@ -24,7 +24,7 @@ from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean, tensors_among, tensors_in
 from plimsoll.watch.parameters.optimizer_tensors import Parameters
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.steps.losses import Loss, Losses
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
@@ -46,7 +46,7 @@ class Buffers:
     counted.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self._core = core
         self._at_first: dict[str, DeviceValue] = {}
         self._said: set[str] = set()
@@ -87,10 +87,10 @@ class Buffers:
         self._core.writer.submit(produce, 16 * len(names))
 
 
-class Origin(torch_hooks.Listener):
+class Origin(torch_hooks.TrainingEvents):
     """Listener of forwards, backwards and steps that records where non-finite values began."""
 
-    def __init__(self, core: Core, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
+    def __init__(self, core: WatchSession, parameters: Parameters, losses: Losses, model: nn.Module) -> None:
         self.core, self._parameters, self._losses = core, parameters, losses
         self.outputs: list[tuple[str, str, weakref.ref[Tensor]]] = []
         self._inputs: list[tuple[str, weakref.ref[Tensor]]] = []
@@ -260,4 +260,4 @@ class Origin(torch_hooks.Listener):
     def _idle(self) -> bool:
         if not self.core.due.traced or not self.core.open or self._events >= _MOST_EVENTS:
             return True
-        return self.core.muted or self.core.is_elsewhere() or Core.repeating or is_capturing()
+        return self.core.muted or self.core.is_elsewhere() or WatchSession.repeating or is_capturing()

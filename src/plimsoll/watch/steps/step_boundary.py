@@ -21,8 +21,8 @@ from plimsoll.watch.hooks.autograd_graph import backward_running, is_scaled_by
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.parameters.optimizer_tensors import Parameters, innermost
 from plimsoll.watch.parameters.updates import Probe
-from plimsoll.watch.session import Core, contained
-from plimsoll.watch.steps.flight_recorder import Facts, Recorder
+from plimsoll.watch.session import WatchSession, contained
+from plimsoll.watch.steps.flight_recorder import Recorder, StepScalars
 from plimsoll.watch.steps.losses import MAIN, Losses, total
 from plimsoll.watch.steps.model_structure import Structure
 from plimsoll.watch.steps.nonfinite_origin import Origin
@@ -35,10 +35,10 @@ from plimsoll.watch.taps.module_taps import Taps
 _EMULATIONS = 16  # changes that are recorded: a script may emulate every other batch
 
 
-class Steps(torch_hooks.Listener):
+class Steps(torch_hooks.TrainingEvents):
     """Listener of the training's events that starts and ends the steps of one watch."""
 
-    def __init__(self, core: Core, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
+    def __init__(self, core: WatchSession, parameters: Parameters, recorder: Recorder, *, optimizers: bool) -> None:
         self.core, self.parameters, self.recorder = core, parameters, recorder
         self.taps: Taps | None = None
         self.casts: Casts | None = None
@@ -87,7 +87,7 @@ class Steps(torch_hooks.Listener):
         taps = self.taps
         if self.core.muted:
             return
-        if taps is None or Core.repeating or not torch.is_grad_enabled() or backward_running() != -1:
+        if taps is None or WatchSession.repeating or not torch.is_grad_enabled() or backward_running() != -1:
             return
         if not (model.training or taps.takes_eval_forward or self._trains_in_eval_mode(taps)):
             taps.saw_eval_forward = True
@@ -152,7 +152,7 @@ class Steps(torch_hooks.Listener):
     @contained
     def backward_begins(self, tensors: Any) -> None:
         """A backward was asked for, of these tensors."""
-        if self.core.muted or Core.repeating or backward_running() != -1 or is_capturing():
+        if self.core.muted or WatchSession.repeating or backward_running() != -1 or is_capturing():
             return
         listed: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         roots = [root for root in listed if isinstance(root, Tensor)]
@@ -399,12 +399,12 @@ class Steps(torch_hooks.Listener):
         self._candidate()
         self.settle()
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> StepScalars:
         count = self.parameters.count_nonfinite()
         losses = self.losses.end_step(self._microbatches)
         if self._microbatches > 1 and self._micro_losses:  # a pipeline; with FSDP gradients come after its backwards
             losses[MAIN] = total(self._micro_losses, self._microbatches) or 0.0
-        return Facts(
+        return StepScalars(
             step=self.core.step,
             loss=losses.pop(MAIN, None),
             other_losses=losses,

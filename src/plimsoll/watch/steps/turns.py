@@ -10,7 +10,7 @@ it steps, but for activations, whose forward is over by then.
 """
 
 from plimsoll.tensor_collections import OF_PARAMETERS
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 
 _Turn = frozenset[int]  # the optimizers, by identity
 _MOST = 64  # turns, and steps in a row, that are told apart
@@ -20,7 +20,7 @@ _AROUND_A_STEP = OF_PARAMETERS  # what can be read when an optimizer steps
 class Turns:
     """The turns of one watch's optimizers."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WatchSession) -> None:
         self.core = core
         self._counts: dict[_Turn, int] = {}  # steps so far; of the first, the number of the step
         self._after: dict[tuple[_Turn, int], _Turn] = {}  # by turn, and how many there were of it in a row

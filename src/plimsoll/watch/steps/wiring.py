@@ -29,7 +29,7 @@ from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.averages import Averages
 from plimsoll.watch.parameters.optimizer_tensors import innermost, parameters_of
 from plimsoll.watch.parameters.updates import OWN, kind_of
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.taps.compiled_taps import is_capturing
 
 _JUDGED_STEPS = 10  # of an optimizer, after which parameters that have had no gradient are named
@@ -125,10 +125,10 @@ class _Optimizer:
         self.groups: list[tuple[str, float]] = []  # of each parameter group, what was said of its rate and decay
 
 
-class Wiring(torch_hooks.Listener):
-    """Listener of the training's events (`hooks.torch_hooks.Listener`) that records how it is wired."""
+class Wiring(torch_hooks.TrainingEvents):
+    """Listener of the training's events (`hooks.torch_hooks.TrainingEvents`) that records how it is wired."""
 
-    def __init__(self, core: Core, optimizers: Iterable[Any]) -> None:
+    def __init__(self, core: WatchSession, optimizers: Iterable[Any]) -> None:
         self.core = core
         self._known: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often looked at
@@ -425,7 +425,7 @@ class Wiring(torch_hooks.Listener):
 
     def _idle(self) -> bool:
         core = self.core
-        return not core.open or core.muted or core.is_elsewhere() or Core.repeating or is_capturing()
+        return not core.open or core.muted or core.is_elsewhere() or WatchSession.repeating or is_capturing()
 
     def _meet(self, optimizer: Any) -> _Optimizer | None:
         """Return the state of the optimizer; None if it has none of the model's parameters."""

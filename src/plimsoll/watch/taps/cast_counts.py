@@ -17,7 +17,7 @@ from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Record, Scalars
 from plimsoll.runs.reading.module_casts import EVENT, scalar_of
 from plimsoll.watch.names import clean
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 
 _ROW_BYTES = 100  # of one scale that waits to be written
 
@@ -37,7 +37,7 @@ class Casting(Protocol):
 class Casts:
     """Recorder of the casts of one watch's model."""
 
-    def __init__(self, core: Core, takes: Callable[[str], bool]) -> None:
+    def __init__(self, core: WatchSession, takes: Callable[[str], bool]) -> None:
         self.core, self._takes = core, takes
         # A run that goes on may say of other casts than there are now.
         self._told: dict[str, dict[Role, dict[str, Any]]] | None = {} if core.step == 0 else None

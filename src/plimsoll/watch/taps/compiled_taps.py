@@ -29,7 +29,7 @@ from plimsoll import kernels
 from plimsoll.kernels import row_layout
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows
-from plimsoll.watch.session import Core
+from plimsoll.watch.session import WatchSession
 
 _HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = (
@@ -67,7 +67,7 @@ class _Sites:
         self.tapped: list[bool] = []  # whether the gradient is counted too
         self.capacity = capacity
 
-    def move_into(self, rows: Rows, core: Core) -> None:
+    def move_into(self, rows: Rows, core: WatchSession) -> None:
         """Hands what was counted to the sample, and empties the rows."""
         used = len(self.names)
         for bank, collection in ((self.values, "activations"), (self.gradients, "activation_gradients")):
@@ -91,7 +91,7 @@ class _Sites:
 class CompiledTaps:
     """The sites of one watch."""
 
-    def __init__(self, core: Core, devices: set[torch.device], taps: int) -> None:
+    def __init__(self, core: WatchSession, devices: set[torch.device], taps: int) -> None:
         self.core, self.block = core, core.settings.block
         self.number = next(_numbers)
         self.traced: Any = WeakTensorKeyDictionary()  # a traced tensor's site, and the version that was counted there

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from plimsoll.watch.hooks import dtensors, torch_hooks
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
-from plimsoll.watch.session import Core, contained
+from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
 
 # Which backward runs on this thread, -1 for none: torch tells it nowhere else.
@@ -49,7 +49,7 @@ class Taps:
 
     def __init__(
         self,
-        core: Core,
+        core: WatchSession,
         begin: Callable[[], None],
         modules: Mapping[str, nn.Module],
         narrowed: dict[str, torch.dtype],
@@ -100,7 +100,7 @@ class Taps:
     def see(self, tap: "_Tap", found: list[tuple[str, Tensor]]) -> None:
         """Records the tensors that a module takes or gives."""
         core = self.core
-        if Core.repeating:
+        if WatchSession.repeating:
             if core.shadow is not None:
                 core.shadow.meet(tap.name, tap.role, found)
             return
@@ -173,7 +173,7 @@ class Taps:
         sight.gradients = [name]
         sample = self.core.sample
         assert sample is not None
-        factor = torch_hooks.factor_of(x) if torch_hooks.factors else 1.0
+        factor = torch_hooks.factor_of(x) if torch_hooks.gradient_factor_providers else 1.0
         take = functools.partial(self.gradient, sample, sight.gradients, factor)
         handle: Any = cast("Any", x).register_hook(take if self.core.ranks.mesh is None else dtensors.reading(x, take))
         if x.is_leaf:  # a leaf outlives the step, and would keep the hook

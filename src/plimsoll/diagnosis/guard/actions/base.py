@@ -11,13 +11,13 @@ from plimsoll.diagnosis.finding import Action, Finding
 from plimsoll.diagnosis.guard.checkpoints import Keeper
 from plimsoll.diagnosis.guard.records import Look, Order, Value
 from plimsoll.tensor_collections import OF_MODULES
-from plimsoll.watch.companion import Beside
+from plimsoll.watch.companion import WatchAccess
 
 
 class Training:
     """The training that a guard acts on; loop and scaler are held weakly, so that the guard keeps no model alive."""
 
-    def __init__(self, beside: Beside, loop: Any, scaler: Any) -> None:
+    def __init__(self, beside: WatchAccess, loop: Any, scaler: Any) -> None:
         self.beside = beside
         self._loop = None if loop is None else weakref.ref(loop)
         self._scaler = None if scaler is None else weakref.ref(scaler)
