@@ -12,7 +12,7 @@ from plimsoll.watch.session import StepSchedule
 
 SOURCE = Path(tensor_collections.__file__).parent
 # Roles of a matrix product's operands have the names of collections: layers below the registry, and what feeds them.
-_ROLES = ("formats", "fp8", "emulate", "watch/hooks/cast_counts.py")
+_ROLES = ("formats", "fp8", "emulate", "watch/taps/cast_counts.py")
 
 
 def test_no_list_of_collections_is_written_elsewhere() -> None:

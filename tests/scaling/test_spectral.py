@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import DynamicScaler, SpectralScaler
 from plimsoll.scaling.spectral.rule import Look, Memory
-from plimsoll.scaling.spectral.window_checks import Facts
+from plimsoll.scaling.spectral.window_checks import StepNumbers
 from tests.support.cases import each
 from tests.support.scaling.steps import host_reads_nothing, mlp, scales, take, weight
 
@@ -305,8 +305,8 @@ def test_without_synchronisation_nothing_is_read_until_it_is_there(monkeypatch: 
 def test_a_plan_older_than_an_overflow_does_not_undo_what_was_done_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.Adam([weight(1.0)], lr=0.0, fused=True)
     scaler = late(SpectralScaler("cpu", sync_free=True))
-    there: list[Facts] = []
-    monkeypatch.setattr(Facts, "ready", lambda facts: facts in there)
+    there: list[StepNumbers] = []
+    monkeypatch.setattr(StepNumbers, "ready", lambda facts: facts in there)
     scales(scaler, [False, True], optimizer)
     there.append(scaler._waiting[0])
     assert scales(scaler, [False], optimizer) == [2.0**9], "the first step asks for more, and knows less"

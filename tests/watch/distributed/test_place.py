@@ -12,7 +12,7 @@ from torch import nn
 import plimsoll as pl
 from plimsoll.runs.columns.arrow import pa
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.ranks.store_channel import Link, decoded, encoded
+from plimsoll.watch.ranks.store_channel import StoreChannel, decoded, encoded
 from tests.support.watch.ranks.models import Net
 
 
@@ -75,7 +75,7 @@ def test_powers_of_two_are_recorded_and_other_factors_taken_out(
 
 
 def test_a_message_has_one_taker(alone: None) -> None:
-    link = Link("runs/a", 1)
+    link = StoreChannel("runs/a", 1)
     table = pa.table({"step": [1, 2], "name": ["a", "b"]})
     link.send(0, encoded("scalars", table))
     assert link.sent() == 1 and link.is_there(1, 0) and not link.is_there(1, 1)
@@ -86,5 +86,5 @@ def test_a_message_has_one_taker(alone: None) -> None:
     assert link.take(1, 0) is None and not link.claim(1, 0) and not link.is_there(1, 0)
     link.send(1, b"")
     assert link.claim(1, 1) and link.take(1, 1) is None
-    other = Link("runs/a", 1)  # opened again
+    other = StoreChannel("runs/a", 1)  # opened again
     assert other.sent() == 0

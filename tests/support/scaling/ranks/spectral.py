@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from plimsoll.scaling import SpectralScaler
-from plimsoll.scaling.spectral.window_checks import Facts
+from plimsoll.scaling.spectral.window_checks import StepNumbers
 
 STEPS = 60
 BURST = range(30, 36)
@@ -66,7 +66,7 @@ def late(scaler: SpectralScaler, rank: int) -> SpectralScaler:
     """As on a GPU without synchronisation, where each rank's numbers come when they come."""
     scaler._late = True
     chance = random.Random(rank)
-    Facts.ready = lambda _: chance.random() < 0.75
+    StepNumbers.ready = lambda _: chance.random() < 0.75
     return scaler
 
 
@@ -85,9 +85,9 @@ def of_group(group: Any) -> dict[str, Any]:
         "half": train(SpectralScaler("cpu", process_group=group, format="bf16", max_scale=2.0**20), dtype=half),
         "half loss": train(SpectralScaler("cpu", process_group=group, format="bf16"), loss_dtype=half),
     }
-    ready = Facts.ready
+    ready = StepNumbers.ready
     found["late"] = train(late(SpectralScaler("cpu", process_group=group, sync_free=True), rank), steps=2 * STEPS)
-    Facts.ready = ready
+    StepNumbers.ready = ready
     return found
 
 
