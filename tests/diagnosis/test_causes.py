@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plimsoll.diagnosis import RULES, Finding, Spot, diagnose
-from plimsoll.diagnosis.rules.run_rules import unexplained
+from plimsoll.diagnosis.run_rules import unexplained
 from tests.support.diagnosis.faults import FAULTS, INF, INNOCENT, NAN, A, B, put
 from tests.support.diagnosis.stories import Story, constant, told
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.tables.trend import goes_on
-from plimsoll.report.verdicts.verdict_phrases import said
+from plimsoll.report.verdicts.verdict import phrase_of
 from plimsoll.runs import Run
 from tests.support.cases import each
 from tests.support.diagnosis.stories import LAYERS, Size, constant, of_layer, told
@@ -45,7 +45,7 @@ def test_a_size_that_has_settled_is_a_note_in_the_past_tense(tmp_path: Path) -> 
     (over,) = of_rule("distribution-drift", tmp_path / "over", lambda layer, s: 2.0 ** (0.05 * min(s, 90)))
     assert over.severity == "info" and "has settled" in over.meaning
     view = View(Run(tmp_path / "over"))
-    assert "go on" not in said(over, view, [over]).what and "go on" in said(still, view, [still]).what
+    assert "go on" not in phrase_of(over, view, [over]).what and "go on" in phrase_of(still, view, [still]).what
 
 
 def test_growth_that_stays_below_the_top_of_fp16_is_a_note(tmp_path: Path) -> None:

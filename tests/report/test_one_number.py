@@ -14,7 +14,8 @@ from plimsoll import report
 from plimsoll.cli import app
 from plimsoll.diagnosis import View, diagnose, whatif
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
-from plimsoll.diagnosis.remedies import is_of_scale, scale_remedy
+from plimsoll.diagnosis.rules.loss_scale import scale_remedy
+from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.what_if.result import estimate_words, interval_words
 from plimsoll.diagnosis.what_if.scale_windows import scales
 from plimsoll.diagnosis.wording import layer_name
@@ -115,7 +116,7 @@ def test_there_is_one_remedy(name: str, tmp_path: Path) -> None:
     found = diagnose(view)
     remedy = scale_remedy(view, found)
     assert remedy is not None and remedy.action in summary(view).verdict
-    assert {f.advice for f in found if is_of_scale(f)} == {str(remedy)}
+    assert {f.advice for f in found if rule_of(f).needs_other_scale(f)} == {str(remedy)}
 
 
 def test_severities_have_one_name() -> None:

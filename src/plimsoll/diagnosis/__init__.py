@@ -23,12 +23,15 @@ from plimsoll.diagnosis.finding import (
 from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
 from plimsoll.diagnosis.planning.check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
 from plimsoll.diagnosis.planning.make_plan import plan as plan
-from plimsoll.diagnosis.rules.base import Rule as Rule, threshold as threshold
-from plimsoll.diagnosis.rules.run_rules import (
-    RULES as RULES,
-    diagnose as diagnose,
-    with_thresholds as with_thresholds,
+from plimsoll.diagnosis.rules import RULES as RULES
+from plimsoll.diagnosis.rules.base import (
+    EvidenceItem as EvidenceItem,
+    FindingContext as FindingContext,
+    Phrase as Phrase,
+    Rule as Rule,
+    threshold as threshold,
 )
+from plimsoll.diagnosis.run_rules import diagnose as diagnose, with_thresholds as with_thresholds
 from plimsoll.diagnosis.view import View as View
 from plimsoll.diagnosis.what_if.answer import whatif as whatif
 from plimsoll.diagnosis.what_if.result import Row as Row, WhatIf as WhatIf

@@ -10,7 +10,7 @@ from plimsoll.errors import ArgumentError
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
-    from plimsoll.diagnosis import Finding, View
+    from plimsoll.diagnosis import View
 
 Drawn = TypeVar("Drawn", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ class Declared:
     takes_findings: bool
     offered: Literal["scale", "layers"] | None
     cases: "Callable[[View], Iterable[Case]] | None"
-    of_finding: "Callable[[View, Finding], Figure] | None"
+    of_finding: "Callable[..., Figure] | None"
 
 
 DECLARED: dict[str, Declared] = {}
@@ -68,7 +68,7 @@ def figure(
     runs: tuple[int, ...] = (1,),
     offered: Literal["scale", "layers"] | None = None,
     cases: "Callable[[View], Iterable[Case]] | None" = None,
-    of_finding: "Callable[[View, Finding], Figure] | None" = None,
+    of_finding: "Callable[..., Figure] | None" = None,
 ) -> Callable[[Drawn], Drawn]:
     """Declare a function as a figure.
 
@@ -79,7 +79,8 @@ def figure(
         runs: How many runs the figure compares: `(1,)`, `(2,)` or both. Default: `(1,)`.
         offered: The section of a run's page and report that shows it. Default: none.
         cases: The drawings in that section, for a view. Default: one, without arguments.
-        of_finding: Draws the figure of a finding. Default: the function with the view alone.
+        of_finding: Draws the figure of a finding, from a view, the finding, and keyword arguments that the finding's
+            rule may add. Default: the function with the view alone.
 
     Raises:
         ArgumentError: Another function has this name.

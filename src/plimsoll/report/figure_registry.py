@@ -3,10 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import plimsoll.report.figures as shipped
 from plimsoll.diagnosis import Finding
+from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing.plotly_parts import Source, view_of
 from plimsoll.report.figure_declaration import DECLARED, Declared, Figures
@@ -37,5 +38,13 @@ def figure_for(run: Source, finding: Finding) -> "Figure":
             f"figure_for: expected a finding whose figure is among {', '.join(FIGURES)}; got {finding.figure!r} of "
             f"{finding.rule}. Name one of these."
         )
-    declared = DECLARED[finding.figure]
-    return declared.function(view) if declared.of_finding is None else declared.of_finding(view, finding)
+    declared, rule = DECLARED[finding.figure], rule_of(finding)
+
+    def drawn(arguments: Mapping[str, Any]) -> "Figure":
+        if declared.of_finding is None:
+            return declared.function(view, **arguments)
+        return declared.of_finding(view, finding, **arguments)
+
+    # A package's rule may give arguments that the figure does not have.
+    figure = guarded(rule, lambda: drawn(rule.figure_arguments(finding)), None)
+    return drawn({}) if figure is None else figure

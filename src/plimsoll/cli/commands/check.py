@@ -193,9 +193,10 @@ def _indented(text: Text) -> Padding:
 
 
 def _print_rules(thresholds: dict[str, float], output: str) -> None:
-    from plimsoll.diagnosis import RULES, with_thresholds
+    from plimsoll.diagnosis import with_thresholds
+    from plimsoll.diagnosis.rules.registry import known_rules
 
-    rules = with_thresholds(RULES, thresholds)
+    rules = with_thresholds(list(known_rules().values()), thresholds)
     if output == "json":
         listed = [
             {

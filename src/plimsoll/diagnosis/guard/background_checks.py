@@ -15,7 +15,7 @@ import numpy as np
 
 from plimsoll.diagnosis.guard.records import Look
 from plimsoll.diagnosis.rules.base import Rule
-from plimsoll.diagnosis.rules.run_rules import diagnose
+from plimsoll.diagnosis.run_rules import diagnose
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import FP16
 from plimsoll.runs import Run

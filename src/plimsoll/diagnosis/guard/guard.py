@@ -22,7 +22,7 @@ from plimsoll.diagnosis.guard.rank_agreement import ranks_of
 from plimsoll.diagnosis.guard.records import Act, Limits, Look, Order
 from plimsoll.diagnosis.guard.step_boundary import Boundary, OfLoop, OfSeams
 from plimsoll.diagnosis.rules.base import Rule
-from plimsoll.diagnosis.rules.run_rules import rules_named, with_thresholds
+from plimsoll.diagnosis.run_rules import rules_named, with_thresholds
 from plimsoll.errors import ArgumentError, GuardStop
 from plimsoll.watch import Watch
 

@@ -1,5 +1,6 @@
-"""What a rule is: an id, thresholds that are a user's to set, and the findings it makes of a view."""
+"""Base class of all rules, and what several of them share: thresholds, phrases, evidence items, spans of samples."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,43 +9,213 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot
+from plimsoll.diagnosis.finding import Action, Finding, Severity, Spot, shown
 from plimsoll.diagnosis.tables.cells import Cells
 from plimsoll.diagnosis.view import View
+from plimsoll.diagnosis.wording import collection_words, how_many, layer_name
 
 Mask = NDArray[np.bool_]
 Where = Literal["anywhere", "same module"]
+# How a value is written: 0.05 as "5 %", 1024 as "2^10", 10 as "2^10", "fp16" as "FP16", a location by its short name.
+Unit = Literal["number", "share", "scale", "exponent", "format", "location", "place"]
+_LONGEST_NAME = 48  # characters of a layer's name in a sentence
 
 
 def threshold(default: float, source: str) -> Any:
-    """A field of a rule that a user may set, with where its value comes from."""
+    """Declare a field of a rule that a user may set.
+
+    Args:
+        default: Its value unless the user gives another.
+        source: Where the value comes from, as the documentation and ``plimsoll check --rules`` print it.
+
+    Returns:
+        The dataclass field.
+    """
     return field(default=float(default), metadata={"source": source})
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceItem:
+    """How one value of a finding's evidence is labelled and written.
+
+    Attributes:
+        label: Its name for readers. Default: the key, with spaces and a capital.
+        unit: How the value is written.
+        of_worst: If the evidence names the worst location, the value is written after it, with these words.
+        hide_zero: Whether a value of 0 is left out.
+    """
+
+    label: str = ""
+    unit: Unit = "number"
+    of_worst: str = ""
+    hide_zero: bool = False
+
+
+# Items that mean the same in every rule.
+COMMON_ITEMS: Mapping[str, EvidenceItem] = {
+    "confidence": EvidenceItem(unit="share"),
+    "format": EvidenceItem(unit="format"),
+    "from": EvidenceItem("Changed"),
+    "scale": EvidenceItem("Loss scale", "scale"),
+    "scale_that_serves": EvidenceItem(unit="scale"),
+    "share": EvidenceItem(unit="share"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phrase:
+    """A finding in a sentence.
+
+    Attributes:
+        what: What happened and since when.
+        effect: What followed. Left out if the sentence becomes too long.
+        remedy: What to do. Left out last.
+    """
+
+    what: str
+    effect: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingContext:
+    """A finding with the run and all findings of that run, as a rule's `phrase` needs them."""
+
+    finding: Finding
+    view: View
+    findings: Sequence[Finding]
+
+    @property
+    def since(self) -> str:
+        """The first step: "since step 300"."""
+        return f"since step {self.finding.since_step:,}"
+
+    @property
+    def at(self) -> str:
+        """The first step of something that is over: "at step 300"."""
+        return f"at step {self.finding.since_step:,}"
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the finding has exactly one location."""
+        return len(self.finding.where) == 1
+
+    @property
+    def place(self) -> str:
+        """The locations: one by its name, several by their number."""
+        return self.layer if self.is_single else how_many(self.finding)
+
+    @property
+    def layer(self) -> str:
+        """The worst location: its module, if the collection makes clear which of its tensors is meant."""
+        name = self.finding.where[0]
+        if self.finding.collection == "optimizer":
+            name = name.rpartition(":")[0] or name
+        return short(layer_name(name))
+
+    @property
+    def layers(self) -> str:
+        """The location, or the number of locations and the worst of them."""
+        return self.layer if self.is_single else f"{how_many(self.finding)}, {self.layer} most,"
+
+    @property
+    def tensors(self) -> str:
+        """The kind of tensor: "parameter gradients"."""
+        return collection_words(self.finding.collection)
+
+    @property
+    def format(self) -> str:
+        """The format in the evidence: "FP16"."""
+        return self.text("format").upper()
+
+    def number(self, name: str) -> float:
+        """Return a number of the evidence. NaN if there is none of this name."""
+        value = self.finding.evidence.get(name, math.nan)
+        return math.nan if isinstance(value, str) else float(value)
+
+    def text(self, name: str) -> str:
+        """Return a text of the evidence that is safe to print. Empty if there is none of this name."""
+        return shown(str(self.finding.evidence.get(name, "")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """One rule; its fields are its thresholds.
+    """A rule: a frozen dataclass whose fields are its thresholds.
 
-    A rule sees the record up to a step and nothing after it. A finding stays when the run is longer; at its end it may
-    be more severe, or a note where what it found is over.
+    A rule reads the record up to a step and nothing after it. A finding stays when the run gets longer. At the end of
+    the run it may be more severe, or a note if what it found is over.
+
+    `findings` and the first five attributes are required. Whatever else is not given has a default that fits most
+    rules.
+
+    Attributes:
+        id: The name in findings, in `--select` and in thresholds, in lower case with hyphens.
+        says: What the rule finds, as one line without a period.
+        meaning: One sentence: what a finding means.
+        advice: What to do.
+        figure: Name of the figure that shows a finding, one of `plimsoll.report.FIGURES`.
+        actions: What a guard may do about it.
+        explained_by: Ids of rules whose findings are the cause of this rule's findings, and where.
+        items: Evidence whose label or unit is not the default. `COMMON_ITEMS` applies as well.
+        location_item: Heading and unit of the number by which the rule judges each location.
+        is_secondary: Whether a warning says less than other warnings. It then leads the verdict only alone.
+        is_noted: Whether the verdict on a healthy run mentions a note.
     """
 
     id: ClassVar[str]
-    says: ClassVar[str]  # what it looks for, in one line
+    says: ClassVar[str]
     meaning: ClassVar[str]
     advice: ClassVar[str]
-    actions: ClassVar[tuple[Action, ...]] = ()
     figure: ClassVar[str]
-    explained_by: ClassVar[Mapping[str, Where]] = {}  # rules whose findings are the cause of this one's, and where
+    actions: ClassVar[tuple[Action, ...]] = ()
+    explained_by: ClassVar[Mapping[str, Where]] = {}
+    items: ClassVar[Mapping[str, EvidenceItem]] = {}
+    location_item: ClassVar[EvidenceItem] = EvidenceItem("Value")
+    is_secondary: ClassVar[bool] = False
+    is_noted: ClassVar[bool] = False
 
     @abstractmethod
     def findings(self, view: View) -> Iterator[Finding]:
-        """What it finds; nothing where what it needs was not recorded."""
+        """Yield the findings in a view. None if what the rule needs was not recorded."""
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the finding as part of the one-sentence verdict.
+
+        Args:
+            context: The finding, its run and all other findings.
+        """
+        place = f" in {context.place}" if context.finding.where else ""
+        return Phrase(what=f"{short(context.finding.rule)} holds{place} {context.since}")
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (for rules that override it)
+        """Return arguments of the figure beyond the finding's tensors and first step, which every figure gets."""
+        return {}
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002
+        """Return whether a training does not recover from this alarm. Fatal alarms lead the verdict.
+
+        Args:
+            finding: An alarm of this rule.
+            last_step: The last recorded step.
+        """
+        return False
+
+    def consequence(self, finding: Finding, last_step: int) -> str:  # noqa: ARG002
+        """Return the words for an alarm that follows another one, as the end of a sentence. Default: none."""
+        return ""
+
+    def needs_other_scale(self, finding: Finding) -> bool:  # noqa: ARG002
+        """Return whether another loss scale may fix the cause. Such findings get the run's one remedy as advice."""
+        return False
 
     @property
     def thresholds(self) -> list[tuple[str, float, str]]:
         """Name, value and source of each threshold."""
-        return [(f.name, getattr(self, f.name), f.metadata["source"]) for f in fields(self)]
+        return [(f.name, getattr(self, f.name), f.metadata.get("source", "")) for f in fields(self)]
+
+    def item(self, name: str) -> EvidenceItem:
+        """Return how a value of the evidence is labelled and written."""
+        return self.items.get(name) or COMMON_ITEMS.get(name) or EvidenceItem()
 
     def finding(
         self,
@@ -59,7 +230,19 @@ class Rule(ABC):
         advice: str | None = None,
         actions: tuple[Action, ...] | None = None,
     ) -> Finding:
-        """A finding of this rule; `spots` are the worst first."""
+        """Return a finding of this rule.
+
+        Args:
+            severity: "info", "warning" or "alarm".
+            spots: The locations, the worst first. None if the whole run is meant.
+            evidence: The numbers behind it, by name.
+            until_step: The last step at which it held.
+            collection: The collection of the locations.
+            since_step: The first step at which it held. Default: the first one of the locations.
+            meaning: Default: the rule's.
+            advice: Default: the rule's.
+            actions: Default: the rule's.
+        """
         return Finding(
             rule=self.id,
             severity=severity,
@@ -74,6 +257,13 @@ class Rule(ABC):
             actions=self.actions if actions is None else actions,
             figure=self.figure,
         )
+
+
+def short(name: str) -> str:
+    """Return a name as a sentence can contain it."""
+    clean = shown(name)
+    half = _LONGEST_NAME // 2 - 2
+    return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
 
 
 def spells(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:

@@ -6,17 +6,19 @@ format's own numbers decide, so the rules hold for E4M3, E5M2 and whatever else 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import floor, log2
+from math import floor, isfinite, log2
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from plimsoll.diagnosis.estimates.cast_cells import COLLECTIONS, CastCells, cast_cells
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
-from plimsoll.diagnosis.rules.base import Rule, spells, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, spells, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import Format
+from plimsoll.text import percent, power
 
 _SAMPLES = "a single sample proves nothing"
 _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
@@ -57,6 +59,16 @@ class CastRule(Rule):
             collection=collection,
         )
 
+    def _phrase(self, context: FindingContext, share: str, how: str, effect: str = "") -> Phrase:
+        """Return a phrase about a share of the values, with the scale that would work."""
+        scale = context.number("scale_that_serves")
+        return Phrase(
+            what=f"up to {percent(context.number(share))} of the {context.tensors} of {context.layers} have {how} "
+            f"{context.format} {context.since}",
+            effect=effect,
+            remedy=f"cast them at {power(scale)}, or use BF16" if isfinite(scale) else "use BF16 for them",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShareRule(CastRule):
@@ -94,6 +106,8 @@ class CastSaturates(ShareRule):
     meaning = "The largest values are all cut to the same one, and what they differed in is lost."
     advice = f"Lower the tensor's scale: with scales of data by a margin. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
+    items = {"saturated": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Saturated", "share")
 
     share: float = threshold(
         0.001, "T9: single values held at the top harm little; of normal ones it is 3.3 deviations"
@@ -105,6 +119,10 @@ class CastSaturates(ShareRule):
         """One for each collection."""
         return self._of_shares(view, "saturated", lambda cast: cast.saturated)
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share beyond the largest value."""
+        return self._phrase(context, "saturated", "been beyond", "and are cut to its largest value")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CastFlushes(ShareRule):
@@ -115,6 +133,8 @@ class CastFlushes(ShareRule):
     meaning = "The products that these values belong to are summed without them."
     advice = f"Raise the tensor's scale if one serves, or use E5M2 for it. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
+    items = {"flushed": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Lost", "share")
 
     share: float = threshold(0.05, "T6: above 5 % of values lost; unit normal ones lose 0.08 % in E4M3")
     grave: float = threshold(0.25, "a quarter of one tensor")
@@ -123,6 +143,10 @@ class CastFlushes(ShareRule):
     def findings(self, view: View) -> Iterator[Finding]:
         """One for each collection."""
         return self._of_shares(view, "flushed", lambda cast: cast.flushed)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share below the smallest value."""
+        return self._phrase(context, "flushed", "been below", "and become zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +158,8 @@ class CodesUnused(CastRule):
     meaning = "Its values keep fewer digits than the format has, though a higher scale would give them all of these."
     advice = f"Raise the tensor's scale by the free binades. {_UNIT}, {_MODULE}."
     actions = ("to_bf16",)
+    items = {"with_fewer_digits": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("With fewer digits", "share")
 
     share: float = threshold(0.25, "of the values have fewer digits; of unit normal ones in E4M3 it is 1.2 %")
     room: float = threshold(3, "binades between the largest value and the top; a power of two leaves up to one")
@@ -154,6 +180,10 @@ class CodesUnused(CastRule):
                 used = {"binades_used": max(binades - free, 0), "binades": binades}
                 yield self._told(found, "with_fewer_digits", "warning", collection, used)
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share of subnormal values."""
+        return self._phrase(context, "with_fewer_digits", "had fewer digits than")
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDrift(CastRule):
@@ -172,6 +202,7 @@ class UnitDrift(CastRule):
     )
     actions = ("to_bf16",)
     figure = "spectrogram"
+    location_item = EvidenceItem("Binade")
 
     fewer: float = threshold(0.25, "of normal values of that size are subnormal, as for codes-unused")
     beyond: float = threshold(0.001, "of normal values of that size saturate, as for cast-saturates")
@@ -188,6 +219,20 @@ class UnitDrift(CastRule):
             if found:
                 worst = max(found, key=lambda each: abs(each[4]))[0].format.name
                 yield self._told(found, "binades", "warning", collection, {"bound": bounds[worst]})
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the size and its bounds."""
+        bound = context.number("bound")
+        return Phrase(
+            what=f"{context.tensors} of {context.layers} have been at 2^{context.number('binades'):.0f}, out of "
+            f"2^-{bound:.0f} to 2^{bound:.0f}, {context.since}",
+            effect="where unit scaling's constant casts do not serve",
+            remedy="use fp8-tensor or BF16 for them",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:
+        """Draw the format's limits at a scale of 1. They are of the values as cast."""
+        return {"formats": [finding.evidence.get("format")]} if finding.evidence.get("scale") == 1.0 else {}
 
     def bound(self, fmt: Format) -> int:
         """The k of a format."""

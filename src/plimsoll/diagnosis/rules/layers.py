@@ -1,14 +1,16 @@
 """Layers: dead ones, zeros that belong there, and distributions that wander."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.casts import CastFlushes
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
@@ -30,10 +32,11 @@ class DeadLayer(Rule):
     meaning = "The layer no longer takes part in the training."
     advice = "Look at its input and its bias (a ReLU that no input switches on); re-initialise it, or lower the rate."
     figure = "zero_heatmap"
-    explained_by: ClassVar[Mapping[str, Where]] = {
-        "nonfinite": "anywhere",
-        "cast-flushes": "same module",
-        "underflow-high": "same module",
+    explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
+    items = {
+        "first": EvidenceItem(unit="location"),
+        "zeros": EvidenceItem(unit="share"),
+        "never_alive": EvidenceItem(hide_zero=True),
     }
 
     zeros: float = threshold(0.999, "of an output's values; ReLU, dropout and masks leave more than that")
@@ -54,6 +57,14 @@ class DeadLayer(Rule):
                 until = last_of(outputs, found)
                 yield self.finding("warning", spots, evidence, until_step=until, collection="activations")
         yield from self._of_gradients(view, dead)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        kind = "outputs" if context.finding.collection == "activations" else context.tensors
+        return Phrase(
+            what=f"all {kind} of {context.place} have been zero {context.since}, and it is no underflow",
+            remedy="look at the layer's input and bias, or lower the learning rate",
+        )
 
     def _of_gradients(self, view: View, dead: set[str]) -> Iterator[Finding]:
         narrow = view.narrow("gradients")
@@ -90,6 +101,9 @@ class StructuralZeros(Rule):
     meaning = "Most of these values are zero, and none near the format's floor: they are zero in any format."
     advice = "Nothing. A shadow step (shadow_every) confirms it."
     figure = "zero_heatmap"
+    items = {"zeros": EvidenceItem(unit="share", of_worst=" zero")}
+    location_item = EvidenceItem("Zeros", "share")
+    is_secondary = True
 
     zeros: float = threshold(0.5, "half of a layer's values")
     lost: float = threshold(0.01, "T6: below 1 % of the others is no underflow")
@@ -111,6 +125,10 @@ class StructuralZeros(Rule):
                 evidence = {"worst": spots[0].name, "zeros": spots[0].value, "layers": len(spots)}
                 yield self.finding("info", spots, evidence, until_step=last_of(cells, found), collection=collection)
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when. There is nothing to do."""
+        return Phrase(what=f"many {context.tensors} of {context.place} are zero in any format {context.since}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Rule):
@@ -125,7 +143,9 @@ class Drift(Rule):
     meaning = "Weight decay, normalisation and rate do not balance: the layer leaves the range that it began in."
     advice = "Set weight decay so that the norm settles, or normalise; with unit scaling, audit the layer again."
     figure = "spectrogram"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    location_item = EvidenceItem("Binades")
+    is_secondary = True
 
     binades: float = threshold(3.0, "a factor of eight; sizes of sound layers stay within one or two binades")
     still: float = threshold(0.25, "of the way was made in the second half of the steps")
@@ -152,6 +172,16 @@ class Drift(Rule):
                 "info", spots, evidence, until_step=until, collection=collection,
                 meaning="The layer's size moved while the model learned, and has settled.", advice="Nothing.",
             )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the direction and how far the sizes moved."""
+        binades = context.number("binades")
+        goes_on = " and go on" if context.finding.severity != "info" else ""
+        return Phrase(
+            what=f"{context.tensors} of {context.layers} have {'grown' if binades > 0 else 'shrunk'} by "
+            f"{abs(binades):.0f} binades{goes_on}, seen {context.since}",
+            remedy="normalise, or balance weight decay and learning rate",
+        )
 
     def _candidates(self, cells: Cells) -> list[int]:
         """The layers that are worth a look: those whose size has moved so far at all."""

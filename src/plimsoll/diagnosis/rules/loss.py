@@ -4,19 +4,21 @@ Losses have no common unit. A rise is held against the noise of the losses befor
 began at, and against what it had learned by then.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import SEVERITIES, Finding, Severity
-from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.view import View
+from plimsoll.text import number
 
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
@@ -65,6 +67,12 @@ class LossSpike(Rule):
     advice = _ADVICE["info"]
     actions = ("rollback", "skip")
     figure = "loss_and_scale"
+    items = {
+        "usual": EvidenceItem("Usual loss"),
+        "level": EvidenceItem("Called a spike above"),
+        "began_at": EvidenceItem("Loss at the start"),
+        "now": EvidenceItem("Median of the last losses"),
+    }
 
     deviations: float = threshold(10, "median absolute deviations, as the flight recorder has it")
     rise: float = threshold(0.5, "and so much of the median itself")
@@ -82,6 +90,49 @@ class LossSpike(Rule):
         """One of each recorded loss."""
         for name, (steps, loss) in view.losses.items():
             yield from self._finding(view, name, steps, loss)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the course of the loss, and the model's input if it grew with the loss."""
+        phrase, times = self._course(context), context.number("input_times")
+        if not math.isfinite(times):
+            return phrase
+        return replace(phrase, remedy=f"look at the batches there: the model's input is {number(times)} times as large")
+
+    def _course(self, context: FindingContext) -> Phrase:
+        highest, usual, now = (context.number(name) for name in ("highest", "usual", "now"))
+        course, spikes = context.text("course"), context.number("spikes")
+        loss = str(context.finding.evidence.get("loss", "the loss"))
+        rose = f"{loss} rose from {number(usual)} {context.at} to {number(highest)}"
+        if course == "diverged":
+            return Phrase(
+                what=f"{rose} and did not come back",
+                effect=f"{number(now)} at the end" if now < highest / 2 else "",
+                remedy="go back to the checkpoint before it, and lower the learning rate or clip",
+            )
+        if course == "never learned":
+            return Phrase(
+                what=f"{rose} and never fell below where it began ({number(context.number('began_at'))})",
+                remedy="start again with a much lower learning rate or a warm-up",
+            )
+        if course == "came back late":
+            until = f"came back only after step {context.finding.until_step:,}"
+            return Phrase(what=f"{rose} and {until}", remedy="look at the batches there")
+        if course == "growing spikes":
+            what = f"{loss} spiked {spikes:,.0f} times {context.since}, higher each time, to {number(highest)}"
+            return Phrase(what=what, remedy="clip gradients or lower the learning rate")
+        return Phrase(
+            what=f"{loss} spiked to {number(highest)} (usually {number(usual)}) {context.at}",
+            effect=f"{spikes:,.0f} spikes in all" if spikes > 1 else "",
+            remedy="clip gradients or lower the learning rate",
+        )
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (every alarm is)
+        """Return True: an alarm is a loss that did not come back."""
+        return True
+
+    def consequence(self, finding: Finding, last_step: int) -> str:  # noqa: ARG002
+        """Return since when the loss stayed high."""
+        return f"and the loss rose at step {finding.since_step:,} and stayed high"
 
     def _finding(self, view: View, name: str, steps: Ints, loss: Floats) -> Iterator[Finding]:
         broken = bool(len(loss)) and not np.isfinite(loss[-1])
@@ -244,6 +295,10 @@ class LossUnbounded(Rule):
     meaning = "Nothing bounds the loss from below, and the weights grow with it: what the loss measures is not learned."
     advice = "Look at the sign of the loss: an error that is maximised falls like this. Else bound it from below."
     figure = "loss_and_scale"
+    items = {
+        "began_at": EvidenceItem("Loss at the start"),
+        "now": EvidenceItem("Median of the last losses"),
+    }
 
     times: float = threshold(_UNLEARNED, "times the first loss below zero (times 1, if that is less): no usual reward")
     least: float = threshold(40, "losses: ten in each quarter")
@@ -264,6 +319,14 @@ class LossUnbounded(Rule):
         evidence = {"began_at": began, "now": float(np.median(loss[-_FIVE:]))}
         yield self.finding("warning", (), evidence, since_step=int(steps[since]), until_step=int(steps[-1]))
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the first and the last loss."""
+        began, now = number(context.number("began_at")), number(context.number("now"))
+        return Phrase(
+            what=f"the loss falls without bound, from {began} to {now}, faster and faster {context.since}",
+            remedy="look at its sign, or bound it from below",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeForerunner(Rule):
@@ -280,7 +343,9 @@ class SpikeForerunner(Rule):
     advice = "Clip gradients or updates; a smaller beta2 (0.95) follows changes sooner; check the batches there."
     actions = ("skip", "clamp")
     figure = "updates"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {"times_the_usual_update": EvidenceItem(of_worst=" times the usual update")}
+    location_item = EvidenceItem("Times the usual")
 
     jump: float = threshold(8, "times the median of the last samples: three binades")
     lag: float = threshold(20, "squared gradient over second moment, which is 1 in the mean")
@@ -306,6 +371,15 @@ class SpikeForerunner(Rule):
         if gradients is not None and optimizer is not None:
             lags = _lags(gradients, optimizer)
             yield from self._told(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the jump, and the rise of the loss after it."""
+        jump, rose = context.number("times_the_usual_update"), context.number("loss_rose_at")
+        what = f"parameter gradients of {context.layers} outran Adam's second moment {context.at}"
+        if math.isfinite(jump):
+            what = f"an update of {context.layers} was {jump:,.0f} times its usual size {context.at}"
+        effect = f"and the loss rose at step {rose:,.0f}" if math.isfinite(rose) else ""
+        return Phrase(what=what, effect=effect, remedy="clip, and check the batches there")
 
     def _usual(self, ratio: Floats) -> Floats:
         """The median of the last samples before each; NaN where there are too few."""

@@ -1,27 +1,115 @@
-"""The loss scale: too low, collapsed, swinging, or none that would serve."""
+"""Rules of the loss scale, and the one remedy of a run whose scale does not fit its gradients.
+
+The first of these that applies decides the remedy:
+
+1. The scale collapsed and the overflow stayed in few layers: a scale for each layer, since all others can keep theirs.
+2. The scale collapsed otherwise: a scaler that recovers soon.
+3. No single scale works for all layers: a scale for each layer.
+4. A higher scale works for all layers: raise it. Else a scale for each layer if each has one that works, else BF16.
+"""
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plimsoll.diagnosis.estimates.module_parameters import Modules
+from plimsoll.diagnosis.estimates.underflow_rate import underflow_rate
 from plimsoll.diagnosis.estimates.usable_scales import Scales
-from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Mask, Rule, Where, stretches, threshold
+from plimsoll.diagnosis.finding import Action, Finding, Spot, shown
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
+from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View, log2
-from plimsoll.tensor_collections import WITH_LOSS_SCALE
+from plimsoll.diagnosis.wording import first_of, layer_name
+from plimsoll.tensor_collections import BACKWARD, WITH_LOSS_SCALE
+from plimsoll.text import percent, power, steps
 
 _SAMPLES = "a single sample proves nothing"
+_FEW = 0.1  # of the tensors that a step's overflow reached: it has spread no further
+_LEAST_UNDERFLOW = 0.01  # of all values: less is not worth its words in a sentence
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleLow(Rule):
+class ScaleRule(Rule):
+    """Base of the rules whose cause another loss scale may fix."""
+
+    def needs_other_scale(self, finding: Finding) -> bool:
+        """Return True unless the finding is a note. Activations carry no loss scale."""
+        return finding.severity != "info" and finding.collection != "activations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSingleScale(ScaleRule):
+    """The layers' gradients span more binades than FP16 has between losing 1 % and overflow."""
+
+    id = "no-single-scale"
+    says = "no single loss scale keeps the gradients of all layers in FP16's range"
+    meaning = "Where the largest layer's gradients do not overflow, the smallest layer's are lost."
+    advice = "Give layers their own scales (LayerScaler), or train in BF16; a higher or lower scale cannot help."
+    actions = ("layer_scale", "to_bf16")
+    figure = "scale_window"
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {
+        "missing_binades": EvidenceItem("Missing powers of two"),
+        "smallest_layer": EvidenceItem(unit="location"),
+        "needs_scale": EvidenceItem("Scale that it needs"),
+        "largest_layer": EvidenceItem(unit="location"),
+        "bears_scale": EvidenceItem("Scale that it overflows above"),
+    }
+    location_item = EvidenceItem("Scale", "exponent")
+
+    gap: float = threshold(3, "one or two binades missing cost a few per cent of one layer")
+    samples: float = threshold(3, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """One, of a run whose loss is scaled or whose gradients are narrow."""
+        narrow = view.narrow("gradients")
+        if narrow is None or not (narrow.censors.any() or view.scaled):
+            return
+        scales = Scales.of(view)
+        if scales is None:
+            return
+        steps, missing = scales.cells.steps, scales.need - scales.room
+        known = np.flatnonzero(~np.isnan(missing))
+        spans = stretches(missing[known] > 0, self.samples)
+        if not spans:
+            return
+        at = known[spans[0][0] : spans[-1][1] + 1]
+        worst = int(at[np.nanargmax(missing[at])])
+        smallest, largest = int(np.nanargmax(scales.low[:, worst])), int(np.nanargmin(scales.high[:, worst]))
+        since = int(steps[at[0]])
+        spots = [
+            Spot(name=scales.names[smallest], since_step=since, value=float(scales.low[smallest, worst])),
+            Spot(name=scales.names[largest], since_step=since, value=float(scales.high[largest, worst])),
+        ]
+        evidence = {
+            "missing_binades": float(missing[worst]),
+            "smallest_layer": spots[0].name,
+            "needs_scale": f"2^{int(spots[0].value)} or more",
+            "largest_layer": spots[1].name,
+            "bears_scale": f"2^{int(spots[1].value)} or less",
+        }
+        severity = "alarm" if missing[worst] >= self.gap else "warning"
+        yield self.finding(severity, spots, evidence, until_step=int(steps[at[-1]]), collection="gradients")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the two layers with the scales that they need and bear."""
+        smallest, largest = (shown(layer_name(context.text(name)))[:30] for name in ("smallest_layer", "largest_layer"))
+        needs, bears = (context.text(name).split(" ")[0] for name in ("needs_scale", "bears_scale"))
+        return Phrase(
+            what=f"no single loss scale has served all layers {context.since}",
+            effect=f"{smallest} needs {needs}, {largest} bears {bears}",
+            remedy=remedy_words(context),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleLow(ScaleRule):
     """Gradients are lost at the bottom while the top of the format is empty."""
 
     id = "scale-low"
@@ -33,7 +121,12 @@ class ScaleLow(Rule):
     )
     actions = ("raise_scale",)
     figure = "scale_window"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {
+        "worst_lost": EvidenceItem("Lost at most", "share", of_worst=" lost"),
+        "free_binades": EvidenceItem("Free below overflow, in powers of two"),
+    }
+    location_item = EvidenceItem("Lost", "share")
 
     binades: float = threshold(6, "a factor of 64: beyond what the largest gradients vary from step to step")
     lost: float = threshold(0.01, "T6: below 1 % is sound")
@@ -71,6 +164,16 @@ class ScaleLow(Rule):
         severity = "alarm" if spots[0].value > self.grave else "warning"
         yield self.finding(severity, spots, evidence, until_step=int(cells.steps[last]), collection="gradients")
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the scale, since when, and the largest loss."""
+        free = context.number("free_binades")
+        return Phrase(
+            what=f"the loss scale ({power(context.number('scale'))}) has been too low {context.since}: up to "
+            f"{percent(context.number('worst_lost'))} of the parameter gradients of {context.place} are lost",
+            effect=f"with {free:.0f} binades free" if math.isfinite(free) else "",
+            remedy=remedy_words(context),
+        )
+
     def _free(self, view: View, cells: Cells) -> Floats:
         """At each step of the gradients, the binades between the largest value that the format held and its top."""
         found = np.full(len(cells.steps), np.inf)
@@ -89,54 +192,7 @@ class ScaleLow(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoSingleScale(Rule):
-    """The layers' gradients span more binades than FP16 has between losing 1 % and overflow."""
-
-    id = "no-single-scale"
-    says = "no single loss scale keeps the gradients of all layers in FP16's range"
-    meaning = "Where the largest layer's gradients do not overflow, the smallest layer's are lost."
-    advice = "Give layers their own scales (LayerScaler), or train in BF16; a higher or lower scale cannot help."
-    actions = ("layer_scale", "to_bf16")
-    figure = "scale_window"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
-
-    gap: float = threshold(3, "one or two binades missing cost a few per cent of one layer")
-    samples: float = threshold(3, _SAMPLES)
-
-    def findings(self, view: View) -> Iterator[Finding]:
-        """One, of a run whose loss is scaled or whose gradients are narrow."""
-        narrow = view.narrow("gradients")
-        if narrow is None or not (narrow.censors.any() or view.scaled):
-            return
-        scales = Scales.of(view)
-        if scales is None:
-            return
-        steps, missing = scales.cells.steps, scales.need - scales.room
-        known = np.flatnonzero(~np.isnan(missing))
-        spans = stretches(missing[known] > 0, self.samples)
-        if not spans:
-            return
-        at = known[spans[0][0] : spans[-1][1] + 1]
-        worst = int(at[np.nanargmax(missing[at])])
-        smallest, largest = int(np.nanargmax(scales.low[:, worst])), int(np.nanargmin(scales.high[:, worst]))
-        since = int(steps[at[0]])
-        spots = [
-            Spot(name=scales.names[smallest], since_step=since, value=float(scales.low[smallest, worst])),
-            Spot(name=scales.names[largest], since_step=since, value=float(scales.high[largest, worst])),
-        ]
-        evidence = {
-            "missing_binades": float(missing[worst]),
-            "smallest_layer": spots[0].name,
-            "needs_scale": f"2^{int(spots[0].value)} or more",
-            "largest_layer": spots[1].name,
-            "bears_scale": f"2^{int(spots[1].value)} or less",
-        }
-        severity = "alarm" if missing[worst] >= self.gap else "warning"
-        yield self.finding(severity, spots, evidence, until_step=int(steps[at[-1]]), collection="gradients")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleCollapse(Rule):
+class ScaleCollapse(ScaleRule):
     """A fall of the loss scale within few steps, after it had once settled; a warning where the scale came back.
 
     The search from a high first scale down to the one that serves is no collapse: steps before the scale has stayed
@@ -152,7 +208,11 @@ class ScaleCollapse(Rule):
     )
     actions = ("raise_scale", "skip", "rollback")
     figure = "loss_and_scale"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {
+        "from": EvidenceItem("Loss scale", "scale"),
+        "to": EvidenceItem(unit="scale"),
+    }
 
     binades: float = threshold(5, "T4: ten hard batches halve the scale ten times; single overflows halve it once")
     window: float = threshold(100, "steps")
@@ -175,6 +235,26 @@ class ScaleCollapse(Rule):
             first = int(holds[0])
             begin = begin if first >= begin else 0  # it sank below the floor before it settled there
             yield self._told(steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the fall, and what underflowed at the scale that was left."""
+        finding, back = context.finding, context.number("back_at_step")
+        fall = f"from {power(context.number('from'))} to {power(context.number('to'))}"
+        what = f"the loss scale fell {fall} at {steps(finding.since_step, finding.until_step)}"
+        if math.isfinite(back):
+            return Phrase(
+                what=f"{what} and was back at step {back:,.0f}",
+                remedy=f"if it happens again, {remedy_words(context)}",
+            )
+        rates = [underflow_rate(context.view, name, finding.since_step) for name in WITH_LOSS_SCALE]
+        high = [rate for rate in rates if rate is not None and rate.share >= _LEAST_UNDERFLOW]
+        shares = " and ".join(rate.words for rate in high).replace(" gradient values and", " and", 1)
+        effect = f"and {shares} underflowed at {steps(high[0].first_step, high[0].last_step)}" if high else ""
+        return Phrase(what=what, effect=effect, remedy=remedy_words(context))
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:  # noqa: ARG002  (every alarm is)
+        """Return True: the scale recovers too slowly for the run."""
+        return True
 
     def _told(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
         before = float(scale[begin : first + 1].max())
@@ -200,6 +280,10 @@ class ScaleOscillation(Rule):
     advice = "Use a longer growth interval, a ceiling (max_scale), or SpectralScaler, which sees the overflow coming."
     actions = ("lower_scale",)
     figure = "loss_and_scale"
+    items = {
+        "lowest": EvidenceItem(unit="scale"),
+        "highest": EvidenceItem(unit="scale"),
+    }
 
     share: float = threshold(0.05, "a scaler that grows every 2,000 steps loses 0.05 % of them")
     grave: float = threshold(0.2, "every fifth step lost")
@@ -229,6 +313,14 @@ class ScaleOscillation(Rule):
         }
         severity = "alarm" if evidence["share"] > self.grave else "warning"
         yield self.finding(severity, (), evidence, since_step=since, until_step=int(steps[holds[-1] + 1]))
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return since when, and the share of skipped steps."""
+        return Phrase(
+            what=f"the loss scale has swung {context.since}, and up to {percent(context.number('share'))} of steps are "
+            "lost to it",
+            remedy="use a longer growth interval or a SpectralScaler",
+        )
 
 
 def _known_scale(view: View) -> tuple[Ints, Floats]:
@@ -270,3 +362,108 @@ def _within(holds: Mask, window: int) -> Ints:
     running = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(holds, dtype=np.int64)])
     ends = np.arange(1, len(running))
     return running[ends] - running[np.maximum(ends - window, 0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What to do, as the end of a sentence, and why."""
+
+    action: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.action[:1].upper()}{self.action[1:]}: {self.reason}."
+
+
+def scale_remedy(view: View, findings: Sequence[Finding]) -> Remedy | None:
+    """Return the remedy of what the findings say of the loss scale; None where they say nothing of it."""
+    found = {finding.rule: finding for finding in reversed(findings) if rule_of(finding).needs_other_scale(finding)}
+    if not found:
+        return None
+    if ScaleCollapse.id in found:
+        return _against_collapse(view, found[ScaleCollapse.id])
+    if NoSingleScale.id in found:
+        evidence = found[NoSingleScale.id].evidence
+        needs, bears = (str(evidence[name]).split(" ")[0] for name in ("needs_scale", "bears_scale"))
+        return Remedy(
+            action="use a LayerScaler or BF16",
+            reason=f"no single scale serves, since {layer_name(str(evidence['smallest_layer']))} needs {needs} or more "
+            f"and {layer_name(str(evidence['largest_layer']))} overflows above {bears}",
+        )
+    last = max(finding.until_step for finding in found.values())
+    if last < _last_sample(view) and all(finding.severity == "warning" for finding in found.values()):
+        return Remedy(action="do nothing now", reason=f"it has been over since step {last:,}")
+    return by_scales(Scales.of(view, until=last), found.get(ScaleLow.id))[1]
+
+
+def remedy_words(context: FindingContext) -> str:
+    """Return the run's one remedy of the loss scale, as the end of a sentence."""
+    remedy = scale_remedy(context.view, context.findings)
+    return "" if remedy is None else remedy.action
+
+
+def with_remedy(view: View, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, those of the loss scale with the run's one remedy as their advice."""
+    remedy = scale_remedy(view, findings)
+    if remedy is None:
+        return list(findings)
+    return [replace(f, advice=str(remedy)) if rule_of(f).needs_other_scale(f) else f for f in findings]
+
+
+def _last_sample(view: View) -> int:
+    sampled = [view.cells(name) for name in WITH_LOSS_SCALE]
+    return max((int(cells.steps[-1]) for cells in sampled if cells is not None), default=-1)
+
+
+def _against_collapse(view: View, collapse: Finding) -> Remedy:
+    few = _overflowed_in(view, collapse)
+    if few:
+        return Remedy(
+            action="use a LayerScaler or BF16",
+            reason=f"only {first_of([layer_name(name) for name in few], 1)} overflowed, and all others keep their "
+            "scales",
+        )
+    return Remedy(
+        action="use a SpectralScaler or BF16",
+        reason="it raises the scale again within few steps, and a closure given to step() repeats the skipped batches",
+    )
+
+
+def _overflowed_in(view: View, collapse: Finding) -> list[str]:
+    """The layers whose gradients overflowed when the scale fell, if a sample saw it and they are few."""
+    names: list[str] = []
+    tensors = 0
+    for collection in BACKWARD:
+        cells = view.cells(collection)
+        if cells is None:
+            continue
+        # The step before the first lower scale is the one that overflowed.
+        there = (cells.steps >= collapse.since_step - 1) & (cells.steps <= collapse.until_step)
+        bad = cells.total_of("nans") + cells.total_of("pos_infs") + cells.total_of("neg_infs")
+        reached = np.flatnonzero((np.nan_to_num(bad[:, there]) > 0).any(axis=1)).tolist()
+        names += [cells.names[i] for i in reached]
+        tensors += len(cells.names)
+    return names if 0 < len(names) <= max(_FEW * tensors, 1.0) else []
+
+
+def by_scales(scales: Scales | None, low: Finding | None = None) -> tuple[str, Remedy, tuple[Action, ...]]:
+    """Return what the scales that serve allow, in few words, as a remedy, and as a guard's actions.
+
+    Args:
+        scales: Those of the run so far; None where gradients were not recorded.
+        low: The finding `scale-low`, whose numbers give the reason.
+    """
+    if scales is not None and scales.one_serves:
+        was = "" if low is None else f"{power(float(low.evidence['scale']))} is too low, and "
+        between = scales.shown.replace(" to ", " and ")
+        remedy = Remedy(action=f"raise the loss scale to between {between}", reason=f"{was}that serves all layers")
+        return "raise the scale", remedy, ("raise_scale",)
+    if scales is not None and scales.each_serves:
+        remedy = Remedy(
+            action="use a LayerScaler or BF16", reason="no single scale serves all layers, but one for each layer does"
+        )
+        return "scale per layer", remedy, ("layer_scale", "to_bf16")
+    if low is not None:
+        remedy = Remedy(action="raise the loss scale, or use a SpectralScaler", reason="the top of the format is empty")
+        return "raise the scale", remedy, ("raise_scale",)
+    return "change to BF16", Remedy(action="use BF16", reason="no scale serves even single layers"), ("to_bf16",)

@@ -8,12 +8,12 @@ from typing import cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Mask, Rule, stretches, threshold
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER
-from plimsoll.text import power
+from plimsoll.text import counted, power
 
 # In the order in which one makes the other non-finite; of gradients the last layer is the first to have them.
 _ORDER = tuple(c.name for c in IN_STEP_ORDER if c.overflow_order is not None)
@@ -28,6 +28,7 @@ _FALL = 4.0  # a scaler that searches for its scale falls by more within ten ski
 _OF_GRADIENTS = tuple(
     name for name in _ORDER if name not in FORWARD
 )  # an overflow that a scaler skips is seen there too
+_TOO_HIGH = "the loss scale is too high"
 _OF_PLACE = {
     "input": "Look at the data: the batch of that step holds NaN or Inf already.",
     "loss": "Look at the loss function and its targets: a mean over no element is NaN, and so is the log of 0.",
@@ -57,6 +58,13 @@ class Nonfinite(Rule):
     )
     actions = ("skip", "rollback", "stop")
     figure = "loss_and_scale"
+    items = {
+        "steps": EvidenceItem("Steps with NaN or Inf"),
+        "steps_with_loss": EvidenceItem("Of these with the loss", hide_zero=True),
+        "steps_with_gradients": EvidenceItem("Of these with gradients", hide_zero=True),
+        "first_seen_in": EvidenceItem("First seen in", "place"),
+        "first_seen_at": EvidenceItem("First seen at step"),
+    }
 
     skips: float = threshold(25, "steps on end: from 2^24 a scale halves 24 times down to 1")
     fixed: float = threshold(10, "steps on end; a scale that is halved at each falls by 2^10 meanwhile")
@@ -98,7 +106,7 @@ class Nonfinite(Rule):
             advice = f"{advice} {_BEYOND_REPAIR}" if advice else _BEYOND_REPAIR
         since, until = int(steps[0]), int(steps[-1])
         if too_high is not None:
-            evidence |= {"cause": "the loss scale is too high", "scale": too_high}
+            evidence |= {"cause": _TOO_HIGH, "scale": too_high}
             below = 2.0 ** math.floor(math.log2(too_high))
             yield self.finding(
                 "alarm", spots, evidence, since_step=since, until_step=until, collection=collection,
@@ -119,6 +127,46 @@ class Nonfinite(Rule):
             meaning="The loss scale was too high at these steps; the scaler skipped them and lowered it.",
             advice="Nothing, if it is rare. A step(closure) that retries loses no batch.",
         )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the cause, or the first place, or the steps that were skipped."""
+        finding = context.finding
+        if finding.evidence.get("cause") == _TOO_HIGH:
+            return Phrase(
+                what=f"the loss scale ({power(context.number('scale'))}) is too high, and gradients have overflowed "
+                f"{context.since}",
+                effect=f"at {context.number('steps_with_gradients'):,.0f} steps",
+                remedy="lower the loss scale or use a DynamicScaler",
+            )
+        if finding.where:
+            weights = finding.collection == "weights"
+            return Phrase(
+                what=f"{context.tensors} of {context.layer} held NaN or Inf {context.at}",
+                remedy="go back to the last checkpoint" if weights else "locate() finds the operation",
+            )
+        if context.number("steps_with_loss") > 0:
+            lasts = finding.until_step >= context.view.last_step
+            return Phrase(
+                what=f"the loss has been NaN or Inf {context.since}"
+                if lasts
+                else f"the loss was NaN or Inf {context.at}",
+                remedy="go back to the last checkpoint before it; locate() finds the operation",
+            )
+        skipped = int(context.number("steps_with_gradients"))
+        return Phrase(
+            what=f"gradients overflowed at {counted(skipped, 'step')} {context.since}",
+            effect="and each was skipped",
+            remedy="lower the scale or the learning rate, or use BF16",
+        )
+
+    def is_fatal(self, finding: Finding, last_step: int) -> bool:
+        """Return whether the weights are lost, or the loss is at the end."""
+        lasts = finding.until_step >= last_step
+        return finding.collection == "weights" or (lasts and bool(finding.evidence.get("steps_with_loss")))
+
+    def consequence(self, finding: Finding, last_step: int) -> str:  # noqa: ARG002
+        """Return since when, whether it is fatal or not."""
+        return f"and NaN or Inf came at step {finding.since_step:,}"
 
     def _too_high(self, view: View) -> float | None:
         """Return the loss scale at which gradients overflow again and again, to the end, and which hardly falls."""

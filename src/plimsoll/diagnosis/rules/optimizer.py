@@ -1,8 +1,8 @@
 """The optimizer: updates that do not arrive, and what Adam divides by."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
 from plimsoll.diagnosis.rules.wiring import with_epsilon_of_zero, with_rate_of_zero
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 from plimsoll.runs import Event
 from plimsoll.spectrum.fit.population import ordinal
+from plimsoll.text import percent
 
 _SAMPLES = "a single sample proves nothing"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
@@ -39,6 +40,10 @@ class UpdatesSwallowed(Rule):
     advice = "Keep FP32 master weights (MasterWeights), or round stochastically, or compensate (bf16-kahan)."
     actions = ("stop",)
     figure = "updates"
+    items = {"unmoved": EvidenceItem(unit="share", of_worst=" unmoved")}
+    location_item = EvidenceItem("Unmoved", "share")
+    # Of FP32 weights it is a note, and still the first thing to look at where a run does not learn.
+    is_noted = True
 
     share: float = threshold(0.5, "N3: an update below 2^-12 of its weight is lost in FP16, below 2^-9 in BF16")
     samples: float = threshold(3, "the first steps of a warm-up move little")
@@ -69,6 +74,14 @@ class UpdatesSwallowed(Rule):
                     actions=None if narrowed else (),
                 )
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share of weights that stayed, where, and since when."""
+        return Phrase(
+            what=f"{percent(context.number('unmoved'))} of the weights of {context.place} have not moved "
+            f"{context.since}",
+            remedy="keep FP32 master weights or round stochastically",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentLost(Rule):
@@ -84,6 +97,8 @@ class SecondMomentLost(Rule):
     advice = "Keep the optimizer's state in FP32. A larger epsilon only hides it: it takes the adaptivity away."
     actions = ("stop",)
     figure = "spectrogram"
+    items = {"lost": EvidenceItem(unit="share")}
+    location_item = EvidenceItem("Lost", "share")
 
     share: float = threshold(0.05, "of the values whose first moment is not zero")
     epsilon: float = threshold(1e-8, "T8: the default of Adam")
@@ -114,6 +129,13 @@ class SecondMomentLost(Rule):
             "epsilon_is_zero": "yes" if lost or certain else "no",
         }
         yield self.finding("alarm", spots, evidence, until_step=last_of(cells, found), collection="optimizer")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share of lost moments, or that epsilon is zero."""
+        what = f"{context.format} has lost up to {percent(context.number('lost'))} of Adam's second moments of"
+        if "lost" not in context.finding.evidence:
+            what = f"Adam's epsilon is zero in {context.format}, the format of its second moments, in"
+        return Phrase(what=f"{what} {context.place} {context.since}", remedy="keep the optimizer's state in FP32")
 
     def _certain(self, view: View, events: list[Event]) -> Iterator[Finding]:
         """An epsilon that is zero, where no second moment has been seen to be zero so far."""
@@ -155,6 +177,9 @@ class EpsilonDominates(Rule):
     meaning = "Adam divides by epsilon instead of by the gradients' size: it has become plain momentum at another rate."
     advice = "Lower epsilon (1e-15 in FP32), or raise the gradients: look for a loss that is divided too often."
     figure = "spectrogram"
+    items = {"below_epsilon": EvidenceItem(unit="share", of_worst=" below epsilon")}
+    location_item = EvidenceItem("Below epsilon", "share")
+    is_secondary = True
 
     share: float = threshold(0.5, "of a module's nonzero second moments")
     epsilon: float = threshold(1e-8, "T8: the default of Adam; set it to yours")
@@ -180,6 +205,20 @@ class EpsilonDominates(Rule):
             evidence = {"worst": spots[0].name, "below_epsilon": spots[0].value, "epsilon": self.epsilon}
             until = last_of(cells, found)
             yield self.finding("warning", spots, evidence, until_step=until, collection="optimizer")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        return Phrase(
+            what=f"Adam has divided by its epsilon in {context.place} {context.since}, not by the gradients' size",
+            remedy="lower epsilon or raise the gradients",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:
+        """Mark the second moments whose root is epsilon."""
+        epsilon = finding.evidence.get("epsilon", 0.0)
+        if isinstance(epsilon, str) or not epsilon > 0:
+            return {}
+        return {"mark": (float(epsilon) ** 2, "roots below epsilon")}
 
 
 def _spared(view: View, cells: Cells) -> NDArray[np.bool_]:

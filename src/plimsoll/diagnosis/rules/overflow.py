@@ -3,17 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.formats import FP16, get_element
 from plimsoll.tensor_collections import OVERFLOW_ORDER
+from plimsoll.text import percent
 
 _SAMPLES = "a single sample proves nothing"
 _FEW = 8  # samples without which there is no trend
@@ -57,6 +59,16 @@ class OverflowAhead(Rule):
                 evidence = {"binades_left": -spots[0].value, "worst": spots[0].name}
                 yield self.finding("alarm", spots, evidence, until_step=last_of(cells, near), collection=collection)
             yield from self._coming(cells, distance, {layer for layer, *_ in near})
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how near the worst location came to the top."""
+        left, remaining = context.number("binades_left"), context.number("steps_to_overflow")
+        near = "within a factor of two of" if left < 1 else f"within {left:.1f} binades of"
+        return Phrase(
+            what=f"{context.tensors} of {context.layer} came {near} the format's largest value {context.at}",
+            effect=f"about {remaining:,.0f} steps from overflow at this rate" if math.isfinite(remaining) else "",
+            remedy="run the layer in BF16 or clamp it",
+        )
 
     def _coming(self, cells: Cells, distance: Floats, near: set[int]) -> Iterator[Finding]:
         found: list[tuple[Spot, Trend, int]] = []
@@ -126,7 +138,8 @@ class ActivationGrowth(Rule):
     advice = "Watch the layers named; clamp them, normalise the branch (QK-norm, pre-norm), or keep them out of FP16."
     actions = ("clamp", "to_bf16")
     figure = "spectrogram"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    location_item = EvidenceItem("Binades grown")
 
     binades: float = threshold(5.0, "a factor of 32 since the first samples")
     least: float = threshold(1024.0, "T9: six binades below FP16's largest value; smaller ones harm nobody")
@@ -168,6 +181,18 @@ class ActivationGrowth(Rule):
             "warning", spots, evidence, until_step=until, collection="activations", meaning=meaning
         )  # fmt: skip
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where, since when, and by how much."""
+        return Phrase(
+            what=f"{context.tensors} of {context.layers} have grown steadily, seen {context.since}",
+            effect=f"by {context.number('grown_binades'):.0f} binades so far",
+            remedy="normalise or clamp them, and keep them out of FP16",
+        )
+
+    def figure_arguments(self, finding: Finding) -> Mapping[str, Any]:  # noqa: ARG002  (the same for every finding)
+        """Draw the limits of FP16, in whatever format the activations are."""
+        return {"formats": ["fp16"]}
+
     def _growth(self, cells: Cells, sizes: Floats, name: str) -> list[tuple[Spot, float, float, int]]:
         """Its spot, its size at the end, the steps until it leaves FP16 (Inf if it settled), and until when it grew."""
         known = np.flatnonzero(~np.isnan(sizes))
@@ -206,6 +231,8 @@ class SaturatedFP8(Rule):
     advice = "Lower the tensor's scale, refresh it more often, or give the tensor E5M2 or 16 bits."
     actions = ("lower_scale", "to_bf16")
     figure = "code_usage"
+    items = {"in_top_binade": EvidenceItem(unit="share", of_worst=" in the top binade")}
+    location_item = EvidenceItem("In the top binade", "share")
 
     share: float = threshold(
         0.25, "normal values scaled to their absmax have 2 % there, evenly spread ones of E4M3 43 %"
@@ -227,6 +254,14 @@ class SaturatedFP8(Rule):
                 severity = "alarm" if spots[0].value > self.grave else "warning"
                 evidence = {"worst": spots[0].name, "in_top_binade": spots[0].value}
                 yield self.finding(severity, spots, evidence, until_step=last_of(cells, found), collection=collection)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share, where, and since when."""
+        return Phrase(
+            what=f"{percent(context.number('in_top_binade'))} of the {context.tensors} of {context.layers} have sat in "
+            f"FP8's top binade {context.since}",
+            remedy="lower the tensor's scale or use E5M2",
+        )
 
     def _shares(self, cells: Cells) -> Floats:
         known = [get_element(name, "diagnose") for name in cells.formats]

@@ -1,12 +1,13 @@
 """One rank of several that is given other data or labels than the others."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Rule, stretches, threshold
+from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, stretches, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.runs.reading import by_rank
@@ -62,6 +63,20 @@ class RankDiffers(Rule):
         for some in layers.values():
             first = min(some, key=lambda found: found.since)  # of several the first layer, which the others follow
             yield self._finding(first, "activations", len(set(parts.values())), some)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the rank and both values. Of two ranks neither is named."""
+        what, rank = context.text("of"), context.number("rank")
+        have = "has" if what == "loss" else "have"
+        if not math.isfinite(rank):
+            return Phrase(
+                what=f"the {what} of the two ranks {have} differed {context.since}", remedy="compare their batches"
+            )
+        return Phrase(
+            what=f"the {what} of rank {rank:.0f} {have} stayed away from those of the others {context.since}",
+            effect=f"{context.number('its'):.3g} and not {context.number('others'):.3g}",
+            remedy="compare its data and labels with another rank's",
+        )
 
     def _losses(self, losses: ByRank) -> Iterator[_Apart]:
         blocks = len(losses.steps) // _BLOCK

@@ -4,9 +4,8 @@ Both rules speak of what happened, in tensors that narrow formats held (`estimat
 from structural zeros). What another format would do is `whatif`'s to say.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,22 +13,25 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis.estimates.module_parameters import Modules
 from plimsoll.diagnosis.estimates.usable_scales import Scales
 from plimsoll.diagnosis.finding import Finding, Severity, Spot
-from plimsoll.diagnosis.remedies import by_scales
-from plimsoll.diagnosis.rules.base import Rule, Where, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, last_of, spells, threshold, worst
+from plimsoll.diagnosis.rules.loss_scale import ScaleRule, by_scales, remedy_words
+from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import Trend, looks, trend
 from plimsoll.diagnosis.view import View
 from plimsoll.tensor_collections import UNDERFLOW_ORDER
+from plimsoll.text import percent
 
 _SOUND = 0.01  # T6: below 1 % of a module's gradients is sound
 _HARMLESS = (
     "Gradients of activations are flushed to zero, but hardly any of the weights' gradients that are summed of them."
 )
+_ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
 _SAMPLES = "a single sample proves nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnderflowHigh(Rule):
+class UnderflowHigh(ScaleRule):
     """Much of a layer, or many layers, flushed to zero.
 
     Gradients of parameters are judged by module, activations and their gradients one by one and more mildly: much of
@@ -45,7 +47,9 @@ class UnderflowHigh(Rule):
     )
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_heatmap"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {"worst_lost": EvidenceItem("Lost at most", "share", of_worst=" lost")}
+    location_item = EvidenceItem("Lost", "share")
 
     values: float = threshold(0.05, "T6: above 5 % and rising, change the format")
     layers: float = threshold(0.05, "T5: 5 to 20 % of layers underflow in a failing run, under 1 % in a sound one")
@@ -72,6 +76,18 @@ class UnderflowHigh(Rule):
                 fractions = np.where(backward & view.solved(cells.steps), np.nan, narrow.fraction)
                 for found in self._judged(cells, fractions, cells.names, collection, alone and backward):
                     yield replace(found, severity="info", meaning=_HARMLESS, actions=()) if kept and backward else found
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the format, the largest share, and where."""
+        share = f"up to {percent(context.number('worst_lost'))} of the {context.tensors} of {context.place}"
+        remedy = remedy_words(context)
+        if context.finding.collection == "activations":
+            remedy = "run the layer in BF16" if context.is_single else "run these layers in BF16"
+        return Phrase(
+            what=f"{context.format} has flushed {share} to zero {context.since}",
+            effect="" if context.is_single else f"{context.layer} most",
+            remedy=remedy,
+        )
 
     def _flushed_from_the_output_on(self, view: View) -> Iterator[Finding]:
         """Parameter gradients that are zero because an emulated format flushed those of all activations to zero."""
@@ -118,7 +134,7 @@ class UnderflowHigh(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnderflowRising(Rule):
+class UnderflowRising(ScaleRule):
     """The early rule: underflow that grows will not stop by itself.
 
     The share of lost values over time, of all parameters together and of each module, by Theil-Sen slope and
@@ -132,7 +148,13 @@ class UnderflowRising(Rule):
     advice = "Keep watching: look again after as many steps as so far."
     actions = ("raise_scale", "layer_scale", "to_bf16")
     figure = "underflow_over_time"
-    explained_by: ClassVar[Mapping[str, Where]] = {"nonfinite": "anywhere"}
+    explained_by = {Nonfinite.id: "anywhere"}
+    items = {
+        "from": EvidenceItem("Underflow rate", "share"),
+        "to": EvidenceItem(unit="share"),
+        "per_1000_steps": EvidenceItem("Growth in 1,000 steps", "share"),
+    }
+    location_item = EvidenceItem("Lost", "share")
 
     watch: float = threshold(0.01, "T6: below 1 % and flat, stay")
     change: float = threshold(0.05, "T6: 5 to 10 % and rising, change")
@@ -173,6 +195,21 @@ class UnderflowRising(Rule):
             collection="gradients",
         )
         yield self._with_outlook(result, view) if severity == "alarm" else result
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the share now, how fast it rises, and the outlook."""
+        rate = context.number("per_1000_steps")
+        watch = context.finding.evidence.get("outlook", "watch") == "watch"
+        return Phrase(
+            what=f"lost parameter gradients of {context.place} have been rising, seen {context.since}, to "
+            f"{percent(context.number('to'))}",
+            effect=f"by {percent(rate / 10)} in 100 steps" if rate < _ODD_RATE else "",
+            remedy="look again after as many steps as so far" if watch else remedy_words(context),
+        )
+
+    def needs_other_scale(self, finding: Finding) -> bool:
+        """Return whether it is an alarm. The advice of a warning is to check again later."""
+        return finding.severity == "alarm"
 
     def _rise(self, cells: Cells, fractions: Floats) -> "tuple[Trend | None, int, int]":
         """The last trend that rises significantly to above `watch`; when that was first seen, and last."""

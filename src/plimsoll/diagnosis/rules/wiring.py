@@ -11,11 +11,13 @@ from typing import Any, cast
 import numpy as np
 
 from plimsoll.diagnosis.finding import Finding, Spot
-from plimsoll.diagnosis.rules.base import Rule, threshold
+from plimsoll.diagnosis.rules.base import FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
 
+_OUTSIDE = "in no optimizer"  # a fact of the watch, and the cause in the evidence
+_MISSING_CALLS = {"never set to zero": "call zero_grad() once a step", "never unscaled": "call scaler.step(optimizer)"}
 _NEVER = float("nan")  # a spot without a number
 
 
@@ -38,12 +40,12 @@ class UntrainedParameters(Rule):
 
     def findings(self, view: View) -> Iterator[Finding]:
         """One for those that are in no optimizer, one for those without a gradient."""
-        event = _first(view, "in no optimizer")
+        event = _first(view, _OUTSIDE)
         if event is not None:
             joined = _names_of(view, "joined")
             names = [name for name in _listed(event, "parameters") if name not in joined]
             if len(names) >= self.parameters:
-                yield self._finding(view, "warning", names, event, cause="in no optimizer")
+                yield self._finding(view, "warning", names, event, cause=_OUTSIDE)
         event = _first(view, "without gradient")
         if event is None or _first(view, "no gradients") is not None:
             return
@@ -72,6 +74,14 @@ class UntrainedParameters(Rule):
                     advice="Nothing, if this training does not use them. Leave them out of the optimizer, or look for "
                     "a detach() behind them.",
                 )  # fmt: skip
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return which parameters, and why they are not trained."""
+        whose = f"parameters of {context.layer}" if context.is_single else f"{len(context.finding.where)} parameters"
+        how, remedy = "have had no gradient", "look for a detach() before the loss"
+        if context.text("cause") == _OUTSIDE:
+            how, remedy = "are in no optimizer", "give them to an optimizer"
+        return Phrase(what=f"{whose} {how}, seen {context.since}", remedy=remedy)
 
     def _finding(self, view: View, severity: Any, names: Sequence[str], event: Event, **more: Any) -> Finding:
         cause = more.pop("cause")
@@ -116,6 +126,14 @@ class OptimizerIdle(Rule):
                 "depends on the parameters.",
             )  # fmt: skip
         yield from self._rates(view)
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the optimizer and why it is idle."""
+        cause = context.text("cause")
+        remedy = "look at the schedule" if "rate" in cause else "step it"
+        if "NaN or Inf" in cause:
+            remedy = "lower the loss scale, or call locate()"
+        return Phrase(what=f"of {context.text('optimizer')}, {cause} {context.since}", remedy=remedy)
 
     def _never(self, view: View, event: Event) -> Iterator[Finding]:
         stay = weights_stay(view)
@@ -207,6 +225,12 @@ class GradientsMishandled(Rule):
                 advice="Call scaler.unscale_(optimizer) before clipping.",
             )  # fmt: skip
 
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the mistake and the call that is missing."""
+        cause = context.text("cause")
+        remedy = _MISSING_CALLS.get(cause, "call scaler.unscale_(optimizer) before clipping")
+        return Phrase(what=f"gradients are {cause}, seen {context.since}", remedy=remedy)
+
     def _finding(self, view: View, severity: Any, since: int, cause: str, whose: str, **more: Any) -> Finding:
         evidence = {"cause": cause, "of": whose}
         until = max(view.last_step, since)
@@ -251,6 +275,7 @@ class DecayLost(Rule):
     meaning = "Rounding undoes the weight decay at every step, however many there are."
     advice = "Keep FP32 master weights (MasterWeights), round stochastically, or compensate (bf16-kahan)."
     figure = "loss_and_scale"
+    is_secondary = True
 
     share: float = threshold(0.01, "of each weight, added up over the steps; less matters to nobody")
 
@@ -268,6 +293,13 @@ class DecayLost(Rule):
         evidence = {"lost_of_each_weight": min(lost, 1.0), "parameters": len(names)}
         spots = [Spot(name=name, since_step=since, value=min(lost, 1.0)) for name in names]
         yield self.finding("warning", spots, evidence, until_step=until, collection="weights")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where and since when."""
+        return Phrase(
+            what=f"rounding has undone the weight decay of {context.place} {context.since}",
+            remedy="keep FP32 master weights or round stochastically",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +328,16 @@ class AverageStuck(Rule):
         evidence = {"copies": len(since), "format": str(events[0].details.get("format", ""))}
         spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in since.items()]
         yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the format and which averages."""
+        whose, was = f"{len(context.finding.where)} averages of weights", "they were"
+        if context.is_single:
+            whose, was = f"the average {context.layer}", "it was"
+        return Phrase(
+            what=f"rounding to {context.format} keeps {whose} where {was}, seen {context.since}",
+            remedy="keep averages in FP32",
+        )
 
 
 def weights_stay(view: View) -> bool | None:

@@ -1,7 +1,7 @@
 """`code_usage`: how the values of 8-bit tensors spread over what their format holds."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,10 @@ _LEVELS = ((0.25, ORANGE), (0.5, RED))  # of saturated-fp8: a warning, an alarm
 _MOST_BARS = 64  # binades of the format
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     collection = finding.collection or "activations"
-    return code_usage(view, collection, finding.where[0] if finding.where else None, since_step=finding.since_step)
+    name = finding.where[0] if finding.where else None
+    return code_usage(view, collection, name, since_step=finding.since_step, **arguments)
 
 
 @figure(of_finding=_of_finding)

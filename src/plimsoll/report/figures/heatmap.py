@@ -96,9 +96,9 @@ def heatmap(
     return painted("heatmap", title, note, kind, matrix, meta, focus=focus, since_step=since_step)
 
 
-def _underflow_of_finding(view: View, finding: Finding) -> "Figure":
+def _underflow_of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return underflow_heatmap(
-        view, finding.collection or "gradients", focus=finding.where, since_step=finding.since_step
+        view, finding.collection or "gradients", focus=finding.where, since_step=finding.since_step, **arguments
     )
 
 

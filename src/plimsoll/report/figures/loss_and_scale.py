@@ -37,8 +37,8 @@ _PANELS = {"loss": 210, "scale": 150}  # pixels
 _LANE, _GAP, _AROUND = 22, 26, 140  # pixels: a lane; between panels; title and step axis
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
-    return loss_and_scale(view, [finding])
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+    return loss_and_scale(view, [finding], **arguments)
 
 
 @figure(runs=(1, 2), offered="scale", of_finding=_of_finding)

@@ -1,7 +1,7 @@
 """`scale_window`: over time, the loss scales that work for all layers, against the one that was used."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
-    return scale_window(view, since_step=finding.since_step)
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
+    return scale_window(view, since_step=finding.since_step, **arguments)
 
 
 @figure(offered="scale", cases=if_scaled("Scales that work"), of_finding=_of_finding)

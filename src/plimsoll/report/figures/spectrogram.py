@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,20 +38,11 @@ _HEIGHT = 460
 _Specials = tuple[tuple[str, Floats], ...]
 
 
-def _of_finding(view: "View", finding: Finding) -> "Figure":
-    """Draw the first layer, with the format or the epsilon that the rule is about."""
+def _of_finding(view: "View", finding: Finding, **arguments: Any) -> "Figure":
+    """Draw the first layer."""
     if not finding.where or finding.collection is None:
         return loss_and_scale(view, [finding])
-    formats = ["fp16"] if finding.rule == "activation-growth" else None
-    if finding.rule == "unit-drift" and finding.evidence.get("scale") == 1.0:  # the format's lines are of cast values
-        formats = [finding.evidence.get("format")]
-    epsilon = finding.evidence.get("epsilon")
-    if finding.rule != "epsilon-dominates" or not isinstance(epsilon, int | float) or not epsilon > 0:
-        epsilon = None
-    mark = None if epsilon is None else (float(epsilon) ** 2, "roots below epsilon")
-    return spectrogram(
-        view, finding.collection, finding.where[0], formats=formats, since_step=finding.since_step, mark=mark
-    )
+    return spectrogram(view, finding.collection, finding.where[0], since_step=finding.since_step, **arguments)
 
 
 @figure(of_finding=_of_finding)

@@ -1,12 +1,13 @@
 """`underflow_over_time`: how much of the gradients narrow formats flush to zero, and whether that grows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from plimsoll.diagnosis import Finding, View, diagnose
 from plimsoll.diagnosis.estimates.underflow_rate import underflow_by_step, underflow_rate
+from plimsoll.diagnosis.rules.underflow import UnderflowHigh, UnderflowRising
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import value_words
 from plimsoll.report.drawing.aggregation import Columns
@@ -36,9 +37,14 @@ _LEVELS = ((0.01, "1 %: below it, stay", ORANGE), (0.05, "5 %: rising above it, 
 _SHOWN = 4  # layers that have a line of their own
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return underflow_over_time(
-        view, finding.collection or "gradients", findings=[finding], focus=finding.where, since_step=finding.since_step
+        view,
+        finding.collection or "gradients",
+        findings=[finding],
+        focus=finding.where,
+        since_step=finding.since_step,
+        **arguments,
     )
 
 
@@ -147,12 +153,12 @@ def _outlook(view: View, collection: str, findings: Sequence[Finding] | None) ->
     """The early rule's outlook in words, with the underflow rate since the finding began, or of the last quarter."""
     if collection != "gradients":
         return ""
-    told = diagnose(view, rules=["underflow-rising", "underflow-high"]) if findings is None else findings
-    rising = next((f for f in told if f.rule == "underflow-rising"), None)
+    told = diagnose(view, rules=[UnderflowRising.id, UnderflowHigh.id]) if findings is None else findings
+    rising = next((f for f in told if f.rule == UnderflowRising.id), None)
     if rising is not None:
         outlook = safe(str(rising.evidence.get("outlook", "watch")))
         return f"<b>outlook: {outlook}</b> (rising since step {rising.since_step:,})"
-    high = next((f for f in told if f.rule == "underflow-high" and f.collection == collection), None)
+    high = next((f for f in told if f.rule == UnderflowHigh.id and f.collection == collection), None)
     at, _ = underflow_by_step(view, collection)
     rate = underflow_rate(view, collection, int(at[-max(len(at) // 4, 1)]) if len(at) else None)
     if high is not None:

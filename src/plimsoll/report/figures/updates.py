@@ -42,10 +42,10 @@ def _cases(view: View) -> list[Case]:
     return [Case(label="Updates against weights", arguments={})] if "updates" in view.run.tensors else []
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     if finding.collection == "gradients":
         return lag(view, focus=finding.where, since_step=finding.since_step)
-    return updates(view, focus=finding.where, since_step=finding.since_step)
+    return updates(view, focus=finding.where, since_step=finding.since_step, **arguments)
 
 
 @figure(offered="layers", cases=_cases, of_finding=_of_finding)

@@ -1,7 +1,7 @@
 """`zero_heatmap`: which values are zero, and which of those zeros a format has made."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]
 
 
-def _of_finding(view: View, finding: Finding) -> "Figure":
+def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     collection = finding.collection or "gradients"
-    return zero_heatmap(view, collection, focus=finding.where, since_step=finding.since_step)
+    return zero_heatmap(view, collection, focus=finding.where, since_step=finding.since_step, **arguments)
 
 
 @figure(of_finding=_of_finding)

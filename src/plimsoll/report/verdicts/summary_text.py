@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from plimsoll.diagnosis import RULES, Finding, shown
+from plimsoll.diagnosis import EvidenceItem, Finding, shown
+from plimsoll.diagnosis.rules.registry import rule_of
 from plimsoll.diagnosis.wording import collection_words, how_many, layer_name, located
 from plimsoll.report.verdicts.run_summary import LOSS_STEPS, Summary, jsonable
 from plimsoll.runs import Event
@@ -13,40 +14,8 @@ from plimsoll.tensor_collections import COLLECTIONS
 from plimsoll.text import counted as several, number, percent, power, steps
 
 STATES = {"alarm": "Alarm", "warning": "Warning", "healthy": "Healthy", "empty": "Empty", "info": "Info"}
-_SAYS = {rule.id: rule.says for rule in RULES}
-
-# Numbers of the evidence that are shares, and those that are loss scales; the others are as they are.
-_SHARES = frozenset({"worst_lost", "lost", "unmoved", "share", "confidence", "zeros", "in_top_binade", "below_epsilon",
-                     "saturated", "flushed", "with_fewer_digits"})  # fmt: skip
-_SHARES_OF = {"underflow-rising": frozenset({"from", "to", "per_1000_steps"})}
-_SCALES = frozenset({"scale", "scale_that_serves"})
-_SCALES_OF = {"scale-collapse": frozenset({"from", "to"}), "scale-oscillation": frozenset({"lowest", "highest"})}
-_CHANGES = {"scale-collapse": "Loss scale", "underflow-rising": "Underflow rate"}
-# Shares that are the worst layer's, with what they are of.
-_WORST = {"worst_lost": " lost", "zeros": " zero", "unmoved": " unmoved", "in_top_binade": " in the top binade",
-          "below_epsilon": " below epsilon", "times_the_usual_update": " times the usual update"}  # fmt: skip
-_ONLY_IF_ANY = frozenset({"never_alive", "steps_with_loss", "steps_with_gradients"})  # counts that 0 adds nothing to
-_LABELS = {
-    "worst_lost": "Lost at most", "free_binades": "Free below overflow, in powers of two", "scale": "Loss scale",
-    "back_at_step": "Back at step", "steps": "Steps with NaN or Inf", "steps_with_loss": "Of these with the loss",
-    "steps_with_gradients": "Of these with gradients", "first_seen_in": "First seen in",
-    "first_seen_at": "First seen at step", "never_alive": "Never alive", "usual": "Usual loss", "loss": "Loss",
-    "level": "Called a spike above", "spikes": "Spikes", "first": "First",
-    "needs_scale": "Scale that it needs", "bears_scale": "Scale that it overflows above",
-    "missing_binades": "Missing powers of two", "per_1000_steps": "Growth in 1,000 steps",
-    "at_step": "At step", "began_at": "Loss at the start", "now": "Median of the last losses",
-}  # fmt: skip
-_JUDGED_BY = {
-    "underflow-high": "Lost", "underflow-rising": "Lost", "scale-low": "Lost", "second-moment-lost": "Lost",
-    "updates-swallowed": "Unmoved", "saturated-fp8": "In the top binade", "epsilon-dominates": "Below epsilon",
-    "structural-zeros": "Zeros", "no-single-scale": "Scale", "cast-saturates": "Saturated", "cast-flushes": "Lost",
-    "codes-unused": "With fewer digits", "unit-drift": "Binade",
-    "activation-growth": "Binades grown", "distribution-drift": "Binades", "spike-forerunner": "Times the usual",
-}  # fmt: skip
-_JUDGED_BY_SHARE = frozenset({"Lost", "Unmoved", "In the top binade", "Below epsilon", "Zeros", "Saturated",
-                              "With fewer digits"})  # fmt: skip
-_NAMES = frozenset({"first", "smallest_layer", "largest_layer"})  # evidence that is a location
 _SPOTS = 60  # layers of a finding that the live page may list
+_MOST_EXPONENT = 1000
 _LONGEST = 300  # characters of a setting or a message
 
 
@@ -81,8 +50,8 @@ def heading(finding: Finding) -> str:
 
 
 def explanation(finding: Finding) -> str:
-    """What its rule looks for, as a sentence; nothing for a rule that is not Plimsoll's."""
-    says = _SAYS.get(finding.rule, "")
+    """Return what its rule looks for, as a sentence. Empty if the rule is not known."""
+    says = rule_of(finding).says
     return f"{sentence_case(says)}." if says else ""
 
 
@@ -100,67 +69,71 @@ def where(finding: Finding, most: int = 3) -> str:
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """The numbers behind a finding, named and written in words; numbers that belong together are one."""
-    left = dict(finding.evidence)
-    told: list[tuple[str, str]] = []
-    if "layers" in left and finding.where:
-        told.append(("Where", how_many(finding)))
-        del left["layers"]
-        left.pop("of_layers", None)
-    if "from" in left and "to" in left:
-        first, last = (_evident(finding.rule, name, left.pop(name)) for name in ("from", "to"))
-        binades = left.pop("binades", None)
+    """Return the evidence of a finding as labels and texts. Numbers that belong together are one."""
+    rule, rest = rule_of(finding), dict(finding.evidence)
+    pairs: list[tuple[str, str]] = []
+    if "layers" in rest and finding.where:
+        pairs.append(("Where", how_many(finding)))
+        del rest["layers"]
+        rest.pop("of_layers", None)
+    if "from" in rest and "to" in rest:
+        first, last = (written(finding, rule.item(name), rest.pop(name)) for name in ("from", "to"))
+        binades = rest.pop("binades", None)
         fall = f", {number(float(binades))} powers of two" if binades is not None else ""
-        told.append((_CHANGES.get(finding.rule, "Changed"), f"from {first} to {last}{fall}"))
-    worst = left.pop("worst", None)
+        pairs.append((rule.item("from").label, f"from {first} to {last}{fall}"))
+    worst = rest.pop("worst", None)
     if worst is not None:
-        share = next((name for name in _WORST if name in left), None)
-        value = f": {_evident(finding.rule, share, left.pop(share))}{_WORST[share]}" if share else ""
-        told.append(("Worst", f"{cut(named(finding, str(worst)))}{value}"))
-    for name in _NAMES & left.keys():
-        left[name] = named(finding, str(left[name]))
-    for name, value in left.items():
-        if not (value == 0 and name in _ONLY_IF_ANY):
-            told.append((_LABELS.get(name, sentence_case(name.replace("_", " "))), _evident(finding.rule, name, value)))
-    return told
+        name = next((name for name in rest if rule.item(name).of_worst), None)
+        item = EvidenceItem() if name is None else rule.item(name)
+        value = "" if name is None else f": {written(finding, item, rest.pop(name))}{item.of_worst}"
+        pairs.append(("Worst", f"{cut(named(finding, str(worst)))}{value}"))
+    for name, value in rest.items():
+        item = rule.item(name)
+        if value != 0 or not item.hide_zero:
+            pairs.append((item.label or sentence_case(name.replace("_", " ")), written(finding, item, value)))
+    return pairs
 
 
 def named(finding: Finding, name: str) -> str:
-    """What a finding's location is called: of parameters' gradients the layer, else the tensor."""
+    """Return the name of a finding's location: of parameters' gradients the layer, else the tensor."""
     return layer_name(name) if finding.collection == "gradients" else name
 
 
 def spot_noun(finding: Finding) -> str:
-    """What a finding's locations are."""
+    """Return what a finding's locations are."""
     return "layer" if finding.collection == "gradients" else "tensor"
 
 
 def spot_heading(finding: Finding) -> str:
-    """What the number is that a rule judged layers by."""
-    return _JUDGED_BY.get(finding.rule, "Value")
+    """Return the heading of the numbers by which a rule judges locations."""
+    return rule_of(finding).location_item.label
 
 
 def spot_value(finding: Finding, value: float) -> str:
-    """The number that a rule judged a layer by; nothing where it has none."""
+    """Return the number by which a rule judged a location. Empty if it has none."""
     if math.isnan(value):
         return ""
-    if finding.rule == "no-single-scale":
-        return power(2.0**value) if abs(value) < 1000 else ""
-    return percent(value) if spot_heading(finding) in _JUDGED_BY_SHARE and 0 <= value <= 1 else number(value)
+    item = rule_of(finding).location_item
+    if item.unit == "share" and not 0 <= value <= 1:
+        return number(value)
+    return written(finding, item, value)
 
 
-def _evident(rule: str, name: str, value: float | int | str) -> str:
+def written(finding: Finding, item: EvidenceItem, value: float | int | str) -> str:
+    """Return a value of a finding as its unit says."""
     if isinstance(value, str):
-        return value.upper() if name == "format" else cut(_place(value) if name == "first_seen_in" else value)
-    if name in _SHARES or name in _SHARES_OF.get(rule, ()):
+        text = named(finding, value) if item.unit == "location" else _place(value) if item.unit == "place" else value
+        return text.upper() if item.unit == "format" else cut(text)
+    if item.unit == "share":
         return percent(value) if value >= 0 else "0 %"
-    if name in _SCALES or name in _SCALES_OF.get(rule, ()):
-        return power(value)
-    return number(value)
+    if item.unit == "exponent":
+        # Beyond these exponents 2**value is no float.
+        return power(2.0**value) if abs(value) < _MOST_EXPONENT else ""
+    return power(value) if item.unit == "scale" else number(value)
 
 
 def _place(text: str) -> str:
-    """A place that a rule wrote as a collection and a name."""
+    """Return a location that a rule wrote as a collection and a name."""
     collection, _, name = text.partition(" ")
     return f"{collection_words(collection)} of {name}" if name else text
 

@@ -1,8 +1,8 @@
-"""The verdict: a run in one sentence for someone who does not read on, made from its findings and nothing else.
+"""The verdict: a run in one sentence, made from its findings.
 
-The gravest finding leads. Of several alarms the one that ends trainings leads (a NaN loss, NaN weights, a collapsed
-scale, a diverged loss), and of several of these the earliest, since it is the cause. The sentence says what, since
-when, what followed and what to do, as far as it stays within `LONGEST` characters.
+The most severe finding leads. Of several alarms a fatal one leads (NaN weights, a collapsed scale), and of several
+fatal ones the earliest, since it is the cause. The sentence says what happened, since when, what followed and what to
+do, as far as `LONGEST` allows.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from plimsoll.diagnosis import Finding, View
+from plimsoll.diagnosis import Finding, FindingContext, Phrase, Rule, View
 from plimsoll.diagnosis.estimates.module_parameters import Modules
-from plimsoll.report.verdicts.verdict_phrases import Said, said
+from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.text import percent
 
 State = Literal["healthy", "warning", "alarm", "empty"]
@@ -20,18 +20,12 @@ LONGEST = 200  # characters of a verdict, about two lines of a terminal
 
 _BEGINS = {"alarm": "Problem", "warning": "Warning"}
 _BEGINS_LIVE = {**_BEGINS, "alarm": "Stop"}  # only a run that still goes on can be stopped
-_TOLD_WHEN_HEALTHY = (
-    "updates-swallowed",
-    "run-ended",
-)  # findings of severity "info" that a verdict of health should not hide
-# Warnings that say what another one says too, or that say less: they lead only where nothing else does.
-_SECONDARY = ("decay-lost", "run-ended", "records-lost", "distribution-drift", "epsilon-dominates", "structural-zeros")
 
 
 def state_of(view: View, findings: Sequence[Finding]) -> State:
-    """The gravest severity in one word; "empty" for a run in which nothing was recorded.
+    """Return the highest severity in one word, or "empty" for a run in which nothing was recorded.
 
-    A run of which records are missing is not called healthy.
+    A run with missing records is not called healthy.
     """
     if view.last_step < 0:
         return "empty"
@@ -42,17 +36,29 @@ def state_of(view: View, findings: Sequence[Finding]) -> State:
 
 
 def verdict(view: View, findings: Sequence[Finding]) -> str:
-    """The run in one sentence of at most `LONGEST` characters; the same findings give the same sentence."""
+    """Return the run in one sentence of at most `LONGEST` characters. Equal findings give equal sentences."""
     state = state_of(view, findings)
     if state == "empty":
         return "Nothing was recorded."
     if state == "healthy":
         return _healthy(view, findings)
     if not any(finding.severity in ("alarm", "warning") for finding in findings):
-        return _fitted("Warning", Said(what="records of this run are missing"), "")
+        return _fitted("Warning", Phrase(what="records of this run are missing"), "")
     lead = leading(findings, view.last_step)
     begins = _BEGINS_LIVE if _is_live(view) else _BEGINS
-    return _fitted(begins[state], said(lead, view, findings), _followed(lead, findings, view))
+    return _fitted(begins[state], phrase_of(lead, view, findings), _consequence(lead, findings, view.last_step))
+
+
+def phrase_of(finding: Finding, view: View, findings: Sequence[Finding]) -> Phrase:
+    """Return a finding as part of a sentence.
+
+    Args:
+        finding: The finding.
+        view: The run.
+        findings: All findings of the run.
+    """
+    rule, context = rule_of(finding), FindingContext(finding=finding, view=view, findings=findings)
+    return guarded(rule, lambda: rule.phrase(context), Rule.phrase(rule, context))
 
 
 def _is_live(view: View) -> bool:
@@ -60,14 +66,15 @@ def _is_live(view: View) -> bool:
 
 
 def leading(findings: Sequence[Finding], last_step: int) -> Finding:
-    """The finding that the verdict is about."""
-    grave = [f for f in findings if f.severity == "alarm"] or [f for f in findings if f.severity == "warning"]
-    fatal = [f for f in grave if is_fatal(f, last_step)] or [f for f in grave if f.rule not in _SECONDARY] or grave
-    return min(fatal, key=lambda f: f.since_step)
+    """Return the finding that the verdict is about."""
+    severe = [f for f in findings if f.severity == "alarm"] or [f for f in findings if f.severity == "warning"]
+    fatal = [f for f in severe if is_fatal(f, last_step)]
+    candidates = fatal or [f for f in severe if not rule_of(f).is_secondary] or severe
+    return min(candidates, key=lambda finding: finding.since_step)
 
 
 def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding, ...]:
-    """The findings in the order in which all surfaces list them: the one that the verdict is about, then the others."""
+    """Return the findings in the order of all surfaces: the one that the verdict is about, then the others."""
     if all(finding.severity == "info" for finding in findings):
         return tuple(findings)
     lead = leading(findings, last_step)
@@ -75,33 +82,23 @@ def leading_first(findings: Sequence[Finding], last_step: int) -> tuple[Finding,
 
 
 def is_fatal(finding: Finding, last_step: int) -> bool:
-    """Whether a training does not come back from it by itself."""
-    if finding.severity != "alarm":
-        return False
-    if finding.rule == "nonfinite":
-        return finding.collection == "weights" or (
-            bool(finding.evidence.get("steps_with_loss")) and finding.until_step >= last_step
-        )
-    return finding.rule in ("scale-collapse", "loss-spike")
+    """Return whether a training does not recover from a finding by itself."""
+    rule = rule_of(finding)
+    return finding.severity == "alarm" and guarded(rule, lambda: rule.is_fatal(finding, last_step), False)
 
 
-def _followed(lead: Finding, findings: Sequence[Finding], view: View) -> str:
-    """What came of it, where another alarm says so."""
-    for other in findings:
-        if other is lead or other.severity != "alarm" or other.since_step < lead.since_step:
-            continue
-        if other.rule == "nonfinite":
-            return f"and NaN or Inf came at step {other.since_step:,}"
-        if other.rule == "loss-spike" and is_fatal(other, view.last_step):
-            return f"and the loss rose at step {other.since_step:,} and stayed high"
-    return ""
+def _consequence(lead: Finding, findings: Sequence[Finding], last_step: int) -> str:
+    """Return the words of the first alarm that followed the leading one and has any."""
+    later = (f for f in findings if f is not lead and f.severity == "alarm" and f.since_step >= lead.since_step)
+    words = (guarded(r := rule_of(f), lambda r=r, f=f: r.consequence(f, last_step), "") for f in later)
+    return next((text for text in words if text), "")
 
 
-def _fitted(begins: str, told: Said, followed: str) -> str:
-    """As much of it as there is room for: what and when always, then what to do, then what came of it."""
-    head = f"{begins}: {told.what}"
-    remedy = f"; {told.remedy}" if told.remedy else ""
-    for parts in ((told.effect, followed), (followed,), (told.effect,), ()):
+def _fitted(begins: str, phrase: Phrase, followed: str) -> str:
+    """Return as much as fits: what and when always, then what to do, then what followed."""
+    head = f"{begins}: {phrase.what}"
+    remedy = f"; {phrase.remedy}" if phrase.remedy else ""
+    for parts in ((phrase.effect, followed), (followed,), (phrase.effect,), ()):
         middle = "".join(f", {part}" for part in parts if part)
         if len(head + middle + remedy) < LONGEST:
             return f"{head}{middle}{remedy}."
@@ -109,15 +106,15 @@ def _fitted(begins: str, told: Said, followed: str) -> str:
 
 
 def _healthy(view: View, findings: Sequence[Finding]) -> str:
-    noted = [f for f in findings if f.rule in _TOLD_WHEN_HEALTHY]
+    noted = [f for f in findings if rule_of(f).is_noted]
     begin = f"Healthy up to step {view.last_step:,}"
     if noted:
-        return f"{begin}, but note: {said(noted[0], view, findings).what}."
-    return f"{begin}: {_kept(view)}."
+        return f"{begin}, but note: {phrase_of(noted[0], view, findings).what}."
+    return f"{begin}: {_underflow(view)}."
 
 
-def _kept(view: View) -> str:
-    """How much of the gradients the format has kept, in the layer that lost most."""
+def _underflow(view: View) -> str:
+    """Return the share of gradients that underflowed, in the layer that lost most."""
     narrow = view.narrow("gradients")
     if narrow is None:
         return "no rule found anything, but gradients were not recorded"

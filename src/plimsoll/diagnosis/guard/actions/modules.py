@@ -7,6 +7,8 @@ import torch
 from plimsoll.diagnosis.finding import Finding
 from plimsoll.diagnosis.guard.actions.base import Remedy
 from plimsoll.diagnosis.guard.records import Look, Order
+from plimsoll.diagnosis.rules.loss_scale import NoSingleScale
+from plimsoll.diagnosis.rules.overflow import ActivationGrowth, OverflowAhead
 
 # The level that the whole run goes over to, from the level that it is at; from any other to amp-bf16.
 _IN_BF16 = {"fp16-master": "bf16-master", "fp16-pure": "bf16-master"}
@@ -76,7 +78,7 @@ class ToBF16(Remedy):
 
     def handled(self, finding: Finding) -> bool:
         """Of two layers that no one scale serves, one that is in BF16 needs none."""
-        return finding.rule == "no-single-scale" and any(map(self._is_done, self.training.modules_of(finding)))
+        return finding.rule == NoSingleScale.id and any(map(self._is_done, self.training.modules_of(finding)))
 
     def undo(self) -> None:
         """In a loop of one's own: the modules run as before."""
@@ -125,7 +127,7 @@ class Clamp(Remedy):
 
     def handled(self, finding: Finding) -> bool:
         """Values that are held at the top stay near it: no reason for more."""
-        if finding.rule not in ("overflow-ahead", "activation-growth") or finding.collection != "activations":
+        if finding.rule not in (OverflowAhead.id, ActivationGrowth.id) or finding.collection != "activations":
             return False
         return all(name.partition(":")[0] in self._done for name in finding.where)
 
