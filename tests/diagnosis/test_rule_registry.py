@@ -251,10 +251,8 @@ def test_an_error_of_a_packaged_rule_stops_nothing(method: str, install: Install
     def surfaces(path: Path) -> None:
         found = diagnose(path)
         if found:
-            nan = next(rule for rule in RULES if rule.id == "nonfinite")
-            assert (
-                summary(path, [a_finding(nan, since_step=0, evidence={"steps_with_loss": 3}), *found]).state == "alarm"
-            )
+            nan = a_finding(registry.OWN["nonfinite"], since_step=0, evidence={"steps_with_loss": 3})
+            assert summary(path, [nan, *found]).state == summary(path, found).state == "alarm"
             assert figure_for(path, found[0]).data
 
     with pytest.warns(RuntimeWarning, match=f"'loss-high' of the package plimsoll_loss .*RuntimeError: of {method}"):
