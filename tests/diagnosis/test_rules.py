@@ -258,6 +258,9 @@ def test_every_rule_and_threshold_is_explained() -> None:
     sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
     assert list(sections) == [rule.id for rule in RULES]
     for rule in RULES:
+        words = " ".join(sections[rule.id].split())
+        assert f"**{rule.says[:1].upper()}{rule.says[1:]}.**" in words
+        assert f"*It means:* {rule.meaning}" in words and f"*What to do:* {rule.advice}" in words
         for name, value, source in rule.thresholds:
             assert f"| `{name}` | {value:g} | {source} |" in sections[rule.id]
         assert all(f"`{action}`" in sections[rule.id] for action in rule.actions)

@@ -267,38 +267,45 @@ def short(name: str) -> str:
 
 
 def spells(holds: Mask, recorded: Mask, least: float) -> list[tuple[int, int, int]]:
-    """The layers in which something holds for at least so many samples on end: layer, first and last place.
+    """Return the layers in which a condition holds for enough consecutive samples.
 
-    Steps at which a layer was not recorded neither count nor interrupt. First and last are those of the first and the
-    last such spell.
+    Steps at which a layer was not recorded neither count nor interrupt.
+
+    Args:
+        holds: Layers by steps: where the condition holds.
+        recorded: Layers by steps: where the layer was recorded.
+        least: Number of consecutive samples.
+
+    Returns:
+        Layer, first place of the first such span, and last place of the last one.
     """
-    found: list[tuple[int, int, int]] = []
+    result: list[tuple[int, int, int]] = []
     for layer in np.flatnonzero((holds & recorded).any(axis=1)).tolist():
         places = np.flatnonzero(recorded[layer])
         spans = stretches(holds[layer][places], least)
         if spans:
-            found.append((layer, int(places[spans[0][0]]), int(places[spans[-1][1]])))
-    return found
+            result.append((layer, int(places[spans[0][0]]), int(places[spans[-1][1]])))
+    return result
 
 
 def stretches(holds: Mask, least: float) -> list[tuple[int, int]]:
-    """First and last place of each stretch of at least so many true values on end."""
+    """Return first and last place of each span of at least `least` consecutive true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], holds, [False]]).astype(np.int8)))
     return [(int(a), int(b) - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= least]
 
 
 def worst(
-    cells: Cells, found: list[tuple[int, int, int]], values: NDArray[np.float64], names: Sequence[str] | None = None
+    cells: Cells, spans: list[tuple[int, int, int]], values: NDArray[np.float64], names: Sequence[str] | None = None
 ) -> list[Spot]:
-    """A spot for each layer found, with the largest of its values while it lasted; the worst first."""
+    """Return a location for each span of `spells`, with the largest of its values. The worst is first."""
     names = cells.names if names is None else names
     spots = [
         Spot(name=names[layer], since_step=int(cells.steps[a]), value=float(np.nanmax(values[layer, a : b + 1])))
-        for layer, a, b in found
+        for layer, a, b in spans
     ]
     return sorted(spots, key=lambda spot: (-spot.value, spot.since_step))
 
 
-def last_of(cells: Cells, found: list[tuple[int, int, int]]) -> int:
-    """The last step of all that was found."""
-    return int(cells.steps[max(b for _, _, b in found)])
+def last_of(cells: Cells, spans: list[tuple[int, int, int]]) -> int:
+    """Return the last step of all spans."""
+    return int(cells.steps[max(b for _, _, b in spans)])

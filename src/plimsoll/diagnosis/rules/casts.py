@@ -1,7 +1,7 @@
-"""Casts to 8 bits: what they cut off at the top, lose at the bottom, leave unused, and where unit scale is left.
+"""Rules of casts to 8 bits: saturation, underflow, unused codes, and tensors that leave unit scale.
 
-All four speak of the values at the scale that the module cast them with, which a run of FP8 layers records. The
-format's own numbers decide, so the rules hold for E4M3, E5M2 and whatever else a module says that it casts to.
+All four judge the values at the scale of the cast, which a run of FP8 layers records. The thresholds come from the
+format's own numbers, so the rules hold for E4M3, E5M2 and any other format that a module casts to.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.formats import Format
 from plimsoll.text import percent, power
 
-_SAMPLES = "a single sample proves nothing"
+_SAMPLES = "not reported from a single sample"
 _SERVES = 0.01  # of a tensor's values that a scale which serves may flush, as in `whatif`
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
 
@@ -30,14 +30,14 @@ _MODULE = "or keep its module in BF16"
 
 @dataclass(frozen=True, kw_only=True)
 class CastRule(Rule):
-    """What the rules of casts share: they look at each collection, and tell the worst cast's module, role and scale."""
+    """Base of the rules of casts. A finding has the worst cast's module, role and scale."""
 
     figure = "code_usage"
 
-    def _told(
+    def _finding(
         self, found: list[_Found], name: str, severity: Severity, collection: str, evidence: Mapping[str, float] = {}
     ) -> Finding:
-        """A finding of these casts, the worst first."""
+        """Return a finding of these casts, the worst first."""
         found = sorted(found, key=lambda each: (-abs(each[4]), each[2]))
         spots = [Spot(name=c.cells.names[i], since_step=int(c.cells.steps[a]), value=v) for c, i, a, _, v in found]
         cast, layer, first, last, value = found[0]
@@ -72,14 +72,14 @@ class CastRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ShareRule(CastRule):
-    """A rule about a share of a cast's values: above one bound a warning, above another an alarm."""
+    """Base of the rules about a share of a cast's values: above one bound a warning, above another an alarm."""
 
     share: float
     grave: float
     samples: float
 
     def _of_shares(self, view: View, name: str, shares: Callable[[CastCells], Floats]) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         for collection in COLLECTIONS:
             found = [
                 each
@@ -88,11 +88,11 @@ class ShareRule(CastRule):
             ]
             if found:
                 alarming = max(value for *_, value in found) > self.grave
-                yield self._told(found, name, "alarm" if alarming else "warning", collection)
+                yield self._finding(found, name, "alarm" if alarming else "warning", collection)
 
 
 def _above(cast: CastCells, shares: Floats, least: float, samples: float) -> list[_Found]:
-    """The layers in which a share is above a bound for so many samples on end, each with its highest."""
+    """Return the layers in which a share is above a bound for enough samples, each with its highest share."""
     found = spells(shares > least, ~np.isnan(shares), samples)
     return [(cast, layer, a, b, float(np.nanmax(shares[layer, a : b + 1]))) for layer, a, b in found]
 
@@ -116,7 +116,7 @@ class CastSaturates(ShareRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         return self._of_shares(view, "saturated", lambda cast: cast.saturated)
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -141,7 +141,7 @@ class CastFlushes(ShareRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         return self._of_shares(view, "flushed", lambda cast: cast.flushed)
 
     def phrase(self, context: FindingContext) -> Phrase:
@@ -166,7 +166,7 @@ class CodesUnused(CastRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         for collection in COLLECTIONS:
             found: list[_Found] = []
             for cast in cast_cells(view, collection):
@@ -178,7 +178,7 @@ class CodesUnused(CastRule):
                 top, free = cast.format.max_exponent, floor(float(cast.room[layer, last]))
                 binades = top - cast.format.quantum_exponent + 1
                 used = {"binades_used": max(binades - free, 0), "binades": binades}
-                yield self._told(found, "with_fewer_digits", "warning", collection, used)
+                yield self._finding(found, "with_fewer_digits", "warning", collection, used)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share of subnormal values."""
@@ -209,7 +209,7 @@ class UnitDrift(CastRule):
     samples: float = threshold(3, "so many at the beginning inside, and so many on end outside")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         for collection in COLLECTIONS:
             found: list[_Found] = []
             bounds: dict[str, int] = {}
@@ -218,7 +218,7 @@ class UnitDrift(CastRule):
                 found += self._left(cast, bounds[cast.format.name])
             if found:
                 worst = max(found, key=lambda each: abs(each[4]))[0].format.name
-                yield self._told(found, "binades", "warning", collection, {"bound": bounds[worst]})
+                yield self._finding(found, "binades", "warning", collection, {"bound": bounds[worst]})
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the size and its bounds."""
@@ -235,7 +235,7 @@ class UnitDrift(CastRule):
         return {"formats": [finding.evidence.get("format")]} if finding.evidence.get("scale") == 1.0 else {}
 
     def bound(self, fmt: Format) -> int:
-        """The k of a format."""
+        """Return the k of a format."""
         normal = NormalDist()
         low = log2(fmt.smallest_normal / normal.inv_cdf(0.5 + self.fewer / 2))
         high = log2(fmt.max / normal.inv_cdf(1 - self.beyond / 2))

@@ -1,4 +1,4 @@
-"""Layers: dead ones, zeros that belong there, and distributions that wander."""
+"""Rules of layers: dead ones, zeros that are no underflow, and sizes that do not settle."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class DeadLayer(Rule):
     samples: float = threshold(5, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One of the outputs, one of the gradients of layers whose outputs are alive."""
+        """Yield one finding of the outputs, one of the gradients of layers whose outputs are alive."""
         dead: set[str] = set()
         outputs = view.cells("activations")
         if outputs is not None:
@@ -94,7 +94,7 @@ class DeadLayer(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuralZeros(Rule):
-    """Zeros that would be zero in any format: told of so that nobody takes them for underflow."""
+    """Zeros that would be zero in any format. A note, so that nobody mistakes them for underflow."""
 
     id = "structural-zeros"
     says = "many values are zero in any format (ReLU, unused rows, masks): no underflow"
@@ -107,10 +107,10 @@ class StructuralZeros(Rule):
 
     zeros: float = threshold(0.5, "half of a layer's values")
     lost: float = threshold(0.01, "T6: below 1 % of the others is no underflow")
-    samples: float = threshold(3, "a single sample proves nothing")
+    samples: float = threshold(3, "not reported from a single sample")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection in narrow formats."""
+        """Yield one finding for each collection in narrow formats."""
         for collection in UNDERFLOW_ORDER:
             narrow = view.narrow(collection)
             if narrow is None or not narrow.censors.any():
@@ -153,7 +153,7 @@ class Drift(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each of weights and activations."""
+        """Yield one finding for each of weights and activations."""
         for collection in FORWARD:
             cells = view.cells(collection)
             if cells is None:
@@ -184,7 +184,7 @@ class Drift(Rule):
         )
 
     def _candidates(self, cells: Cells) -> list[int]:
-        """The layers that are worth a look: those whose size has moved so far at all."""
+        """Return the layers whose size has moved far enough at all. A trend is computed for these only."""
         sizes = log2(cells.rms)
         with np.errstate(all="ignore"):
             span = np.fmax.reduce(sizes, axis=1, initial=-np.inf) - np.fmin.reduce(sizes, axis=1, initial=np.inf)
@@ -192,7 +192,7 @@ class Drift(Rule):
         return [i for i in np.flatnonzero(span >= self.binades).tolist() if cells.names[i] in main]
 
     def _drift(self, cells: Cells, layer: int) -> tuple[Spot, float, int, bool] | None:
-        """Its spot, the most that it moved, until when that was seen, and whether it goes on."""
+        """Return the location, how far its size moved, until which step, and whether it still moves."""
         sizes = log2(cells.rms[layer])
         known = np.flatnonzero(~np.isnan(sizes))
         since, most, until = None, 0.0, 0
@@ -216,7 +216,7 @@ class Drift(Rule):
 
 
 def _levels(values: Floats) -> tuple[float, float, float]:
-    """The medians of the first, the middle and the last eighth."""
+    """Return the medians of the first, the middle and the last eighth."""
     width = max(len(values) // 8, 1)
     half = len(values) // 2
     pieces = values[:width], values[half : half + width], values[-width:]

@@ -1,4 +1,4 @@
-"""The loss: whether it diverges, and what goes before that.
+"""Rules of the loss: divergence, spikes, and updates that precede a spike.
 
 Losses have no common unit. A rise is held against the noise of the losses before it, against the level that the run
 began at, and against what it had learned by then.
@@ -45,7 +45,7 @@ _ADVICE: dict[Severity, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """A rise, how grave it is, and why."""
+    """A rise with its severity and course."""
 
     rise: Rise
     severity: Severity
@@ -87,7 +87,7 @@ class LossSpike(Rule):
     input: float = threshold(8, "times the largest input before: three binades")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One of each recorded loss."""
+        """Yield one finding of each recorded loss."""
         for name, (steps, loss) in view.losses.items():
             yield from self._finding(view, name, steps, loss)
 
@@ -194,7 +194,7 @@ class LossSpike(Rule):
         return (found[1], found[0]) if found[0] >= self.input else None
 
     def rose_at(self, view: View) -> list[int]:
-        """The steps at which rises of a loss begin that are more than a note."""
+        """Return the steps at which rises of a loss begin that are more than a note."""
         return [step for steps, loss in view.losses.values() for step in self._rose_at(steps, loss)]
 
     def _rose_at(self, steps: Ints, loss: Floats) -> list[int]:
@@ -278,7 +278,7 @@ class LossSpike(Rule):
 
 
 def _unit(began: float) -> float:
-    """What a rise is counted in: the first loss, or 1 if that is less, as of an agent before its first reward."""
+    """Return the unit of rises: the first loss, or 1 if that is less, as before an agent's first reward."""
     return max(abs(began), 1.0)
 
 
@@ -304,7 +304,7 @@ class LossUnbounded(Rule):
     least: float = threshold(40, "losses: ten in each quarter")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the recorded loss."""
+        """Yield one finding, of the recorded loss."""
         steps, loss = view.scalar("loss")
         steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
         if len(loss) < self.least:
@@ -355,7 +355,7 @@ class SpikeForerunner(Rule):
     grave: float = threshold(32, "times the usual, and this part of the weights' norm moved: harm by itself")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One of the updates, one of the gradients."""
+        """Yield one finding of the updates, one of the gradients."""
         rose = LossSpike().rose_at(view)
         updates = view.cells("updates")
         if updates is not None:
@@ -366,11 +366,11 @@ class SpikeForerunner(Rule):
             main = set(Modules.of(updates).main_layers(updates))
             weights = np.array([name in main for name in updates.names])[:, None]  # biases begin at zero
             far = weights & (times >= self.grave) & (ratio >= 1 / self.grave)
-            yield from self._told(updates, times, self.jump, "times_the_usual_update", rose, bool(far.any()))
+            yield from self._jumps(updates, times, self.jump, "times_the_usual_update", rose, bool(far.any()))
         gradients, optimizer = view.cells("gradients"), view.cells("optimizer")
         if gradients is not None and optimizer is not None:
             lags = _lags(gradients, optimizer)
-            yield from self._told(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
+            yield from self._jumps(gradients, lags, self.lag, "squared_gradient_over_moment", rose, False)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the jump, and the rise of the loss after it."""
@@ -393,7 +393,7 @@ class SpikeForerunner(Rule):
                 result[layer, : len(windows)][enough] = np.nanmedian(windows[enough], axis=1)
         return result
 
-    def _told(
+    def _jumps(
         self, cells: Cells, times: Floats, limit: float, what: str, rose: list[int], far: bool
     ) -> Iterator[Finding]:
         jumps = np.nan_to_num(times, nan=0.0) > limit

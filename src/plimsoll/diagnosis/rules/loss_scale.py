@@ -28,7 +28,7 @@ from plimsoll.diagnosis.wording import first_of, layer_name
 from plimsoll.tensor_collections import BACKWARD, WITH_LOSS_SCALE
 from plimsoll.text import percent, power, steps
 
-_SAMPLES = "a single sample proves nothing"
+_SAMPLES = "not reported from a single sample"
 _FEW = 0.1  # of the tensors that a step's overflow reached: it has spread no further
 _LEAST_UNDERFLOW = 0.01  # of all values: less is not worth its words in a sentence
 _CAME_BACK = "Many steps in a row overflowed. The scale has come back; until then small gradients were zero."
@@ -67,7 +67,7 @@ class NoSingleScale(ScaleRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of a run whose loss is scaled or whose gradients are narrow."""
+        """Yield one finding, of a run whose loss is scaled or whose gradients are narrow."""
         narrow = view.narrow("gradients")
         if narrow is None or not (narrow.censors.any() or view.scaled):
             return
@@ -134,7 +134,7 @@ class ScaleLow(ScaleRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of gradients in narrow formats."""
+        """Yield one finding, of gradients in narrow formats."""
         narrow = view.narrow("gradients")
         if narrow is None or not narrow.censors.any():
             return
@@ -220,21 +220,21 @@ class ScaleCollapse(ScaleRule):
     floor: float = threshold(1.0, "a scale below 1 shrinks gradients that overflow by themselves")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the recorded loss scale."""
+        """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)
         begin = _settled(scale, int(self.settled))
         sunk = (scale < self.floor) & (scale < np.maximum.accumulate(scale))
         if begin is None:
             below = np.flatnonzero(sunk)
             if len(below):
-                yield self._told(steps, scale, int(below[0]), int(below[-1]), 0)
+                yield self._finding(steps, scale, int(below[0]), int(below[-1]), 0)
             return
         fallen = _fallen(steps, scale, begin, self.window)
         holds = np.flatnonzero((fallen >= self.binades) | sunk)
         if len(holds):
             first = int(holds[0])
             begin = begin if first >= begin else 0  # it sank below the floor before it settled there
-            yield self._told(steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
+            yield self._finding(steps, scale, _start_of_fall(scale, first, begin), int(holds[-1]), begin)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the fall, and what underflowed at the scale that was left."""
@@ -256,7 +256,7 @@ class ScaleCollapse(ScaleRule):
         """Return True: the scale recovers too slowly for the run."""
         return True
 
-    def _told(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
+    def _finding(self, steps: Ints, scale: Floats, first: int, last: int, begin: int) -> Finding:
         before = float(scale[begin : first + 1].max())
         lowest = float(scale[first : last + 1].min())
         evidence = {"from": before, "to": lowest, "binades": float(np.log2(before / lowest))}
@@ -291,7 +291,7 @@ class ScaleOscillation(Rule):
     falls: float = threshold(8, "fewer are chance")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the recorded loss scale."""
+        """Yield one finding, of the recorded loss scale."""
         steps, scale = _known_scale(view)
         if len(scale) < self.falls:
             return

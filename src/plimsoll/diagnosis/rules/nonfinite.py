@@ -1,4 +1,4 @@
-"""NaN and infinities: whether they matter, and where they first were."""
+"""Rule of NaN and Inf: whether they matter, and where they were first."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ class Nonfinite(Rule):
     fixed: float = threshold(10, "steps on end; a scale that is halved at each falls by 2^10 meanwhile")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the whole run; it names the first place."""
+        """Yield one finding, of the whole run; it names the first place."""
         losses = np.unique(np.concatenate([_bad(each, lambda v: ~np.isfinite(v)) for each in view.losses.values()]))
         gradients = _bad(view.scalar("nonfinite"), lambda values: values > 0)
         places = sorted([*_traced(view), *_places(view)], key=lambda place: place[0])

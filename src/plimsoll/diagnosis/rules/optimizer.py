@@ -1,4 +1,4 @@
-"""The optimizer: updates that do not arrive, and what Adam divides by."""
+"""Rules of the optimizer: updates lost to rounding, and Adam's second moments and epsilon."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from plimsoll.runs import Event
 from plimsoll.spectrum.fit.population import ordinal
 from plimsoll.text import percent
 
-_SAMPLES = "a single sample proves nothing"
+_SAMPLES = "not reported from a single sample"
 _SECOND = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _EXACT = ("master", "master_param", "compensation", "kahan_comp")  # states that hold what a narrow weight cannot
 _LOSSLESS = ("masters", "stochastic", "kahan")  # updates that lose nothing, or nothing on average
@@ -49,7 +49,7 @@ class UpdatesSwallowed(Rule):
     samples: float = threshold(3, "the first steps of a warm-up move little")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for weights in 16 bits or fewer, one for others."""
+        """Yield one finding for weights in 16 bits or fewer, one for others."""
         cells = view.cells("updates")
         if cells is None:
             return
@@ -105,7 +105,7 @@ class SecondMomentLost(Rule):
     samples: float = threshold(2, "the first step's moments may be of an empty gradient")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the optimizer's state."""
+        """Yield one finding, of the optimizer's state."""
         cells = view.cells("optimizer")
         certain = with_epsilon_of_zero(view)
         found: list[tuple[int, int, int]] = []
@@ -186,7 +186,7 @@ class EpsilonDominates(Rule):
     samples: float = threshold(5, "second moments need some steps to fill")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the optimizer's state."""
+        """Yield one finding, of the optimizer's state."""
         cells = view.cells("optimizer")
         if cells is None:
             return

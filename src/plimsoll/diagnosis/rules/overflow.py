@@ -1,4 +1,4 @@
-"""The top of the format: how near values are, when they will be there, and what already saturates."""
+"""Rules of the top of the format: values near it, values that approach it, and values that saturate."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from plimsoll.formats import FP16, get_element
 from plimsoll.tensor_collections import OVERFLOW_ORDER
 from plimsoll.text import percent
 
-_SAMPLES = "a single sample proves nothing"
+_SAMPLES = "not reported from a single sample"
 _FEW = 8  # samples without which there is no trend
 _WIDE = 2.0**100  # formats that reach above it do not overflow before FP32 does
 
@@ -45,7 +45,7 @@ class OverflowAhead(Rule):
     samples: float = threshold(2, "one of them may be a single wild batch")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """At most two for each collection: what is near, and what comes nearer."""
+        """Yield at most two findings for each collection: values near the top, and values that approach it."""
         for collection in OVERFLOW_ORDER:
             cells = view.cells(collection)
             if cells is None or (view.scaled and collection.endswith("gradients")):
@@ -147,7 +147,7 @@ class ActivationGrowth(Rule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the activations."""
+        """Yield one finding, of the activations."""
         cells = view.cells("activations")
         if cells is None:
             return
@@ -241,7 +241,7 @@ class SaturatedFP8(Rule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         for collection in view.run.tensors:
             cells = view.cells(collection)
             known = [get_element(name, "diagnose") for name in cells.formats] if cells is not None else []

@@ -1,4 +1,4 @@
-"""One rank of several that is given other data or labels than the others."""
+"""Rule of one rank that gets other data or labels than the others."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ class RankDiffers(Rule):
     spread: float = threshold(2, "times the distance between the lowest and the highest of the other ranks")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each rank's loss, one for each rank's activations."""
+        """Yield one finding for each rank's loss, one for each rank's activations."""
         parts = by_rank.parts_of(view.run)
         if not parts:
             return

@@ -1,7 +1,7 @@
 """Underflow: how much narrow formats flush to zero, and whether that grows.
 
-Both rules speak of what happened, in tensors that narrow formats held (`estimates.format_losses` says how it is told
-from structural zeros). What another format would do is `whatif`'s to say.
+Both rules judge what happened in tensors of narrow formats. `estimates.format_losses` separates it from structural
+zeros. For the effect of another format there is `whatif`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _HARMLESS = (
     "Gradients of activations are flushed to zero, but hardly any of the weights' gradients that are summed of them."
 )
 _ODD_RATE = 10  # shares in 1,000 steps: a trend of a few steps, whose rate says nothing
-_SAMPLES = "a single sample proves nothing"
+_SAMPLES = "not reported from a single sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class UnderflowHigh(ScaleRule):
     samples: float = threshold(3, _SAMPLES)
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each collection."""
+        """Yield one finding for each collection."""
         alone = view.cells("gradients") is None
         kept = False  # whether the parameters' gradients were recorded and lose next to nothing
         yield from self._flushed_from_the_output_on(view)
@@ -161,7 +161,7 @@ class UnderflowRising(ScaleRule):
     confidence: float = threshold(0.99, "Mann-Kendall test, two-sided")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of the gradients of parameters."""
+        """Yield one finding, of the gradients of parameters."""
         narrow = view.narrow("gradients")
         if narrow is None or not narrow.censors.any():
             return

@@ -1,4 +1,4 @@
-"""How a training is wired: what no optimizer trains, what no gradient reaches, and gradients that are treated wrongly.
+"""Rules of wiring: parameters that nothing trains, idle optimizers, and gradients that are handled wrongly.
 
 These rules read the facts of `plimsoll.watch.steps.wiring`, events of kind "wiring". Where a recorded number can
 confirm or refute a fact, it decides.
@@ -39,7 +39,7 @@ class UntrainedParameters(Rule):
     parameters: float = threshold(1, "the facts are exact")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for those that are in no optimizer, one for those without a gradient."""
+        """Yield one finding for those that are in no optimizer, one for those without a gradient."""
         event = _first(view, _OUTSIDE)
         if event is not None:
             joined = _names_of(view, "joined")
@@ -108,7 +108,7 @@ class OptimizerIdle(Rule):
     steps: float = threshold(20, "steps with a rate of 0; the ends of schedules last for one or a few")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each way in which an optimizer is idle."""
+        """Yield one finding for each way in which an optimizer is idle."""
         foreign = _first(view, "foreign optimizer")
         if foreign is not None and weights_stay(view) is not False:
             yield self._finding(
@@ -202,7 +202,7 @@ class GradientsMishandled(Rule):
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One for each."""
+        """Yield one finding for each."""
         carried, scaled = _first(view, "carried over"), _first(view, "not unscaled")
         if carried is not None:
             yield self._finding(
@@ -280,7 +280,7 @@ class DecayLost(Rule):
     share: float = threshold(0.01, "of each weight, added up over the steps; less matters to nobody")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of all groups."""
+        """Yield one finding, of all groups."""
         lost, since, until, names = 0.0, -1, -1, dict[str, None]()
         for event, last in group_states(view):
             groups = [group for group in _groups(event) if float(group.get("decay") or 0.0) > 0]
@@ -319,7 +319,7 @@ class AverageStuck(Rule):
     copies: float = threshold(1, "the facts are exact")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """One, of all averages."""
+        """Yield one finding, of all averages."""
         moving = _names_of(view, "average moves")
         events = _all(view, "average stuck")
         since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
