@@ -8,6 +8,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def test_a_rule_given_as_an_object_has_its_words(tmp_path: Path) -> None:
     made = summary(path, diagnose(path, rules=[rule]))
     assert made.verdict == "Warning: the loss was 4 at step 0; check the data."
     assert summary_text.evidence(made.findings[0]) == [("Highest loss", "4")]
+    no_figure = [replace(finding, figure="pie") for finding in made.findings]
+    assert made.verdict in html(path, tmp_path / "report.html", findings=no_figure).read_text("utf-8")
 
 
 def test_units_write_the_evidence() -> None:

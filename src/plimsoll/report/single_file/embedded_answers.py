@@ -9,6 +9,7 @@ from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.what_if.result import interval_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.report.drawing.theme import TEMPLATES
+from plimsoll.report.figure_registry import FIGURES
 from plimsoll.report.page.answers import run_answer
 from plimsoll.report.page.figures import drawn, offered
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline
@@ -46,6 +47,8 @@ class Figures:
     def add_of_finding(self, index: int) -> int | None:
         """Draw the figure of a finding. Return the place of its body; None for a figure that is left out."""
         name, arguments = self._findings[index].figure, {"finding": index}
+        if name not in FIGURES:  # a custom rule may name a figure that does not exist
+            return None
         # One figure of the loss shows all findings. Each would else have the same curve with another mark.
         query = {} if name == "loss_and_scale" else _query(arguments)
         return self._add(name, arguments, lambda: drawn(self._view, name, query, self._findings), BUDGET_BYTES)
