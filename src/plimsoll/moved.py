@@ -61,7 +61,7 @@ MOVED = {
     "spectrum._spectrum": "spectrum.spectrum",
     "unit._audit_compare": "unit.auditing.result",
     "unit._audit_result": "unit.auditing.result",
-    "unit._audit_rows": "unit.auditing.rows",
+    "unit._audit_rows": "unit.auditing.result",
     "unit._changes": "unit.changes",
     "unit._converted": "unit.conversion.converted_modules",
     "unit._fold_plan": "unit.conversion.converted_modules",

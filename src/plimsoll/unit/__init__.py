@@ -1,11 +1,11 @@
-"""Unit scaling: every tensor starts at unit scale, so that FP16 and FP8 train with no loss scale.
+"""Unit scaling: every tensor starts at unit scale, so that FP16 and FP8 train without a loss scale.
 
-Each operation multiplies by a constant forward and by another one backward, which its shapes give. `functional` has the
-operations, `nn` the modules, `optim` the optimizers whose learning rate carries over width; `convert` rewrites a model
-that was written without any of them, `fold` makes plain weights of it again, and `audit` shows each operation's scale.
+Each operation multiplies by one constant forward and by another one backward, which depend on its shapes. `functional`
+has the operations, `nn` the modules, `optim` the optimizers whose learning rate carries over width. `convert` rewrites
+an ordinary model, `fold` turns it into plain weights again, and `audit` measures the scale of each operation.
 
-All are loaded when they are first used: a level of `plimsoll.prepare` needs the formulas alone, and capturing graphs
-loads a good part of torch.
+All are loaded on first use. A level of `plimsoll.prepare` needs the formulas alone, while capturing graphs loads a large
+part of torch.
 """
 
 from typing import TYPE_CHECKING
@@ -15,11 +15,21 @@ from plimsoll import exports
 if TYPE_CHECKING:
     from plimsoll.unit import functional as functional, nn as nn, optim as optim
     from plimsoll.unit.auditing.audit_model import audit as audit
-    from plimsoll.unit.auditing.result import Audit as Audit, Comparison as Comparison
-    from plimsoll.unit.auditing.rows import Pair as Pair, Reading as Reading, Row as Row
-    from plimsoll.unit.changes import Left as Left
+    from plimsoll.unit.auditing.result import (
+        Audit as Audit,
+        Comparison as Comparison,
+        Pair as Pair,
+        Reading as Reading,
+        Row as Row,
+    )
+    from plimsoll.unit.changes import Left as Left, SkippedOperation as SkippedOperation
     from plimsoll.unit.conversion.convert_model import convert as convert
-    from plimsoll.unit.conversion.converted_modules import Converted as Converted, Folded as Folded, Kept as Kept
+    from plimsoll.unit.conversion.converted_modules import (
+        Converted as Converted,
+        Folded as Folded,
+        Kept as Kept,
+        RemainingFactor as RemainingFactor,
+    )
     from plimsoll.unit.folding.fold_model import fold as fold
     from plimsoll.unit.optim.parameter_kinds import (
         kinds_of as kinds_of,
@@ -28,25 +38,16 @@ if TYPE_CHECKING:
         tag_fan_in as tag_fan_in,
     )
 
-# Where each name lives: the same as the block for type checkers above (a test compares them).
-_HOMES = {
+# Module of each name, the same as in the block for type checkers above (a test compares them).
+_MODULES = {
     **dict.fromkeys(("functional", "nn", "optim"), ""),
-    "Audit": "auditing.result",
-    "Comparison": "auditing.result",
-    "Pair": "auditing.rows",
-    "Reading": "auditing.rows",
-    "Row": "auditing.rows",
+    **dict.fromkeys(("Audit", "Comparison", "Pair", "Reading", "Row"), "auditing.result"),
     "audit": "auditing.audit_model",
-    "Converted": "conversion.converted_modules",
-    "Folded": "conversion.converted_modules",
-    "Kept": "conversion.converted_modules",
-    "Left": "changes",
+    **dict.fromkeys(("Left", "SkippedOperation"), "changes"),
+    **dict.fromkeys(("Converted", "Folded", "Kept", "RemainingFactor"), "conversion.converted_modules"),
     "convert": "conversion.convert_model",
     "fold": "folding.fold_model",
-    "kinds_of": "optim.parameter_kinds",
-    "tag": "optim.parameter_kinds",
-    "tag_depth": "optim.parameter_kinds",
-    "tag_fan_in": "optim.parameter_kinds",
+    **dict.fromkeys(("kinds_of", "tag", "tag_depth", "tag_fan_in"), "optim.parameter_kinds"),
 }
 
-__getattr__, __dir__ = exports.lazy(__name__, _HOMES)
+__getattr__, __dir__ = exports.lazy(__name__, _MODULES)

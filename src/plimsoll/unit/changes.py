@@ -1,7 +1,7 @@
-"""What a conversion does to a captured graph, as data: the analysis writes it, the rebuilt model carries it out.
+"""Changes of a conversion to a captured graph, as data. The analysis writes them, and the rebuilt model applies them.
 
 Every operation becomes ``out = scale(op(scale(input), ...))``: a factor each way on its output and on each tensor
-input. So whoever carries a change out need not know the operation.
+input. So a change can be applied without knowledge of the operation.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Literal
 
 from plimsoll.notebook_repr import NotebookRepr
 
-# How a parameter is drawn anew: unit variance, zeros, ones, or left as it was.
+# How a parameter is drawn again: unit variance, zeros, ones, or kept unchanged.
 Draw = Literal["normal", "zeros", "ones", "keep"]
 
 # An input of a node: its position among the arguments, its keyword, or (position, member) of a list among them.
@@ -19,10 +19,13 @@ Port = int | str | tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """A number that multiplies: ``value * n ** power``, where n is the product of sizes of a node's tensor.
+    """Factor ``value * n ** power``, where n is the product of sizes of a node's tensor. So it follows the batch.
 
-    - `of`, `dims`: the node, by its name in the graph, and the dimensions whose sizes are multiplied; None and () where
-      the factor is `value` alone. So a factor follows the batch that comes, whatever the example's was.
+    Attributes:
+        value: Constant part.
+        of: Name of the node in the graph, or None if the factor is `value` alone.
+        dims: Dimensions whose sizes are multiplied.
+        power: Power of their product.
     """
 
     value: float = 1.0
@@ -32,7 +35,7 @@ class Factor:
 
     @property
     def is_one(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the factor changes nothing."""
         return self.value == 1.0 and self.of is None
 
 
@@ -41,7 +44,7 @@ ONE = Factor()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What multiplies a tensor forward, and its gradient backward."""
+    """Factors of a tensor forward, and of its gradient backward."""
 
     forward: Factor = ONE
     backward: Factor = ONE
@@ -49,9 +52,13 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChange:
-    """How one operation is carried out: what multiplies its output and its inputs; those not named are left alone.
+    """Factors of one operation's output and inputs. Inputs that are not named have none.
 
-    - `operation`: its name for people, as "linear". `why`: the rule that gave the factors, one phrase.
+    Attributes:
+        operation: Name such as "linear".
+        why: Phrase for the rule that gave the factors.
+        output: Factors of the output.
+        inputs: Factors of inputs by their ports.
     """
 
     operation: str
@@ -62,9 +69,13 @@ class NodeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChange:
-    """What becomes of a parameter: how it is drawn, and its kind and depth for the optimizers' rules.
+    """Change of a parameter: how it is drawn, and its kind and depth for the optimizers' rules.
 
-    - `depth`: how many residual branches join the path that its own branch joins; 1 outside of any.
+    Attributes:
+        draw: How it is drawn.
+        kind: Kind for the optimizers.
+        std: Standard deviation of a normal draw.
+        depth: Number of residual branches that join the path that its own branch joins, 1 outside of any.
     """
 
     draw: Draw
@@ -74,8 +85,15 @@ class ParameterChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left(NotebookRepr):
-    """An operation that was not converted: which, where in the source and in which module, and why."""
+class SkippedOperation(NotebookRepr):
+    """Operation that was not converted.
+
+    Attributes:
+        operation: Name of the operation.
+        module: Path of the module that calls it, "" for the root.
+        source: Line of the model's source, "file:line", or None.
+        why: Reason.
+    """
 
     operation: str
     module: str
@@ -83,5 +101,9 @@ class Left(NotebookRepr):
     why: str
 
     def __str__(self) -> str:
-        place = f" ({self.source})" if self.source else ""
-        return f"{self.module or 'model'}: {self.operation}{place}: {self.why}"
+        location = f" ({self.source})" if self.source else ""
+        return f"{self.module or 'model'}: {self.operation}{location}: {self.why}"
+
+
+# Name in version 0.1, kept for one release.
+Left = SkippedOperation

@@ -1,4 +1,4 @@
-"""`scaled`: a multiplication by one constant forward and by another one backward, which unit scaling is built from."""
+"""`scaled` multiplies by one constant forward and by another one backward. Unit scaling consists of it."""
 
 from typing import Any, cast
 
@@ -9,19 +9,21 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 
 
 def scaled(x: Tensor, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
-    """`x * alpha`, whose gradient is multiplied by `beta` instead.
+    """Return `x * alpha`, whose gradient is multiplied by `beta` instead.
 
-    In the dtype of `x`, forward and backward; each product is rounded once. NaN and Inf pass through. With both
-    constants 1 it is `x` itself, with equal ones an ordinary product; a constant of 1 costs nothing in its direction.
-    Differentiable twice: the gradient of the gradient is multiplied by `beta` again. Works under torch.compile,
-    torch.func.vmap and checkpointing; forward-mode differentiation is refused by torch where the two constants differ.
+    Both products have the dtype of `x` and are rounded once. NaN and Inf pass through. If both constants are 1, the
+    result is `x` itself. If they are equal, it is an ordinary product. A constant of 1 costs nothing in its direction.
+    The gradient of the gradient is multiplied by `beta` again. The function works under torch.compile, torch.func.vmap
+    and checkpointing. Torch refuses forward-mode differentiation if the two constants differ.
 
     Args:
-        x: floating point.
-        alpha: what multiplies forward: finite, a number or a 0-d tensor.
-        beta: what multiplies the gradient, likewise.
+        x: Floating-point tensor.
+        alpha: Multiplies the tensor: a finite number or a 0-d tensor. Default: 1.
+        beta: Multiplies the gradient: a finite number or a 0-d tensor. Default: 1.
 
-    Raises `UnsupportedTensorError` for a tensor that is not floating point, and `ArgumentError`.
+    Raises:
+        ArgumentError: A constant is not finite, or is a tensor that needs a gradient.
+        UnsupportedTensorError: The tensor is not floating point.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> y = scaled(x, 0.5, 3.0)
@@ -36,7 +38,7 @@ def scaled(x: Tensor, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -
 
 
 def multiplied(x: Tensor, alpha: float | Tensor, beta: float | Tensor) -> Tensor:
-    """`scaled` without its checks: for factors that formulas gave."""
+    """Return `scaled` without its checks, for factors of formulas."""
     if _same(alpha, beta):
         return x if _is_one(alpha) else _times(x, alpha)
     return cast("Tensor", _Scaled.apply(x, alpha, beta))
@@ -55,22 +57,22 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # An ordinary product: what differentiates this once more multiplies by beta, as the gradient was.
+        # An ordinary product, so that a second differentiation multiplies by beta again.
         return gradient if _is_one(ctx.beta) else _times(gradient, ctx.beta), None, None
 
 
 def check_floating(operation: str, **tensors: Tensor | None) -> None:
-    """Refuses what unit scaling has no meaning for; None is an argument that was left out."""
+    """Raise an error for tensors that are not floating point. None stands for an omitted argument."""
     for name, x in tensors.items():
         if x is not None and not (isinstance(x, Tensor) and x.dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UnsupportedTensorError(
-                f"{operation}: expected a floating-point tensor; got {name}={_say(x)}. Convert it first: a scale is of "
-                "real numbers."
+                f"{operation}: expected a floating-point tensor; got {name}={_described(x)}. Convert it first: a scale "
+                "is of real numbers."
             )
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
-    """The product in the dtype of `x`."""
+    """Return the product in the dtype of `x`."""
     product = x * factor
     return product if product.dtype == x.dtype else product.to(x.dtype)
 
@@ -90,16 +92,16 @@ def _check_factor(name: str, factor: object) -> None:
         if factor.dim() != 0 or factor.requires_grad or not factor.dtype.is_floating_point:
             raise ArgumentError(
                 f"scaled: expected {name} to be a number, or a 0-d tensor that needs no gradient; got "
-                f"{_say(factor)}. Multiply with * where it is a tensor or is trained."
+                f"{_described(factor)}. Multiply with * where it is a tensor or is trained."
             )
         return
     if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.SymFloat, torch.SymInt)):
-        raise ArgumentError(f"scaled: expected {name} to be a number; got {_say(factor)}. Give a float.")
+        raise ArgumentError(f"scaled: expected {name} to be a number; got {_described(factor)}. Give a float.")
     if not isinstance(factor, (torch.SymFloat, torch.SymInt)) and not -float("inf") < factor < float("inf"):
         raise ArgumentError(f"scaled: expected {name} to be finite; got {factor}. Give a finite number.")
 
 
-def _say(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor ({value.dtype}, {tuple(value.shape)})"
     return f"{value!r} ({type(value).__name__})"

@@ -272,7 +272,7 @@ def test_what_no_rule_knows_is_left_and_listed() -> None:
             return self.out(self.cell(x)[0])
 
     analysis = of(Recurrent(), torch.randn(4, 5, 8))
-    (left, *kept) = analysis.left
+    (left, *kept) = analysis.skipped
     assert left.operation == "lstm" and left.module == "cell" and left.why == "no rule for this operation"
     assert "test_analysis.py:" in str(left)
     cell = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -282,7 +282,7 @@ def test_what_no_rule_knows_is_left_and_listed() -> None:
 
 
 def test_nothing_is_left_of_the_models_that_are_known() -> None:
-    assert {name: analysed(name).left for name in MODELS if analysed(name).left} == {}
+    assert {name: analysed(name).skipped for name in MODELS if analysed(name).skipped} == {}
 
 
 def test_a_tensor_written_in_place_and_read_under_another_name_is_refused() -> None:
@@ -299,7 +299,7 @@ def test_a_tensor_written_in_place_and_read_under_another_name_is_refused() -> N
 
 
 def test_in_place_is_fine_where_nothing_else_reads() -> None:
-    assert not of(Of(lambda m, x: (x @ m.w).relu_(), w=(8, 8)), torch.randn(4, 8)).left
+    assert not of(Of(lambda m, x: (x @ m.w).relu_(), w=(8, 8)), torch.randn(4, 8)).skipped
 
 
 def test_a_model_without_values_is_analysed_alike() -> None:
@@ -308,7 +308,7 @@ def test_a_model_without_values_is_analysed_alike() -> None:
     example = MODELS["gpt_by_hand"]().example
     meta = analyse(capture(model.to("meta"), {name: x.to("meta") for name, x in example.items()}))
     real = analyse(capture(MODELS["gpt_by_hand"]().model, example))
-    assert meta.changes == real.changes and meta.parameters == real.parameters and not meta.left
+    assert meta.changes == real.changes and meta.parameters == real.parameters and not meta.skipped
 
 
 def test_a_token_of_its_own_is_drawn_like_an_embedding() -> None:
@@ -329,5 +329,5 @@ def test_values_inside_a_region_without_gradients_are_known() -> None:
         return h * cosine + torch.cat((-b, a), -1) * sine
 
     analysis = of(Of(rotated, w=(8, 8)), torch.randn(4, 16, 8))
-    assert not analysis.left
+    assert not analysis.skipped
     assert any("as one, by measurement" in why for why in analysis.reasons.values())

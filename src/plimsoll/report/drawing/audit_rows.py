@@ -11,7 +11,7 @@ from plimsoll.kernels import row_layout
 from plimsoll.report.labels import MINUS, labels, power, safe
 from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading, Row
-from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction
+from plimsoll.unit.auditing.result import DIRECTIONS, FORMATS, Direction
 
 _EACH_NAMED = 60  # operations up to which each is named on the axis
 _MOST_GROUPS = 36

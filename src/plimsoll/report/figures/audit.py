@@ -19,7 +19,7 @@ from plimsoll.report.drawing.theme import BLUE, GREY, ORANGE, RED
 from plimsoll.report.labels import joined, power, powers, safe
 from plimsoll.text import counted
 from plimsoll.unit import Audit, Reading
-from plimsoll.unit.auditing.rows import DIRECTIONS, FORMATS, Direction
+from plimsoll.unit.auditing.result import DIRECTIONS, FORMATS, Direction
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure  # pyright: ignore[reportMissingTypeStubs]

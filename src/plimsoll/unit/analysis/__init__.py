@@ -1,1 +1,1 @@
-"""What a model's operations do, as unit scaling sees it."""
+"""Analysis of a captured model: the factors of its operations, and the changes of its parameters."""

@@ -1,10 +1,10 @@
-"""What a conversion does to a captured graph: factors where edges are free, shared ones where they are not.
+"""Changes of a captured graph by a conversion: separate factors on free edges, shared ones elsewhere.
 
-Every tensor u has a number c(u), what its gradient is multiplied by against the true one. An edge from u to v that is
-multiplied forward by a and backward by b changes it by b / a, so the gradient is a true one if and only if there are
-such numbers with b / a = c(u) / c(v) on every edge. On a bridge that holds whatever b and a are. Elsewhere an operation
-has one factor both ways, and c is 1 but inside residual branches (`residuals`) and for shared parameters, which have
-one number for all their uses (`tied_parameters`).
+Every tensor u has a number c(u), the factor between its gradient and the true one. An edge from u to v with the factors
+a forward and b backward changes it by b / a. So the gradient is a true one if and only if there are such numbers with b
+/ a = c(u) / c(v) on every edge. On a bridge that holds for any b and a. Elsewhere an operation has one factor both
+ways. There c is 1, except inside residual branches (`residuals`) and for shared parameters, which have one number for
+all their uses (`shared_factors`).
 """
 
 from collections.abc import Mapping
@@ -12,42 +12,49 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from plimsoll.unit.analysis.balance import balanced
-from plimsoll.unit.analysis.loss_gradients import incoming_factors
 from plimsoll.unit.analysis.parameters import parameter_changes
 from plimsoll.unit.analysis.residuals import Tau, residuals
-from plimsoll.unit.analysis.source_location import check_aliases, left_of
-from plimsoll.unit.analysis.tied_parameters import tied_factors
+from plimsoll.unit.analysis.shared_factors import balanced, incoming_factors, tied_factors
+from plimsoll.unit.analysis.source_location import check_aliases, skipped_operation
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.capture.example_values import Values
 from plimsoll.unit.capture.fused_functions import Cluster, clusters, free_edges
 from plimsoll.unit.capture.gradient_graph import Edge, Flow, base_name, flow, tensor_ports
-from plimsoll.unit.changes import ONE, Factor, Left, NodeChange, ParameterChange, Port, Scale
+from plimsoll.unit.changes import ONE, Factor, NodeChange, ParameterChange, Port, Scale, SkippedOperation
 from plimsoll.unit.factors.formulas import Constraint, check_constraint
-from plimsoll.unit.rules.measured import ENTRY, of_cluster
-from plimsoll.unit.rules.operation import Ideal, Site, mean, parameter_behind, times
-from plimsoll.unit.rules.registry import ideal_of
+from plimsoll.unit.rules.losses import LOSSES
+from plimsoll.unit.rules.measured import ENTRY, MEASURED, of_cluster
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, mean, parameter_behind, skipped as _skipped, times
+from plimsoll.unit.rules.pointwise import POINTWISE
+from plimsoll.unit.rules.products import PRODUCTS
+from plimsoll.unit.rules.sums import SUMS
+
+# A formula replaces the measurement of the same operation: it is exact and follows the batch.
+_RULES: dict[str, Rule] = {**MEASURED, **PRODUCTS, **POINTWISE, **SUMS, **LOSSES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """What becomes of every operation and parameter of a captured model.
+    """Changes of all operations and parameters of a captured model.
 
-    - `changes`: by node; one that is not here is carried out as it is. `parameters`: by name in the model, every name
-      of a shared one. `left`: what was not converted, and why. `flow`: the graph that gradients flow through.
-    - `reasons`: by node, the rule's word on every operation that a gradient flows through, changed or not.
+    Attributes:
+        changes: Changes of operations by node. Nodes that are missing here stay unchanged.
+        parameters: Changes of parameters by name in the model, under every name of a shared one.
+        skipped: Operations and parameters that are not converted, with reasons.
+        flow: Graph that gradients flow through.
+        reasons: Reason of the rule for every operation that a gradient flows through, changed or not.
     """
 
     changes: Mapping[str, NodeChange]
     parameters: Mapping[str, ParameterChange]
-    left: tuple[Left, ...]
+    skipped: tuple[SkippedOperation, ...]
     flow: Flow
     reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """All that is known before the edges are looked at: ideal factors, what is one operation, which edges are free."""
+    """Facts that hold before edges are considered: ideal factors, clusters, free edges."""
 
     graph: Flow
     nodes: Mapping[str, fx.Node]
@@ -60,38 +67,41 @@ class _Rules:
     depth: Mapping[str, int]
 
     def ratio(self, edge: Edge, end: str) -> float:
-        """What the gradient is multiplied by on an edge into an operation, beyond what the value is."""
+        """Return the backward factor of an edge into an operation, divided by its forward factor."""
         return self.potential.get(edge.source, 1.0) / self.potential.get(end, 1.0)
 
 
 def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", residual_tau: Tau = None) -> Analysis:
-    """The changes that bring every tensor of `captured` to unit scale, forward and backward.
+    """Return the changes that bring every tensor of `captured` to unit scale, forward and backward.
 
     Args:
-        captured: the graph.
-        constraint: how the factors of an operation become one, where its edges are no bridges. None: they do not;
-            every operation keeps its own each way, and gradients are corrected where paths meet (`balance`).
-        residual_tau: the weight of a residual branch: a number in (0, 1); one for each kind of branch ("attention",
-            "mlp", "other"); None: 1 / (k + 1) for the k-th on a skip path, so that all of them count alike.
+        captured: The graph.
+        constraint: How the factors of an operation become one if its edges are no bridges. None keeps separate factors
+            each way, and corrects gradients where paths meet (`shared_factors`). Default: `"gmean"`.
+        residual_tau: Weight of a residual branch, between 0 and 1, or one for each kind of branch ("attention", "mlp",
+            "other"). Default: 1 / (k + 1) for the k-th on a skip path, so that all of them have equal weight.
 
-    Raises `ArgumentError` for a constraint or a weight that is none, and where a conversion would be wrong.
+    Raises:
+        ArgumentError: The constraint or a weight is not allowed, or a conversion would be wrong.
     """
     check_constraint("convert", constraint)
     graph = flow(captured)
     check_aliases(captured, graph)
     rules = _rules(captured, graph, constraint, residual_tau)
     changes = _changes(rules)
-    as_they_are = {name for name, one in rules.ideals.items() if one.left}
-    parameters, kept = parameter_changes(captured, graph, as_they_are, rules.depth)
-    left = [left_of(rules.nodes[name], ideal.left) for name, ideal in rules.ideals.items() if ideal.left]
+    unchanged = {name for name, ideal in rules.ideals.items() if ideal.skipped}
+    parameters, kept = parameter_changes(captured, graph, unchanged, rules.depth)
+    skipped = [
+        skipped_operation(rules.nodes[name], ideal.skipped) for name, ideal in rules.ideals.items() if ideal.skipped
+    ]
     reasons = {name: ideal.why for name, ideal in rules.ideals.items()}
-    return Analysis(changes=changes, parameters=parameters, left=(*left, *kept), flow=graph, reasons=reasons)
+    return Analysis(changes=changes, parameters=parameters, skipped=(*skipped, *kept), flow=graph, reasons=reasons)
 
 
 def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: Tau) -> _Rules:
     values = Values(captured, frozenset(graph.carrying))
     together = clusters(graph)
-    found = residuals(graph, tau, frozenset(together))
+    joins = residuals(graph, tau, frozenset(together))
     ideals: dict[str, Ideal] = {}
     means: dict[str, float] = {}
     for name, node in graph.nodes.items():
@@ -103,16 +113,21 @@ def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: 
         else:
             ports = {port: source for port, source in tensor_ports(node) if source.name in graph.nodes}
             site = Site(node=node, flow=graph, ports=ports, means=means, values=values)
-            ideals[name] = found.weighted(name, ideal_of(site))
+            ideals[name] = joins.weighted(name, _ideal(site))
         means[name] = ideals[name].mean
     nodes = {node.name: node for node in captured.graph.nodes}
     free = free_edges(graph, together)
     incoming, own = incoming_factors(graph, free, ideals, nodes)
-    potential = found.potential if constraint else balanced(graph, free, ideals, together, nodes, own)
+    potential = joins.potential if constraint else balanced(graph, free, ideals, together, nodes, own)
     return _Rules(
         graph=graph, nodes=nodes, clusters=together, free=free, ideals=ideals, constraint=constraint,
-        potential=potential, incoming=incoming, depth=found.depth,
+        potential=potential, incoming=incoming, depth=joins.depth,
     )  # fmt: skip
+
+
+def _ideal(site: Site) -> Ideal:
+    rule = _RULES.get(site.operation)
+    return _skipped(site, "no rule for this operation") if rule is None else rule(site)
 
 
 def _inside(node: fx.Node) -> Ideal:
@@ -140,10 +155,10 @@ def _is_one(scale: Scale) -> bool:
 
 
 def _bound(name: str, rules: _Rules) -> list[Edge]:
-    """The edges into an operation (into all of a cluster) that are not free and bring no parameter."""
+    """Return the edges into an operation (or into a whole cluster) that are not free and do not carry a parameter."""
     cluster = rules.clusters.get(name)
     inside = cluster.nodes if cluster else frozenset({name})
-    edges = [edge for one in inside for edge in rules.graph.into[one] if edge.source not in inside]
+    edges = [edge for member in inside for edge in rules.graph.into[member] if edge.source not in inside]
     return [
         edge for edge in edges
         if edge not in rules.free and parameter_behind(rules.graph.nodes[edge.source], rules.graph) is None
@@ -151,7 +166,7 @@ def _bound(name: str, rules: _Rules) -> list[Edge]:
 
 
 def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
-    """What multiplies an operation's result: its ideal factor, or the one that stands for both directions."""
+    """Return the factor of an operation's result: its ideal one, or a common one of both directions."""
     bound = [] if ideal.rigid else _bound(name, rules)
     if not bound or rules.constraint is None:
         return ideal.output
@@ -162,7 +177,7 @@ def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
 
 
 def _backward(edge: Edge, rules: _Rules, outputs: Mapping[str, Factor], tied: Mapping[Edge, Factor]) -> Factor:
-    """What multiplies the gradient that leaves an operation at one port."""
+    """Return the factor of the gradient that leaves an operation at one port."""
     if edge in tied:
         return tied[edge]
     cluster = rules.clusters.get(edge.target)

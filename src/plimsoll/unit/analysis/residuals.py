@@ -1,7 +1,7 @@
-"""Residual additions: which additions join a branch to the path it left, and how both are weighted.
+"""Residual additions: additions that join a branch with the path that it left, and their weights.
 
-A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. Its gradient would be small by sqrt(tau) all the way
-through; so it enters the branch unscaled and is multiplied by sqrt(tau) where it leaves it, at the branch's start.
+A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. With ordinary products its gradient would be small by
+sqrt(tau) all the way through. So it enters the branch unscaled, and is multiplied by sqrt(tau) at the branch's start.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "addmm", "badd
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A residual addition: where the skip path began, which port brings it, and the branch's weight."""
+    """Residual addition: start of the skip path, ports of both operands, and the branch's weight."""
 
     addition: str
     start: str
@@ -36,9 +36,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residual additions of a graph, and of every node inside a branch the potential c and the depth.
+    """Residual additions of a graph, with the potential c and the depth of every node inside a branch.
 
-    The depth is how many branches join the same path; those of paths within branches multiply.
+    The depth is the number of branches that join the same path. Depths of paths within branches multiply.
     """
 
     joins: dict[str, Join] = field(default_factory=dict[str, Join])
@@ -46,7 +46,7 @@ class Residuals:
     depth: dict[str, int] = field(default_factory=dict[str, int])
 
     def weighted(self, name: str, ideal: Ideal) -> Ideal:
-        """The rule's word on a node, with the weights of a residual addition where it is one."""
+        """Return the rule's factors of a node, with the weights of a residual addition if it is one."""
         join = self.joins.get(name)
         if join is None:
             return ideal
@@ -55,18 +55,18 @@ class Residuals:
 
 
 def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:
-    """The residual additions of `graph`, weighted by `tau`; those `inside` an operation written in several are none."""
+    """Return the residual additions of `graph`, weighted by `tau`, without those inside a cluster."""
     _check(tau)
-    found = Residuals()
+    result = Residuals()
     depth: dict[str, int] = {}
     for name, node in graph.nodes.items():
         join = None if name in inside else _join(node, graph, tau, depth)
         if join is None:
             continue
-        found.joins[name] = join
-        _enter(join, graph, found.potential)
-    _count(found, graph)
-    return found
+        result.joins[name] = join
+        _enter(join, graph, result.potential)
+    _count(result, graph)
+    return result
 
 
 def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join | None:
@@ -83,7 +83,7 @@ def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join |
 
 
 def _behind(skip: str, branch: str, graph: Flow) -> str | None:
-    """The node that both the skip path and the branch leave from: back from `skip` through views and dropout."""
+    """Return the node where both the skip path and the branch start, back from `skip` through views and dropout."""
     before = nx.ancestors(graph.directed, branch)
     while skip not in before:
         edges = graph.into[skip]
@@ -94,7 +94,7 @@ def _behind(skip: str, branch: str, graph: Flow) -> str | None:
 
 
 def _region(start: str, end: str, graph: Flow) -> set[str]:
-    """Every node on a way from `start` to `end`, the start left out."""
+    """Return every node on a path from `start` to `end`, without the start."""
     return (nx.descendants(graph.directed, start) & nx.ancestors(graph.directed, end)) | {end}
 
 
@@ -112,21 +112,21 @@ def _tau(tau: Tau, kind: str, k: int) -> float:
 
 
 def _inside(join: Join, graph: Flow) -> set[str]:
-    """Every node of the branch."""
+    """Return every node of the branch."""
     end = next(edge.source for edge in graph.into[join.addition] if edge.port == join.branch)
     return _region(join.start, end, graph)
 
 
-def _count(found: Residuals, graph: Flow) -> None:
-    """Notes how many branches there are beside each: additions of one path lead from one to the next."""
-    begun: dict[str, str] = {}
+def _count(result: Residuals, graph: Flow) -> None:
+    """Set the depths. Additions of one path lead from one to the next."""
+    starts: dict[str, str] = {}
     lengths: dict[str, int] = {}
-    for name, join in found.joins.items():
-        begun[name] = begun.get(join.start, join.start)
-        lengths[begun[name]] = lengths.get(begun[name], 0) + 1
-    for name, join in found.joins.items():
+    for name, join in result.joins.items():
+        starts[name] = starts.get(join.start, join.start)
+        lengths[starts[name]] = lengths.get(starts[name], 0) + 1
+    for name, join in result.joins.items():
         for node in _inside(join, graph):
-            found.depth[node] = found.depth.get(node, 1) * lengths[begun[name]]
+            result.depth[node] = result.depth.get(node, 1) * lengths[starts[name]]
 
 
 def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
@@ -135,19 +135,19 @@ def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
         edge for name in region for edge in graph.out_of[name]
         if edge.target not in region and (edge.target, edge.port) != (join.addition, join.branch)
     ]  # fmt: skip
-    if leaving:  # another use of the branch's inside: its gradient has to be at the same scale as outside
-        return
+    if leaving:
+        return  # the inside of the branch is used elsewhere, so its gradient needs the scale of the outside
     for name in region:
         potential[name] = potential.get(name, 1.0) / join.tau**0.5
 
 
 def _check(tau: Tau) -> None:
-    given = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
-    for kind, value in cast("Mapping[str, object]", given).items():
+    weights = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
+    for kind, value in cast("Mapping[str, object]", weights).items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
             raise ArgumentError(
                 f"convert: expected residual_tau to lie between 0 and 1; got {value!r}"
-                f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all alike."
+                f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all equally."
             )
     if isinstance(tau, Mapping) and set(tau) != {"attention", "mlp", "other"}:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Where in the source and in the model an operation stands."""
+"""Locations of operations in the source and in the model, and refusals that name them."""
 
 import re
 from typing import cast
@@ -8,35 +8,40 @@ from torch import fx
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.capture.gradient_graph import Flow, base_name, operation_of
-from plimsoll.unit.changes import Left
+from plimsoll.unit.changes import SkippedOperation
 from plimsoll.unit.rules.operation import VIEWS
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 def module_of(node: fx.Node) -> str:
-    """The name of the innermost module that an operation was called in; "" for the root."""
+    """Return the name of the innermost module that called an operation, "" for the root."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     names = [name for name, _ in stack.values() if not name.startswith("_empty_nn_module_stack")]
     return names[-1] if names else ""
 
 
 def source_of(node: fx.Node) -> str | None:
-    """``file:line`` of the model's own code that called an operation: the innermost line outside torch."""
+    """Return ``file:line`` of the model's code that called an operation: the innermost line outside torch."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in frames if "/torch/" not in file]
     return ":".join(own[-1]) if own else None
 
 
 def check_aliases(captured: Captured, graph: Flow) -> None:
-    """Refuses a tensor that is written in place and read again under another name: a factor would part the two."""
+    """Raise an error for a tensor that is written in place and read again under another name.
+
+    A factor would apply to only one of the two.
+    """
     nodes = list(captured.graph.nodes)
     for position, node in enumerate(nodes):
         if node.name not in graph.carrying or node.op != "call_function" or base_name(node) == operation_of(node):
             continue
         written = cast("fx.Node", node.args[0])
-        shown = _shown(written)
-        again = [one for one in nodes[position + 1 :] for source in one.all_input_nodes if _reads(source, node, shown)]
+        base = _base(written)
+        again = [
+            later for later in nodes[position + 1 :] for source in later.all_input_nodes if _reads(source, node, base)
+        ]
         if again:
             raise ArgumentError(
                 f"convert: expected no tensor to be written in place and read again under another name; got "
@@ -45,10 +50,10 @@ def check_aliases(captured: Captured, graph: Flow) -> None:
             )
 
 
-def _reads(source: fx.Node, writing: fx.Node, shown: fx.Node) -> bool:
-    """Whether a node is the tensor that was written to, under another name than the writing's result."""
+def _reads(source: fx.Node, writing: fx.Node, base: fx.Node) -> bool:
+    """Return whether a node is the written tensor under another name than the write's result."""
     while source is not writing:
-        if source is shown:
+        if source is base:
             return True
         if source.op != "call_function" or base_name(source) not in VIEWS or not isinstance(source.args[0], fx.Node):
             return False
@@ -56,8 +61,8 @@ def _reads(source: fx.Node, writing: fx.Node, shown: fx.Node) -> bool:
     return False
 
 
-def _shown(node: fx.Node) -> fx.Node:
-    """The tensor that a node shows through views."""
+def _base(node: fx.Node) -> fx.Node:
+    """Return the tensor that a node is a view of."""
     while node.op == "call_function" and base_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -72,6 +77,6 @@ def _at(node: fx.Node) -> str:
     return f" at {source}" if source else ""
 
 
-def left_of(node: fx.Node, why: str) -> Left:
-    """The record of an operation that was left as it is."""
-    return Left(operation=operation_of(node), module=module_of(node), source=source_of(node), why=why)
+def skipped_operation(node: fx.Node, why: str) -> SkippedOperation:
+    """Return the record of an operation that is not converted."""
+    return SkippedOperation(operation=operation_of(node), module=module_of(node), source=source_of(node), why=why)

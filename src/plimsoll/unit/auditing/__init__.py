@@ -1,1 +1,1 @@
-"""`audit`: the scales of a model's activations and gradients."""
+"""`audit` measures the scales of a model's activations and gradients."""

@@ -1,4 +1,4 @@
-"""`audit`: the scale of every tensor of one forward and backward, and of every gradient."""
+"""`audit` measures the scale of every tensor of one forward and backward pass, and of every gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
-from plimsoll.unit.auditing.result import Audit
-from plimsoll.unit.auditing.rows import Row
-from plimsoll.unit.auditing.state_guard import gradients_kept, lent
+from plimsoll.unit.auditing.result import Audit, Row
+from plimsoll.unit.auditing.state_guard import borrowed_models, gradients_restored
 from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
 from plimsoll.watch.shadow.fp32_replay import fresh_inputs, tensors_of
 
@@ -24,52 +23,59 @@ def audit(
     *,
     every: bool = False,
 ) -> Audit:
-    """The scale of every operation of one forward and backward of any module, converted or not.
+    """Measure the scale of every operation of one forward and backward pass of any module, converted or not.
 
-    Each operation's result, each floating input and each parameter is measured, and so is its gradient: exactly, whole
-    (`plimsoll.measure`). A module of `unit`, or a function of `unit.functional`, is one operation, its factors
-    included. The model is in the mode that it is in, training or not, and computes what it would compute without
-    `audit`, bit for bit; compiled models run eagerly. Nothing is left changed: gradients, buffers, modules' attributes
-    and random generators are as they were, and watches record nothing.
+    Each operation's result, each floating-point input and each parameter is measured exactly and completely
+    (`plimsoll.measure`), and so is its gradient. A module of `unit`, or a function of `unit.functional`, is one
+    operation, its factors included. The model stays in its mode, training or not. It computes the same as without
+    `audit`, bit for bit, except that compiled models run eagerly. Gradients, buffers, attributes of modules and random
+    generators are restored, and watches record nothing.
 
     Args:
-        model: any module whose parameters are here and whole.
-        example: a tensor; a tuple of positional arguments; or a mapping of keyword arguments.
-        loss: takes what the model gives and returns a scalar. None: the `loss` that the model gives, or its output
-            where that is a scalar; else every floating output is given a gradient of random normal values.
-        every: also rows for operations that only move values (views, copies, joins) or make them of none.
+        model: Any module whose parameters are complete on this process.
+        example: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        loss: Function of the model's output that returns a scalar. Default: the `loss` of the output, or the output
+            itself if it is a scalar. Otherwise every floating-point output gets a gradient of random normal values.
+        every: Whether operations that only move values (views, copies, joins) or make them of none get rows too.
+            Default: False.
 
-    Raises `ArgumentError` for what cannot be run, and `UnsupportedTensorError` for parameters without values here.
+    Returns:
+        The audit, with a row for each tensor.
+
+    Raises:
+        ArgumentError: The model, the example or the loss cannot be run.
+        UnsupportedTensorError: A parameter has no values on this process.
+
     Errors of the model itself are passed on.
 
-    >>> torch.manual_seed(0); found = audit(nn.Linear(256, 64), torch.randn(128, 256))
+    >>> torch.manual_seed(0); result = audit(nn.Linear(256, 64), torch.randn(128, 256))
     <...>
-    >>> [(row.name, round(row.forward_std, 2), round(row.backward_std, 2)) for row in found.operations]
+    >>> [(row.name, round(row.forward_std, 2), round(row.backward_std, 2)) for row in result.operations]
     [('model linear', 0.58, 1.0)]
     """
     root = _checked(model, loss)
     args, kwargs = _arguments(example)
-    judges = [root, *([loss] if isinstance(loss, nn.Module) else [])]
+    roots = [root, *([loss] if isinstance(loss, nn.Module) else [])]
     observer = Observer(_run.__code__)
-    devices = {x.device for module in judges for x in module.parameters()}
+    devices = {x.device for module in roots for x in module.parameters()}
     inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), wide=False))
     devices |= {x.device for x in tensors_of(inputs)}
     parameters = list(root.named_parameters())
-    with lent(judges, devices) as leaves:
-        given = [observer.take(name.removeprefix(".") or "input", x) for name, x in tensors_in(_as_one(*inputs))]
+    with borrowed_models(roots, devices) as leaves:
+        entries = [observer.take(name.removeprefix(".") or "input", x) for name, x in tensors_in(_as_one(*inputs))]
         names = _module_names(root, loss)
         _run(observer, root, inputs, loss)
         own = [(clean(name), leaves[id(p)]) for name, p in parameters]
-        rows = _rows(observer.entries, len(given), names, has_loss=loss is not None)
-        found = [*rows, *_of_parameters(own, len(rows))]
-    shown = [row for row in found if every or not row.moved]
+        rows = _rows(observer.entries, len(entries), names, has_loss=loss is not None)
+        rows += _parameter_rows(own, len(rows))
+    shown = [row for row in rows if every or not row.moved]
     return Audit(
         model=type(root).__name__, rows=tuple(shown), training=root.training, unmeasured=tuple(observer.unmeasured)
     )
 
 
 def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], loss: Any) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     with observer.listening():
         output = root(*inputs[0], **inputs[1])
         value = None if loss is None else _scalar(loss(output))
@@ -78,14 +84,13 @@ def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dic
     if not trained:
         return
     tensors = [x for x, _ in trained]
-    with gradients_kept(tensors, root.parameters()):
+    with gradients_restored(tensors, root.parameters()):
         torch.autograd.backward(tensors, [g for _, g in trained])
 
 
 def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Where the backward begins without a loss, each tensor with its gradient."""
-    given: Any = _own_loss(output)
-    for end in cast("tuple[Any, ...]", (given, output)):
+    """Return the tensors from which the backward pass starts without a loss, each with its gradient."""
+    for end in cast("tuple[Any, ...]", (_own_loss(output), output)):
         if isinstance(end, Tensor) and end.numel() == 1 and end.is_floating_point():
             return [(end, None)]
     outputs = [x for _, x in tensors_in(output)]
@@ -98,7 +103,7 @@ def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _own_loss(output: Any) -> Any:
-    """The loss that a model gives among others, as those of transformers do."""
+    """Return the loss within an output, as in models of transformers."""
     return (
         cast("Mapping[str, Any]", output).get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     )
@@ -107,14 +112,14 @@ def _own_loss(output: Any) -> Any:
 def _scalar(value: Any) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         return value
-    said = f"a tensor ({value.dtype}, {tuple(value.shape)})" if isinstance(value, Tensor) else type(value).__name__
+    got = f"a tensor ({value.dtype}, {tuple(value.shape)})" if isinstance(value, Tensor) else _kind(value)
     raise ArgumentError(
-        f"audit: expected loss to return a floating scalar; got {said}. Reduce it: loss.mean(), or output['loss']."
+        f"audit: expected loss to return a floating scalar; got {got}. Reduce it: loss.mean(), or output['loss']."
     )
 
 
 def _normal(x: Tensor, number: int) -> Tensor:
-    """Random normal values for a gradient, whose generator is none of the process's."""
+    """Return random normal values for a gradient, from a separate generator."""
     generator = torch.Generator("cpu").manual_seed(number)
     drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32)
     return drawn.to(device=x.device, dtype=x.dtype)
@@ -125,9 +130,9 @@ def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, ha
     rows: list[Row] = []
     for position, entry in enumerate(entries):
         assert entry.forward is not None
-        module = names.get(id(entry.place.module))
+        module = names.get(id(entry.site.module))
         if module is None:
-            inside = entry.place.module
+            inside = entry.site.module
             module = type(inside).__name__ if inside is not None else _LOSS if has_loss else ROOT
         kind = "input" if position < inputs else "operation"
         module = ROOT if kind == "input" else module
@@ -136,14 +141,14 @@ def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, ha
         rows.append(
             Row(
                 position=position, kind=kind, operation=entry.operation, module=module, call=calls[key],
-                output=entry.output, source=entry.place.source, shape=entry.shape, dtype=_name(entry.dtype),
+                output=entry.output, source=entry.site.source, shape=entry.shape, dtype=_name(entry.dtype),
                 moved=entry.moved, forward=entry.forward, backward=entry.backward, absence=entry.absence,
             )
         )  # fmt: skip
     return rows
 
 
-def _of_parameters(parameters: Sequence[tuple[str, Tensor]], position: int) -> Iterator[Row]:
+def _parameter_rows(parameters: Sequence[tuple[str, Tensor]], position: int) -> Iterator[Row]:
     for number, (name, leaf) in enumerate(parameters):
         module, _, own = name.rpartition(".")
         forward = spectrum_of(leaf)
@@ -165,14 +170,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _module_names(root: nn.Module, loss: object) -> dict[int, str]:
-    """Each module's path, by its identity; the first one where it has several."""
-    found: dict[int, str] = {}
+    """Return each module's first path, by the module's id."""
+    paths: dict[int, str] = {}
     for name, module in cast("Iterator[tuple[str, nn.Module]]", root.named_modules()):
-        found.setdefault(id(module), clean(name) or ROOT)
+        paths.setdefault(id(module), clean(name) or ROOT)
     if isinstance(loss, nn.Module):
         for name, module in cast("Iterator[tuple[str, nn.Module]]", loss.named_modules()):
-            found.setdefault(id(module), f"{_LOSS}.{name}" if name else _LOSS)
-    return found
+            paths.setdefault(id(module), f"{_LOSS}.{name}" if name else _LOSS)
+    return paths
 
 
 def _as_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,14 +224,16 @@ def _checked(model: object, loss: object) -> nn.Module:
 
 def _check_parameter(name: str, p: Tensor) -> None:
     if nn.parameter.is_lazy(p):
-        said, advice = "one that is not initialised yet", "Run a batch through the model first."
+        problem, advice = "one that is not initialised yet", "Run a batch through the model first."
     elif p.is_meta:
-        said, advice = (
+        problem, advice = (
             "one on the meta device, without values",
-            "Materialise it: model.to_empty(device=...), and draw it.",
+            "Materialize it with model.to_empty(device=...), and draw it.",
         )
     elif hasattr(p, "_local_tensor"):
-        said, advice = "a DTensor, of which a part is elsewhere", "Audit the model before it is sharded."
+        problem, advice = "a DTensor, of which a part is elsewhere", "Audit the model before it is sharded."
     else:
         return
-    raise UnsupportedTensorError(f"audit: expected parameters with their values here; got {name!r}, {said}. {advice}")
+    raise UnsupportedTensorError(
+        f"audit: expected parameters with their values here; got {name!r}, {problem}. {advice}"
+    )

@@ -1,13 +1,12 @@
-"""What sees every operation of a forward, and the gradient of what it gave.
+"""Observer of every operation of a forward pass, and of the gradients of the results.
 
-A torch-function mode hears of each function that Python calls, and a hook on the function's result hears of its
-gradient. What no such mode hears of is a `torch.autograd.Function`: while an audit runs, `apply` is replaced for the
-thread that runs it. Two things come of that:
+A torch-function mode receives each function that Python calls. A hook on the function's result receives the gradient.
+No such mode receives a `torch.autograd.Function`, so `apply` is replaced while an audit runs, for its thread.
 
-- A function of `unit.functional`, and a line of a converted model, is an operation and multiplications around it. It
-  is one row: whatever it gave last.
-- A re-entrant checkpoint runs its part without gradients and once more in the backward, where the gradients come. Its
-  second run fills in the rows of its first. (The other kind of checkpoint keeps the first run's graph: nothing to do.)
+- A function of `unit.functional`, or a line of a converted model, is an operation with multiplications around it. It is
+  one row, with the last result.
+- A re-entrant checkpoint runs its part without gradients, and again in the backward pass, where the gradients come. The
+  second run completes the rows of the first. (The other kind of checkpoint keeps the graph of the first run.)
 """
 
 import contextlib
@@ -26,20 +25,27 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.errors import PlimsollError
 from plimsoll.spectrum import Spectrum, measure
-from plimsoll.unit.auditing.call_site import Place, look
-from plimsoll.unit.auditing.operation_names import BOOKKEEPING, canonical, factor_rank, moves, operation_of
-from plimsoll.unit.auditing.rows import Absence
+from plimsoll.unit.auditing.operations import (
+    BOOKKEEPING,
+    CallSite,
+    canonical,
+    factor_rank,
+    find_call_site,
+    moves,
+    operation_of,
+)
+from plimsoll.unit.auditing.result import Absence
 
-# Composite functions of torch that call others in Python: their insides are what is of interest.
+# Composite functions of torch that call others in Python. Rows are of the operations inside.
 _OPENED = (functional.multi_head_attention_forward,)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
-    """A row in the making."""
+    """Row that is not complete yet."""
 
     operation: str
-    place: Place
+    site: CallSite
     output: int = 0
     moved: bool = False
     value: Tensor | None = None  # until it is measured
@@ -52,23 +58,23 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """What a re-entrant checkpoint runs: the entries of its first run."""
+    """Part that a re-entrant checkpoint runs, with the entries of its first run."""
 
     entries: list[Entry] = field(default_factory=list[Entry])
     runs: int = 0
 
 
 class Observer(TorchFunctionMode):
-    """Gathers entries, in program order, while it is entered."""
+    """Collects entries in program order while it is entered."""
 
     def __init__(self, until: CodeType) -> None:
         super().__init__()
         self.entries: list[Entry] = []
-        self.unmeasured: list[str] = []  # operations whose results hold values that cannot be measured
+        self.unmeasured: list[str] = []  # operations whose results cannot be measured
         self._until = until
         self._thread = threading.get_ident()
         self._quiet = False
-        self._pending: Entry | None = None  # of a function of ours that has not returned
+        self._pending: Entry | None = None  # of an operation with factors that has not returned
         self._regions: list[Region] = []
         self._again: Iterator[Entry] | None = None
 
@@ -80,16 +86,16 @@ class Observer(TorchFunctionMode):
             with self:
                 return _without_its_check(func)(*args, **kwargs)
         self._settle_before()
-        given = _floating((args, kwargs))
-        versions = [_version(x) for x in given]
+        inputs = _floating((args, kwargs))
+        versions = [_version(x) for x in inputs]
         result = func(*args, **kwargs)
         name = operation_of(func)
-        self._saw(name, given, versions, args[0] if name == "setitem" else result)
+        self._record(name, inputs, versions, args[0] if name == "setitem" else result)
         return result
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
-        """Inside, this thread's operations are seen, those of autograd functions written in Python too."""
+        """Record this thread's operations, autograd functions written in Python included."""
         original: Any = torch.autograd.Function.__dict__["apply"]
         observer = self
 
@@ -107,7 +113,7 @@ class Observer(TorchFunctionMode):
 
     @contextlib.contextmanager
     def quietly(self) -> Generator[None]:
-        """Inside, nothing is seen."""
+        """Record nothing."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -115,18 +121,18 @@ class Observer(TorchFunctionMode):
             self._quiet = before
 
     def take(self, name: str, x: Tensor) -> Entry:
-        """An entry for a tensor that no operation gave: an input."""
-        entry = Entry(operation=name, place=Place(), value=x)
+        """Return an entry for an input, which is no operation's result."""
+        entry = Entry(operation=name, site=CallSite(), value=x)
         self._measure(entry)
         return entry
 
     def settle(self) -> None:
-        """What the last function of ours gave is final."""
+        """Measure the result of the pending operation with factors, which is final now."""
         entry, self._pending = self._pending, None
         if entry is not None:
             self._measure(entry)
 
-    # -- what is called ------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _applied(self, cls: Any, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._quiet or threading.get_ident() != self._thread or cls.__name__ in BOOKKEEPING:
@@ -134,56 +140,55 @@ class Observer(TorchFunctionMode):
         if cls is CheckpointFunction:
             return call(self._region(args[0]), *args[1:])
         self._settle_before()
-        given = _floating(args)
-        versions = [_version(x) for x in given]
+        inputs = _floating(args)
+        versions = [_version(x) for x in inputs]
         with self.quietly():
             result = call(*args)
-        self._saw(canonical(cls.__name__), given, versions, result)
+        self._record(canonical(cls.__name__), inputs, versions, result)
         return result
 
     def _settle_before(self) -> None:
-        if self._pending is not None and not look(self._until).part_of(self._pending.place):
+        if self._pending is not None and not find_call_site(self._until).part_of(self._pending.site):
             self.settle()
 
-    def _saw(self, name: str, given: Sequence[Tensor], versions: Sequence[int], result: Any) -> None:
-        found = _floating(result)
-        if not found:
+    def _record(self, name: str, inputs: Sequence[Tensor], versions: Sequence[int], result: Any) -> None:
+        outputs = _floating(result)
+        if not outputs:
             return
-        place = look(self._until)
-        moved = moves(name) or not given
-        if place.call is not None:
-            self._part(place, name, found[0])
+        site = find_call_site(self._until)
+        if site.call is not None:
+            self._part(site, name, outputs[0])
             return
-        for index, x in enumerate(found):
-            again = moved or _is_given(x, given, versions)
-            entry = Entry(operation=name, place=place, output=index, moved=again, value=x)
-            self._measure(entry)
+        moved = moves(name) or not inputs
+        for index, x in enumerate(outputs):
+            unchanged = moved or _is_input(x, inputs, versions)
+            self._measure(Entry(operation=name, site=site, output=index, moved=unchanged, value=x))
 
-    def _part(self, place: Place, name: str, x: Tensor) -> None:
-        """A part of an operation with factors: what it gives is the result, as long as no other part follows."""
-        operation = canonical(place.function) or name
+    def _part(self, site: CallSite, name: str, x: Tensor) -> None:
+        """Keep a part of an operation with factors as its result, until another part follows."""
+        operation = canonical(site.function) or name
         before = self._pending
-        if before is not None and not place.function and factor_rank(name) < factor_rank(before.operation):
+        if before is not None and not site.function and factor_rank(name) < factor_rank(before.operation):
             operation = before.operation
-        self._pending = Entry(operation=operation, place=place, moved=moves(operation), value=x)
+        self._pending = Entry(operation=operation, site=site, moved=moves(operation), value=x)
 
     def _measure(self, entry: Entry) -> None:
-        """Measures an entry's value, and lets its gradient be measured; in a second run, for the entry of the first."""
+        """Measure an entry's value and later its gradient. A second run completes the entry of the first."""
         x, entry.value = entry.value, None
         assert x is not None
         with self.quietly():
             if self._again is not None:
-                _listen(self, _same(self._again, entry), x)
+                _measure_gradient(self, _same(self._again, entry), x)
                 return
-            seen = spectrum_of(x)
-            if seen is None:
+            spectrum = spectrum_of(x)
+            if spectrum is None:
                 self.unmeasured.append(entry.operation)
                 return
-            entry.forward, entry.shape, entry.dtype = seen, tuple(x.shape), x.dtype
+            entry.forward, entry.shape, entry.dtype = spectrum, tuple(x.shape), x.dtype
             self.entries.append(entry)
             for region in self._regions:
                 region.entries.append(entry)
-            _listen(self, entry, x)
+            _measure_gradient(self, entry, x)
 
     # -- re-entrant checkpoints ----------------------------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class Observer(TorchFunctionMode):
 
 
 def spectrum_of(x: Tensor) -> Spectrum | None:
-    """What a tensor holds, both parts of complex numbers; None where there are no values to measure."""
+    """Return the spectrum of a tensor, with both parts of complex numbers, or None if it has no values to measure."""
     try:
         x = x.detach()
         x = x.to_dense() if x.layout is not torch.strided else x
@@ -227,7 +232,7 @@ def spectrum_of(x: Tensor) -> Spectrum | None:
         return None
 
 
-def _listen(observer: Observer, entry: Entry | None, x: Tensor) -> None:
+def _measure_gradient(observer: Observer, entry: Entry | None, x: Tensor) -> None:
     if entry is None:
         return
     if not x.requires_grad:
@@ -244,12 +249,12 @@ def _listen(observer: Observer, entry: Entry | None, x: Tensor) -> None:
 
 
 def _same(again: Iterator[Entry], entry: Entry) -> Entry | None:
-    """The first run's entry for one of the second: both come in the same order."""
+    """Return the first run's entry for one of the second. Both come in the same order."""
     return next((first for first in again if first.operation == entry.operation), None)
 
 
 def _floating(value: Any) -> list[Tensor]:
-    """The tensors of an argument or a result that hold real or complex numbers."""
+    """Return the tensors of an argument or a result that contain real or complex numbers."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() or value.is_complex() else []
     if isinstance(value, (list, tuple, set)):
@@ -263,9 +268,9 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version  # noqa: SLF001
 
 
-def _is_given(x: Tensor, given: Sequence[Tensor], versions: Sequence[int]) -> bool:
-    """Whether it is an input as it was, or a view of one: nothing was written there."""
-    for other, version in zip(given, versions, strict=True):
+def _is_input(x: Tensor, inputs: Sequence[Tensor], versions: Sequence[int]) -> bool:
+    """Return whether it is an unchanged input or a view of one: nothing was written to it."""
+    for other, version in zip(inputs, versions, strict=True):
         if other is x or _memory(other) == _memory(x) != 0:
             return _version(other) == version
     return False
@@ -274,13 +279,16 @@ def _is_given(x: Tensor, given: Sequence[Tensor], versions: Sequence[int]) -> bo
 def _memory(x: Tensor) -> int:
     try:
         return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # one without memory of its own
+    except (RuntimeError, NotImplementedError):  # meta and sparse tensors have no storage
         return 0
 
 
 @functools.cache
 def _without_its_check(function: FunctionType) -> Callable[..., Any]:
-    """The function without its first lines' question for modes, which would lead back here: the same code otherwise."""
+    """Return the function without its first check for torch-function modes, which would call the observer again.
+
+    The code is the same otherwise.
+    """
     names: dict[str, Any] = {**function.__globals__, "has_torch_function": _never}
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__

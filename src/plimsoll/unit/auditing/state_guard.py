@@ -1,9 +1,9 @@
-"""A model lent to an audit: whatever a forward and a backward read and change is its own again afterwards.
+"""Guard of a model's state: saves all that a forward and a backward pass may change, and restores it after the audit.
 
-- Parameters are replaced by fresh leaves over the same memory: gradients, hooks and optimizers of the real ones are not
-  touched. Buffers are replaced by copies.
-- Each module's attributes, and its lists, dictionaries and sets.
-- The random generators of Python, NumPy and torch.
+- Parameters are replaced by new leaves over the same memory, so that gradients, hooks and optimizers of the real ones
+  are not touched. Buffers are replaced by copies.
+- Attributes of each module, and its lists, dictionaries and sets, are restored.
+- The random generators of Python, NumPy and torch are restored.
 - Watches do not record. Code of torch.compile runs eagerly.
 """
 
@@ -20,41 +20,41 @@ from plimsoll.watch.session import nothing_recorded
 from plimsoll.watch.shadow.fp32_replay import borrowed, buffers_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
-_TORCHS_OWN = ("_parameters", "_buffers", "_modules")
+_MODULE_STATE = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
-def lent(roots: Iterable[nn.Module], devices: set[torch.device]) -> Generator[dict[int, nn.Parameter]]:
-    """Inside, the modules are an audit's: gives the leaf of each parameter, by the parameter's identity."""
+def borrowed_models(roots: Iterable[nn.Module], devices: set[torch.device]) -> Generator[dict[int, nn.Parameter]]:
+    """Lend the modules to an audit. Yield the leaf of each parameter, by the parameter's id."""
     random = RandomState(devices)
     leaves: dict[int, nn.Parameter] = {}
     copies: dict[int, Any] = {}
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_silent())
-            stack.enter_context(_eagerly())
+            stack.enter_context(_without_watches())
+            stack.enter_context(_eager())
             stack.enter_context(torch.enable_grad())
             for root in roots:
                 stack.enter_context(borrowed(root, {}, buffers_of(root)))
                 for module in root.modules():
-                    _lend(module, leaves, copies)
+                    _replace_state(module, leaves, copies)
             yield leaves
     finally:
         random.restore()
 
 
-def _lend(module: nn.Module, leaves: dict[int, nn.Parameter], copies: dict[int, Any]) -> None:
-    inside = module.__dict__
-    for name, p in inside["_parameters"].items():
+def _replace_state(module: nn.Module, leaves: dict[int, nn.Parameter], copies: dict[int, Any]) -> None:
+    attributes = module.__dict__
+    for name, p in attributes["_parameters"].items():
         if p is not None:
-            inside["_parameters"][name] = _leaf(p, leaves)
-    for name, value in list(inside.items()):
-        if name not in _TORCHS_OWN and type(value) in (list, dict, set):
-            inside[name] = _copied(value, leaves, copies)
+            attributes["_parameters"][name] = _leaf(p, leaves)
+    for name, value in list(attributes.items()):
+        if name not in _MODULE_STATE and type(value) in (list, dict, set):
+            attributes[name] = _copied(value, leaves, copies)
 
 
 def _leaf(p: nn.Parameter, leaves: dict[int, nn.Parameter]) -> nn.Parameter:
-    if any(p is leaf for leaf in leaves.values()):  # lent already: a loss that has the model in it
+    if any(p is leaf for leaf in leaves.values()):  # replaced already: a loss that contains the model
         return p
     if id(p) not in leaves:
         leaves[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -62,7 +62,10 @@ def _leaf(p: nn.Parameter, leaves: dict[int, nn.Parameter]) -> nn.Parameter:
 
 
 def _copied(value: Any, leaves: dict[int, nn.Parameter], copies: dict[int, Any]) -> Any:
-    """A container of a module, copied once however many modules have it; parameters in it (of an LSTM) are leaves."""
+    """Return a copy of a module's container, one for all modules that share it.
+
+    Parameters in it (as in an LSTM) are replaced by leaves.
+    """
     key = id(value)
     if key not in copies:
         copied = value.copy()
@@ -74,46 +77,46 @@ def _copied(value: Any, leaves: dict[int, nn.Parameter], copies: dict[int, Any])
 
 
 @contextlib.contextmanager
-def gradients_kept(ends: Iterable[Tensor], ours: Iterable[Tensor]) -> Generator[None]:
-    """Inside, a backward from these tensors may add to all that it reaches; only our own leaves keep that."""
-    own = {id(x) for x in ours}
-    kept = [(leaf, leaf.grad) for leaf in _leaves_of(ends) if id(leaf) not in own]
-    for leaf, _ in kept:
+def gradients_restored(ends: Iterable[Tensor], audited: Iterable[Tensor]) -> Generator[None]:
+    """Restore the gradients of all leaves that a backward pass from these tensors reaches, but the audited ones."""
+    own = {id(x) for x in audited}
+    saved = [(leaf, leaf.grad) for leaf in _leaves_of(ends) if id(leaf) not in own]
+    for leaf, _ in saved:
         leaf.grad = None
     try:
         yield
     finally:
-        for leaf, gradient in kept:
+        for leaf, gradient in saved:
             leaf.grad = gradient
 
 
 def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose gradients a backward from these would add to."""
+    """Return the tensors to whose gradients a backward pass from these adds."""
     nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
-    seen, found = set(nodes), list[Tensor]()
+    visited, leaves = set(nodes), list[Tensor]()
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
+            if following is not None and following not in visited:
+                visited.add(following)
                 nodes.append(following)
-    return found
+    return leaves
 
 
 @contextlib.contextmanager
-def _silent() -> Generator[None]:
-    """Inside, no watch hears of anything."""
+def _without_watches() -> Generator[None]:
+    """Keep watches from recording."""
     if not torch_hooks.listeners():
         yield
         return
-    with nothing_recorded(), torch_hooks.exclusive(cast("Any", _Deaf())):
+    with nothing_recorded(), torch_hooks.exclusive(cast("Any", _NoListener())):
         yield
 
 
-class _Deaf:
-    """A listener that hears nothing."""
+class _NoListener:
+    """Listener that ignores every event."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -125,6 +128,6 @@ def _nothing(*_: object) -> None:
     return
 
 
-def _eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Inside, nothing compiled runs: what is compiled calls no operation that could be looked at."""
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Run compiled code eagerly, since compiled code calls no operation that can be observed."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

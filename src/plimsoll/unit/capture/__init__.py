@@ -1,1 +1,1 @@
-"""A model's forward and backward as graphs."""
+"""Forward and backward pass of a model as graphs."""

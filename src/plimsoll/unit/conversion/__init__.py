@@ -1,1 +1,1 @@
-"""`convert`: a model as its unit-scaled equivalent."""
+"""`convert` turns a model into its unit-scaled equivalent."""

@@ -1,12 +1,13 @@
-"""What a conversion gives: modules whose forward is generated code, in the places and under the names of the originals.
+"""Modules of a converted model, whose forward is generated code, under the names of the originals.
 
-A class is made for each code, so that a block's type shows in the model's picture as it did, and twelve equal blocks
-share one. A part pickles as its code and its state; loading it needs neither the original model's source nor torch.fx.
+Each code gets a class, so that a block's type appears in the model's text as before, and twelve equal blocks share one.
+A part is pickled as its code and its state. Loading it needs neither the original model's source nor torch.fx.
 """
 
 import linecache
 import math
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -16,20 +17,25 @@ from torch import Tensor, nn
 
 from plimsoll.errors import StateError
 from plimsoll.notebook_repr import NotebookRepr
-from plimsoll.unit.changes import Left, ParameterChange
-from plimsoll.unit.conversion.codegen import input_checks as inputs
+from plimsoll.unit.changes import ParameterChange, SkippedOperation
+from plimsoll.unit.conversion.codegen import forward_signature
 from plimsoll.unit.conversion.codegen.forward_signature import Signature
 from plimsoll.unit.conversion.codegen.steps import Recipe
-from plimsoll.unit.conversion.parameter_draw import draw
 from plimsoll.unit.optim.parameter_kinds import tag, tag_depth
 from plimsoll.unit.scaled_multiply import multiplied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(NotebookRepr):
-    """A multiplication that stays in a folded model: by what, at which operation, and why.
+class RemainingFactor(NotebookRepr):
+    """Multiplication that remains in a folded model.
 
-    - `at`: "output", or the input: its position or keyword. `factor`: None where it follows the batch.
+    Attributes:
+        operation: Name of the operation.
+        module: Path of its module, "" for the root.
+        source: Line of the model's source, "file:line", or None.
+        at: `"output"`, or the input's position or keyword.
+        factor: The factor, or None if it follows the batch.
+        why: Reason why it remains.
     """
 
     operation: str
@@ -41,12 +47,16 @@ class Kept(NotebookRepr):
 
     def __str__(self) -> str:
         by = "a run-time factor" if self.factor is None else f"{self.factor:.4g}"
-        place = f" ({self.source})" if self.source else ""
-        return f"{self.module or 'model'}: {self.at} of {self.operation}{place} times {by}: {self.why}"
+        location = f" ({self.source})" if self.source else ""
+        return f"{self.module or 'model'}: {self.at} of {self.operation}{location} times {by}: {self.why}"
+
+
+# Name in version 0.1, kept for one release.
+Kept = RemainingFactor
 
 
 def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: float) -> float:
-    """``value * n ** power``, n the product of those sizes of the tensor; 1 takes the place of 0."""
+    """Return ``value * n ** power``, n being the product of these sizes of the tensor, at least 1."""
     count = 1
     for dim in dims:
         count = count * tensor.shape[dim]
@@ -54,7 +64,10 @@ def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: floa
 
 
 def sized(x: Tensor, alpha: float | None, beta: float | None) -> Tensor:
-    """`scaled` by factors that sizes give, None for 1: a comparison would bind compiled code to a size."""
+    """Return `scaled` by factors that depend on sizes, None for 1.
+
+    A comparison with 1 would specialize compiled code to a size.
+    """
     return cast("Tensor", _Sized.apply(x, alpha, beta))
 
 
@@ -76,9 +89,14 @@ class _Sized(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """The code of a part: its text, its class's name, and the objects that the text names and Python cannot write.
+    """Code of a part.
 
-    - `like`: the class of torch.nn that the part takes the place of, None for a model's own: so isinstance still tells.
+    Attributes:
+        name: Name of its class.
+        text: Python source of its methods.
+        like: Class of torch.nn that the part replaces, a base of its class, so that `isinstance` still works. None for
+            a custom module.
+        objects: Objects that the text names and that Python cannot write.
     """
 
     name: str
@@ -88,7 +106,7 @@ class Code:
 
 
 class Part(nn.Module):
-    """A module of a converted model: the original's parameters and modules, and its part of the graph as code.
+    """Module of a converted model: the original's parameters and modules, with its part of the graph as code.
 
     Its inputs and outputs are the values that cross its border in the graph, in the order of their first use.
     """
@@ -100,16 +118,16 @@ class Part(nn.Module):
 
     @property
     def code(self) -> str:
-        """The Python source of its forward."""
+        """Python source of its forward."""
         return self._code.text
 
     @property
     def like(self) -> type[nn.Module] | None:
-        """The class of torch.nn that it takes the place of."""
+        """Class of torch.nn that it replaces."""
         return self._code.like
 
     def reset_parameters(self) -> None:
-        """Draws its own parameters anew, as the conversion did: for a model that came from the meta device."""
+        """Draw its own parameters again, as the conversion did. For a model that comes from the meta device."""
         for name, change in self._draws.items():
             parameter = self._parameters[name]
             if parameter is not None:
@@ -126,9 +144,9 @@ class Part(nn.Module):
 
 
 class Converted(Part):
-    """A model in which every operation has its factors; called as the original was."""
+    """Model in which every operation has its factors. It is called like the original."""
 
-    _coverage: list[Left]
+    _coverage: list[SkippedOperation]
     recipe: Recipe
     signature: Signature
     _all_draws: dict[str, ParameterChange]
@@ -137,12 +155,12 @@ class Converted(Part):
         self,
         recipe: Recipe,
         signature: Signature,
-        left: Sequence[Left],
+        skipped: Sequence[SkippedOperation],
         parameters: Mapping[str, ParameterChange],
         seed: int | None,
     ) -> None:
-        """Notes what the model was built from, and how its parameters and those of each part are drawn."""
-        self.recipe, self.signature, self._coverage = recipe, signature, list(left)
+        """Set what the model was built from, and how its parameters and those of each part are drawn."""
+        self.recipe, self.signature, self._coverage = recipe, signature, list(skipped)
         self._all_draws, self._seed = dict(parameters), seed
         for path, module in named_modules(self):
             _tag(module, path, parameters)
@@ -152,12 +170,12 @@ class Converted(Part):
                 module._names, module._seed = inside, seed  # noqa: SLF001
 
     @property
-    def coverage(self) -> list[Left]:
-        """The operations that were not converted, and why; empty where everything was."""
+    def coverage(self) -> list[SkippedOperation]:
+        """Operations that were not converted, and why. Empty if all were."""
         return list(self._coverage)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, as the conversion did, and resets the running statistics of norms."""
+        """Draw all parameters again, as the conversion did, and reset the running statistics of norms."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, change in self._all_draws.items():
             draw(parameters[name], change, seed=self._seed, name=name)
@@ -168,21 +186,25 @@ class Converted(Part):
 
 
 class Folded(Part):
-    """A converted model as plain weights, for inference; see `unit.fold`."""
+    """Converted model as plain weights, for inference. See `unit.fold`."""
 
-    _kept: list[Kept]
+    _kept: list[RemainingFactor]
 
     @property
-    def kept(self) -> list[Kept]:
-        """The multiplications that stay, each with why; empty where every factor is in a weight."""
+    def kept(self) -> list[RemainingFactor]:
+        """Multiplications that remain, each with a reason. Empty if every factor is in a weight."""
         return list(self._kept)
 
-    def note(self, kept: Sequence[Kept]) -> None:
-        """Notes the multiplications that stay."""
+    def note(self, kept: Sequence[RemainingFactor]) -> None:
+        """Set the multiplications that remain."""
         self._kept = list(kept)
 
     def train(self, mode: bool = True) -> Self:
-        """Refuses to train: the gradients' factors are gone."""
+        """Raise an error for training mode: the gradients' factors are gone.
+
+        Raises:
+            StateError: `mode` is True.
+        """
         if mode:
             raise StateError(
                 "fold: expected a folded model to stay in evaluation; got train(). Train the converted model, and fold "
@@ -192,12 +214,12 @@ class Folded(Part):
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module by each of its names."""
+    """Return every module under each of its names."""
     return list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
 
 
 def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]) -> None:
-    """Notes the kinds of the module's own parameters, and how deep they are, for the optimizers."""
+    """Tag the module's own parameters with their kinds and depths, for the optimizers."""
     kinds: dict[str, Any] = {}
     for name in module._parameters:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         change = parameters.get(f"{path}.{name}" if path else name)
@@ -210,7 +232,7 @@ def _tag(module: nn.Module, path: str, parameters: Mapping[str, ParameterChange]
 
 
 def make(code: Code, base: type[Part] = Part) -> Part:
-    """An empty module with this code."""
+    """Return an empty module with this code."""
     part = _empty(code, base)
     nn.Module.__init__(part)
     part._draws, part._seed = {}, None  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -223,10 +245,10 @@ _classes: dict[tuple[Any, ...], type[Part]] = {}
 def _class_of(code: Code, base: type[Part]) -> type[Part]:
     key = (code.name, code.text, code.like, base)
     if code.objects or key not in _classes:
-        made = _compiled(code, base)
+        compiled = _compiled(code, base)
         if code.objects:
-            return made
-        _classes[key] = made
+            return compiled
+        _classes[key] = compiled
     return _classes[key]
 
 
@@ -234,8 +256,8 @@ def _compiled(code: Code, base: type[Part]) -> type[Part]:
     file = f"<plimsoll.unit.convert {code.name} {abs(hash(code.text)):x}>"
     linecache.cache[file] = (len(code.text), None, code.text.splitlines(keepends=True), file)  # for tracebacks
     space: dict[str, Any] = {**_SPACE, **code.objects}
-    exec(compile(code.text, file, "exec"), space)  # noqa: S102  (our own text: see _build_code)
-    methods = {name: one for name, one in space.items() if name == "forward" or name.startswith("_call_")}
+    exec(compile(code.text, file, "exec"), space)  # noqa: S102  (text of codegen.code_writer)
+    methods = {name: method for name, method in space.items() if name == "forward" or name.startswith("_call_")}
     return cast(
         "type[Part]",
         type(
@@ -246,10 +268,29 @@ def _compiled(code: Code, base: type[Part]) -> type[Part]:
 
 _SPACE: dict[str, Callable[..., Any] | Any] = {
     "torch": torch, "operator": operator, "math": math, "scaled": multiplied, "sized": sized,
-    "size_factor": size_factor, "_inputs": inputs,
+    "size_factor": size_factor, "_inputs": forward_signature,
 }  # fmt: skip
 
 
 def _empty(code: Code, base: type[Part]) -> Part:
-    made = _class_of(code, base)
-    return made.__new__(made)
+    part_class = _class_of(code, base)
+    return part_class.__new__(part_class)
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, change: ParameterChange, *, seed: int | None, name: str) -> None:
+    """Draw a parameter again, unless it is on the meta device or is kept unchanged.
+
+    With a seed each parameter has its own stream of the seed and its name, drawn on the CPU. So its values depend on
+    neither the device, nor the order, nor other parameters. Without a seed, torch's own generator draws. Torch always
+    draws distributed tensors, so that their shards agree.
+    """
+    if parameter.is_meta or change.draw == "keep":
+        return
+    if change.draw != "normal":
+        parameter.fill_(0.0 if change.draw == "zeros" else 1.0)
+    elif seed is None or type(parameter.data) is not Tensor:
+        parameter.normal_(std=change.std)
+    else:
+        stream = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()) << 16)
+        parameter.copy_(torch.empty(parameter.shape).normal_(std=change.std, generator=stream))

@@ -1,1 +1,1 @@
-"""`fold`: a unit-scaled model as a plain one."""
+"""`fold` turns a unit-scaled model into a plain one."""

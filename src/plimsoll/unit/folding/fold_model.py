@@ -1,4 +1,4 @@
-"""`fold`: a converted model as plain weights, for inference."""
+"""`fold` turns a converted model into plain weights, for inference."""
 
 import torch
 from torch import nn
@@ -11,18 +11,26 @@ from plimsoll.unit.folding.fold_plan import plan_of
 
 @torch.no_grad()
 def fold(converted: nn.Module) -> Folded:
-    """A copy of a converted model whose factors are in its weights: the same outputs to rounding, for inference.
+    """Return a copy of a converted model with its factors in the weights, for inference.
 
-    Forward factors move into weights, biases, tables, running statistics and the epsilon of norms, through every
-    operation that is homogeneous: views, ReLU, pooling, sums whose terms agree. Backward factors are dropped. Dropout
-    is left out. Modules keep their names, and one without a factor left is torch's own again. In evaluation for good:
-    `train()` is refused.
+    Outputs are the same up to rounding. Forward factors move into weights, biases, tables, running statistics and the
+    epsilon of norms, through every operation that is homogeneous: views, ReLU, pooling, sums whose terms agree.
+    Backward factors and dropout are dropped. Modules keep their names. A module without remaining factors is torch's
+    own again. The result stays in evaluation mode and refuses `train()`.
 
-    Its `kept` lists the multiplications that stay, with why: those that follow the batch's sizes, those at a function
-    that is not linear, those at a value that is used at several scales. Its state has the original's names and loads
-    into a model folded from the same conversion.
+    Its `kept` lists the multiplications that remain, with reasons: those that follow the batch's sizes, those at a
+    function that is not linear, and those at a value that is used at several scales. Its state has the original's names
+    and loads into a model folded from the same conversion.
 
-    Raises `ArgumentError` for anything but a converted model, and `StateError` where its modules are FP8's by now.
+    Args:
+        converted: Result of `unit.convert`.
+
+    Returns:
+        The folded model.
+
+    Raises:
+        ArgumentError: The model is not a converted one.
+        StateError: Its modules were replaced by those of FP8.
 
     >>> import plimsoll as pl
     >>> converted = pl.unit.convert(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8))
@@ -32,22 +40,22 @@ def fold(converted: nn.Module) -> Folded:
     """
     if not isinstance(converted, Converted):
         raise ArgumentError(
-            f"fold: expected a model that plimsoll.unit.convert gave; got {type(converted).__name__}. Only there is it "
-            "known which factors stand where."
+            f"fold: expected a result of plimsoll.unit.convert; got {type(converted).__name__}. Only it contains a "
+            "record of its factors."
         )
     _check_plain(converted)
     plan = plan_of(converted.recipe)
-    made = Builder(plan.recipe, converted, converted.signature, {}, base=Folded).build()
-    assert isinstance(made, Folded)
+    folded = Builder(plan.recipe, converted, converted.signature, {}, base=Folded).build()
+    assert isinstance(folded, Folded)
     sources = plan.recipe.sources
     tensors = {
-        **dict(made.named_parameters(remove_duplicate=False)),
-        **dict(made.named_buffers(remove_duplicate=False)),
+        **dict(folded.named_parameters(remove_duplicate=False)),
+        **dict(folded.named_buffers(remove_duplicate=False)),
     }
     for name, factor in plan.tensors.items():
         tensors[sources[name].paths[0]].mul_(factor)
-    made.note(plan.kept)
-    return made.eval()
+    folded.note(plan.remaining)
+    return folded.eval()
 
 
 def _check_plain(converted: Converted) -> None:

@@ -1,9 +1,14 @@
-"""The steps of a folded model, and what its parameters are multiplied by.
+"""Steps of a folded model, the multipliers of its parameters, and the scales of its values.
 
-Above 300 lines, for the two halves belong together: how scales are related, and what they then make of each step.
+A value V of the converted model is s V' in the folded one. A homogeneous operation ties s of its result to s of its
+input, so values form classes whose members follow from one number. An operation that cannot absorb a factor wants a
+value at its own number: a non-linear function wants its input unchanged, and so does an output. Each class takes the
+number that most of its members want. For the others a multiplication remains. The choice never changes the result, only
+how many multiplications remain.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,69 +25,71 @@ from plimsoll.unit.conversion.codegen.operation_facts import (
     terms_of,
 )
 from plimsoll.unit.conversion.codegen.steps import Here, Recipe, Ref, Step, WhenTraining, mapped, refs_in
-from plimsoll.unit.conversion.converted_modules import Kept
-from plimsoll.unit.folding.value_scales import Scales
+from plimsoll.unit.conversion.converted_modules import RemainingFactor
 
 _TOLERANCE = 1e-7  # of a factor that is one
+_DIGITS = 9  # of logarithms that are equal: factors come from roots of small numbers
 _RETURNED = "what is returned is also used at another scale"
 
 
 @dataclass(slots=True)
 class Plan:
-    """What folding does: the steps with the factors that stay, and multipliers of tensors by name."""
+    """Result of folding: steps with the factors that remain, and multipliers of tensors by name."""
 
     recipe: Recipe
     tensors: dict[str, float] = field(default_factory=dict[str, float])
-    kept: list[Kept] = field(default_factory=list[Kept])
+    remaining: list[RemainingFactor] = field(default_factory=list[RemainingFactor])
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """Folds every constant factor of a recipe as far as the algebra allows, for a model that does not train."""
+    """Fold every constant factor of a recipe as far as the algebra allows, for a model that does not train."""
     recipe = _inference(recipe)
     folding = _Folding(recipe)
     steps = [folding.folded(step) for step in recipe.steps]
     outputs: list[Any] = []
-    kept = folding.kept
+    remaining = folding.remaining
     for i, returned in enumerate(recipe.outputs):
-        one, scale = returned, folding.output(returned.name) if isinstance(returned, Ref) else 1.0
+        output, scale = returned, folding.output(returned.name) if isinstance(returned, Ref) else 1.0
         if abs(scale - 1) > _TOLERANCE:
-            steps.append(Step(name=f"result_{i}", target="aten.mul.Tensor", args=(one, scale)))
-            kept.append(Kept(operation="return", module="", source=None, at="output", factor=scale, why=_RETURNED))
-            one = Ref(f"result_{i}")
-        outputs.append(one)
+            steps.append(Step(name=f"result_{i}", target="aten.mul.Tensor", args=(output, scale)))
+            remaining.append(
+                RemainingFactor(operation="return", module="", source=None, at="output", factor=scale, why=_RETURNED)
+            )
+            output = Ref(f"result_{i}")
+        outputs.append(output)
     folded = replace(recipe, steps=tuple(steps), outputs=tuple(outputs))
-    return Plan(recipe=folded, tensors=folding.multipliers(), kept=kept)
+    return Plan(recipe=folded, tensors=folding.multipliers(), remaining=remaining)
 
 
 def _inference(recipe: Recipe) -> Recipe:
-    """The steps without dropout and counts of batches; a factor of a dropout's goes on as that of a copy."""
-    gone: dict[str, Any] = {}
+    """Return the steps without dropout and counts of batches. A dropout with a factor becomes a copy with it."""
+    removed: dict[str, Any] = {}
     steps: list[Step] = []
 
     def settled(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
-            return gone.get(leaf.name, leaf)
+            return removed.get(leaf.name, leaf)
         return False if leaf is Here.TRAINING else 0.0 if isinstance(leaf, WhenTraining) else leaf
 
-    for given in recipe.steps:
-        dropout, counts = "dropout" in name_of(given), name_of(given) == "add_" and Here.TRAINING in given.args
-        step = replace(given, args=mapped(given.args, settled), kwargs=mapped(dict(given.kwargs), settled))
+    for trained in recipe.steps:
+        dropout, counts = "dropout" in name_of(trained), name_of(trained) == "add_" and Here.TRAINING in trained.args
+        step = replace(trained, args=mapped(trained.args, settled), kwargs=mapped(dict(trained.kwargs), settled))
         if counts or (dropout and step.change is None):
-            gone[step.name] = step.args[0]
+            removed[step.name] = step.args[0]
         elif dropout:
             steps.append(replace(step, target="aten.alias.default", args=step.args[:1], kwargs={}))
         else:
             steps.append(step)
-    outputs = tuple(settled(one) for one in recipe.outputs)
+    outputs = tuple(settled(output) for output in recipe.outputs)
     return replace(recipe, steps=tuple(steps), outputs=outputs)
 
 
 class _Folding:
-    """The scales of all values, and what they make of each step.
+    """Scales of all values, and the folded steps that follow from them.
 
-    A step of the converted model gives V = a f(a1 X1, a2 X2, ...). With V = s V' and X = s X' the folded one gives
-    V' = (a / s) f(k1 X1', k2 X2', ...), k = a s of an input. `_relate` ties and asks so that little is left of (a / s)
-    and k; `folded` moves what is left into parameters, and keeps the rest.
+    A step of the converted model computes V = a f(a1 X1, a2 X2, ...). With V = s V' and X = s X' the folded one
+    computes V' = (a / s) f(k1 X1', k2 X2', ...), k = a s of an input. `_relate` chooses scales so that few of (a / s)
+    and k differ from 1. `folded` moves those into parameters as far as possible. The rest remains.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -93,7 +100,7 @@ class _Folding:
         self._fixed |= {name for name, one in recipe.sources.items() if one.kind != "parameter"}
         self._scales = Scales()
         self._absorbed: dict[str, float] = {}
-        self.kept: list[Kept] = []
+        self.remaining: list[RemainingFactor] = []
         for step in recipe.steps:
             self._relate(step)
         for name in refs_in(list(recipe.outputs)):
@@ -101,13 +108,13 @@ class _Folding:
         self._scales.choose()
 
     def multipliers(self) -> dict[str, float]:
-        """What each tensor of the model is multiplied by, after all steps are folded."""
-        found = {name: 1 / self._s(name) for name, one in self._recipe.sources.items() if one.kind == "parameter"}
-        found |= self._absorbed
-        return {name: factor for name, factor in found.items() if abs(factor - 1) > _TOLERANCE}
+        """Return the multiplier of each tensor of the model, after all steps are folded."""
+        multipliers = {name: 1 / self._s(name) for name, one in self._recipe.sources.items() if one.kind == "parameter"}
+        multipliers |= self._absorbed
+        return {name: factor for name, factor in multipliers.items() if abs(factor - 1) > _TOLERANCE}
 
     def output(self, name: str) -> float:
-        """What a result has to be multiplied by before it is returned."""
+        """Return the multiplier of a result before it is returned."""
         return self._s(name)
 
     def _s(self, name: str) -> float:
@@ -126,7 +133,7 @@ class _Folding:
             self._scales.tie(step.name, name, ratio)
 
     def _free(self, nest: Any) -> str | None:
-        """The name of a parameter that this one argument alone uses: it takes any factor."""
+        """Return the name of a parameter that only this argument uses, which can absorb any factor."""
         if isinstance(nest, Ref) and self._uses[nest.name] == 1:
             source = self._recipe.sources.get(nest.name)
             return nest.name if source is not None and source.kind == "parameter" else None
@@ -148,7 +155,7 @@ class _Folding:
         self._relate_product(step, self._product(step))
 
     def _product(self, step: Step) -> list[tuple[Port, str]] | None:
-        """The ports in which the step is homogeneous."""
+        """Return the ports in which the step is homogeneous."""
         name = name_of(step)
         if name in WEIGHTS:
             return [(port, step.args[port].name) for port in WEIGHTS[name][:2] if isinstance(step.args[port], Ref)]
@@ -159,12 +166,12 @@ class _Folding:
         return at is not None and self._free(argument(step, at[1])) is not None
 
     def _bias(self, step: Step) -> int | None:
-        """The port of a bias, where the step has one."""
+        """Return the port of a bias, if the step has one."""
         at = WEIGHTS.get(name_of(step), (0, 0, None))[2]
         return at if at is not None and isinstance(argument(step, at), Ref) else None
 
     def _relate_product(self, step: Step, product: list[tuple[Port, str]] | None) -> None:
-        """Ties the first factor that is no parameter and not fixed to the result, and wants the others as they are."""
+        """Tie the first operand that is no parameter and not fixed to the result, and want the others unchanged."""
         homogeneous = dict(product or ())
         free = next((name for name in homogeneous.values() if self._free(Ref(name))), None)
         tied = next((port for port, name in homogeneous.items() if self._moves(name)), None)
@@ -195,7 +202,7 @@ class _Folding:
         )
 
     def folded(self, step: Step) -> Step:
-        """The step with the factors that stay."""
+        """Return the step with the factors that remain."""
         name = name_of(step)
         if self._weight_is_free(step):
             return self._linear(step)
@@ -206,8 +213,8 @@ class _Folding:
             return self._keeping(step, {}, 1.0, "")
         terms = terms_of(step)
         if terms is not None:
-            left = {port: _out(step) * self._k(step, port, one) / self._s(step.name) for port, one in terms}
-            return self._keeping(step, left, 1.0, "a sum of terms that have other scales")
+            factors = {port: _out(step) * self._k(step, port, one) / self._s(step.name) for port, one in terms}
+            return self._keeping(step, factors, 1.0, "a sum of terms that have other scales")
         return self._rest(step, self._product(step))
 
     def _k(self, step: Step, port: Port, name: str) -> float:
@@ -219,7 +226,7 @@ class _Folding:
         return self._keeping(step, self._of_bias(step), 1.0, "a bias that other operations use too")
 
     def _of_bias(self, step: Step) -> dict[Port, float]:
-        """What is left of a bias's factors after they are moved into it: all where it is shared."""
+        """Return the remaining factors of a bias: none if it can absorb them, all if it is shared."""
         at = self._bias(step)
         if at is None:
             return {}
@@ -229,7 +236,7 @@ class _Folding:
         return {at: _out(step) * self._k(step, at, step.args[at].name) / self._s(step.name)}
 
     def _absorb(self, step: Step, port: int, others: float) -> None:
-        """Moves everything that multiplies a result into one of its tensors: a / s times the factors of all inputs."""
+        """Move all factors of a result into one of its tensors: a / s times the factors of all inputs."""
         self._absorbed[step.args[port].name] = _out(step) * _in(step, port) * others / self._s(step.name)
 
     def _norm(self, step: Step) -> Step:
@@ -248,7 +255,7 @@ class _Folding:
         return self._keeping(step, {}, 1.0, "")
 
     def _rest(self, step: Step, product: list[tuple[Port, str]] | None) -> Step:
-        """What is homogeneous in some of its inputs keeps one factor; what is not keeps those of every input."""
+        """Keep one factor of a step that is homogeneous in some inputs, or those of every input of another step."""
         homogeneous = dict(product or ())
         others = {port: self._k(step, port, name) for port, name in _ports(step) if port not in homogeneous}
         others |= self._of_bias(step)
@@ -261,48 +268,48 @@ class _Folding:
             return self._keeping(step, others, 1.0, "an input that is wanted at its own scale")
         if not homogeneous:
             return self._keeping(step, others, total, f"{name_of(step)} is not linear, and cannot take it")
-        port = next(iter(homogeneous))  # at an input, for the result may be several tensors
+        port = next(iter(homogeneous))  # at an input, since the result may be several tensors
         return self._keeping(step, {**others, port: total}, 1.0, "what could take it is used at another scale too")
 
     def _keeping(self, step: Step, inputs: Mapping[Port, float], output: float, why: str) -> Step:
-        """The step with these multiplications and those that follow the batch."""
+        """Return the step with these multiplications and those that follow the batch."""
         change = step.change
         scales: dict[Port, Scale] = {}
         for port in {**inputs, **(change.inputs if change else {})}:
-            given = change.inputs.get(port, Scale()).forward if change else ONE
-            scale = self._noted(step, f"input {port}", given, inputs.get(port, 1.0), why)
+            before = change.inputs.get(port, Scale()).forward if change else ONE
+            scale = self._note(step, f"input {port}", before, inputs.get(port, 1.0), why)
             if scale is not None:
                 scales[port] = scale
-        out = self._noted(step, "output", change.output.forward if change else ONE, output, why)
+        out = self._note(step, "output", change.output.forward if change else ONE, output, why)
         if not scales and out is None:
             return replace(step, change=None)
-        kept = NodeChange(operation=name_of(step), why=why, output=out or Scale(), inputs=scales)
-        return replace(step, change=kept)
+        folded = NodeChange(operation=name_of(step), why=why, output=out or Scale(), inputs=scales)
+        return replace(step, change=folded)
 
-    def _noted(self, step: Step, at: str, given: Factor, left: float, why: str) -> Scale | None:
-        follows = given.of is not None
-        if abs(left - 1) < _TOLERANCE and not follows:
+    def _note(self, step: Step, at: str, before: Factor, factor: float, why: str) -> Scale | None:
+        follows = before.of is not None
+        if abs(factor - 1) < _TOLERANCE and not follows:
             return None
-        factor = replace(given, value=given.value * left) if follows else Factor(value=left)
+        remaining = replace(before, value=before.value * factor) if follows else Factor(value=factor)
         module = step.stack[-1][1] if step.stack else ""
-        self.kept.append(
-            Kept(
-                operation=name_of(step), module=module, source=step.place, at=at, factor=None if follows else left,
-                why="it follows the sizes of what comes" if follows else why,
+        self.remaining.append(
+            RemainingFactor(
+                operation=name_of(step), module=module, source=step.place, at=at, factor=None if follows else factor,
+                why="it follows the sizes of the batch" if follows else why,
             )
         )  # fmt: skip
-        return Scale(forward=factor, backward=factor)
+        return Scale(forward=remaining, backward=remaining)
 
 
 def _ports(step: Step) -> list[tuple[Port, str]]:
-    """Every tensor that the step takes, but numbers that sizes give."""
-    found: list[tuple[Port, str]] = []
+    """Return every tensor argument of the step, without numbers that depend on sizes."""
+    ports: list[tuple[Port, str]] = []
     for port, nest in [*enumerate(step.args), *step.kwargs.items()]:
         if isinstance(nest, Ref):
-            found.append((port, nest.name))
+            ports.append((port, nest.name))
         elif isinstance(nest, (list, tuple)) and isinstance(port, int):
-            found += [((port, i), one.name) for i, one in enumerate(nest) if isinstance(one, Ref)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return found
+            ports += [((port, i), leaf.name) for i, leaf in enumerate(nest) if isinstance(leaf, Ref)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return ports
 
 
 def _constant(factor: Factor) -> float:
@@ -316,3 +323,48 @@ def _out(step: Step) -> float:
 def _in(step: Step, port: Port) -> float:
     scale = None if step.change is None else step.change.inputs.get(port)
     return 1.0 if scale is None else _constant(scale.forward)
+
+
+@dataclass(slots=True)
+class Scales:
+    """Classes of values, as a union-find whose links have the logarithm of a ratio."""
+
+    _parent: dict[str, str] = field(default_factory=dict[str, str])
+    _ratio: dict[str, float] = field(default_factory=dict[str, float])  # log of s(value) / s(parent)
+    _wanted: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+    _chosen: dict[str, float] = field(default_factory=dict[str, float])
+
+    def tie(self, value: str, other: str, ratio: float) -> None:
+        """Set s(value) = ratio * s(other), unless earlier ties already decide it."""
+        (root, up), (other_root, other_up) = self._find(value), self._find(other)
+        if root != other_root:
+            self._parent[root] = other_root
+            self._ratio[root] = math.log(ratio) + other_up - up
+
+    def want(self, value: str, scale: float) -> None:
+        """Ask for s(value) = `scale`."""
+        self._wanted.append((value, math.log(scale)))
+
+    def choose(self) -> None:
+        """Give every class the number that most members want, the first of them in a tie."""
+        wanted: defaultdict[str, Counter[float]] = defaultdict(Counter)
+        exact: dict[tuple[str, float], float] = {}
+        for value, scale in self._wanted:
+            root, up = self._find(value)
+            rounded = round(scale - up, _DIGITS)
+            wanted[root][rounded] += 1
+            exact.setdefault((root, rounded), scale - up)
+        self._chosen = {root: exact[root, counts.most_common(1)[0][0]] for root, counts in wanted.items()}
+
+    def of(self, value: str) -> float:
+        """Return s of a value."""
+        root, up = self._find(value)
+        return math.exp(self._chosen.get(root, 0.0) + up)
+
+    def _find(self, value: str) -> tuple[str, float]:
+        """Return the class's root, and the logarithm of s(value) / s(root)."""
+        up = 0.0
+        while value in self._parent:
+            up += self._ratio[value]
+            value = self._parent[value]
+        return value, up

@@ -28,7 +28,7 @@ def matmul(
     and Inf pass through.
 
     Args:
-        input: Left operand, floating point.
+        input: SkippedOperation operand, floating point.
         other: Right operand, floating point.
         constraint: How the three factors become one. None leaves each ideal. Default: `"gmean"`.
         factors: Custom factors of the output and both inputs. They replace the ideal ones and the constraint.

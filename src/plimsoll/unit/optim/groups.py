@@ -1,4 +1,4 @@
-"""Parameter groups, one for each kind and factor: where an optimizer finds what multiplies the learning rate."""
+"""Parameter groups of an optimizer, one for each kind and factor of the learning rate."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.unit.optim.learning_rates import lr_factor
-from plimsoll.unit.optim.parameter_kinds import KINDS, Trait, trait_of, traits_of
+from plimsoll.unit.optim.parameter_kinds import KINDS, Trait, lr_factor, trait_of, traits_of
 
 Parameters = nn.Module | Iterable[Any]  # a model, or torch's: parameters, (name, parameter) pairs, groups of either
 Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """Where a parameter's kind is looked up: names and traits by the parameter's identity, and the plain ones."""
+class ParameterKinds:
+    """ParameterKinds of parameters: names and traits by the parameter's id, and the plain ones."""
 
     operation: str
     names: dict[int, str]
@@ -25,7 +24,7 @@ class Kinds:
     plain: bool | frozenset[int]
 
     def of(self, parameter: Tensor, name: str | None) -> tuple[str, float]:
-        """The kind, or "plain", and the learning rate's factor."""
+        """Return the kind, or "plain", and the learning rate's factor."""
         trait = self.traits.get(id(parameter))
         if isinstance(self.plain, frozenset) and id(parameter) in self.plain:
             return "plain", 1.0
@@ -34,43 +33,43 @@ class Kinds:
         if self.plain is True:
             return "plain", 1.0
         name = self.names.get(id(parameter), name)
-        said = "a parameter" if name is None else f"{name!r}"
+        described = "a parameter" if name is None else f"{name!r}"
         raise ArgumentError(
-            f"{self.operation}: expected every parameter to have a kind; got {said} of shape {tuple(parameter.shape)} "
-            "without one. Give model= if its modules have tagged it, tag it with plimsoll.unit.tag, name it in plain= "
-            "to take the learning rate as it is, or put kind= into its group."
+            f"{self.operation}: expected every parameter to have a kind; got {described} of shape "
+            f"{tuple(parameter.shape)} without one. Give model= if its modules have tagged it, tag it with "
+            "plimsoll.unit.tag, name it in plain= to use the unchanged learning rate, or put kind= into its group."
         )
 
 
-def kinds_from(operation: str, model: nn.Module | None, plain: bool | Sequence[str]) -> Kinds:
-    """The kinds of a model's parameters; `plain` is for those that have none, or for those whose names match a glob."""
+def kinds_from(operation: str, model: nn.Module | None, plain: bool | Sequence[str]) -> ParameterKinds:
+    """Return the kinds of a model's parameters. `plain` is for those without one, or whose names match a glob."""
     if model is None:
         if plain is not False and plain is not True:
             raise ArgumentError(
                 f"{operation}: expected a model where plain names parameters; got plain={plain!r} without one. Give "
                 "model=."
             )
-        return Kinds(operation=operation, names={}, traits={}, plain=plain)
+        return ParameterKinds(operation=operation, names={}, traits={}, plain=plain)
     named = dict(model.named_parameters())
     traits = {id(named[name]): trait for name, trait in traits_of(model).items()}
     chosen = plain if isinstance(plain, bool) else _matching(operation, named, plain)
-    return Kinds(operation=operation, names={id(p): n for n, p in named.items()}, traits=traits, plain=chosen)
+    return ParameterKinds(operation=operation, names={id(p): n for n, p in named.items()}, traits=traits, plain=chosen)
 
 
-def split(kinds: Kinds, group: Group) -> list[Group]:
-    """The group once for each kind and factor among its parameters, with `kind` and `lr_factor` noted in it."""
+def split(kinds: ParameterKinds, group: Group) -> list[Group]:
+    """Split a group by kind and factor of its parameters, with the entries `kind` and `lr_factor`."""
     own = group.get("kind")
     parts: dict[tuple[str, float], list[Any]] = {}
     for item in _listed(group["params"]):
         name, parameter = cast("tuple[str | None, Tensor]", item if isinstance(item, tuple) else (None, item))
-        key = kinds.of(parameter, name) if own is None else _said(kinds.operation, own, parameter, group)
+        key = kinds.of(parameter, name) if own is None else _stated(kinds.operation, own, parameter, group)
         parts.setdefault(key, []).append(item)
     rest = {key: value for key, value in group.items() if key not in ("params", "fan_in", "depth")}
-    return [{**rest, "params": found, "kind": kind, "lr_factor": factor} for (kind, factor), found in parts.items()]
+    return [{**rest, "params": items, "kind": kind, "lr_factor": factor} for (kind, factor), items in parts.items()]
 
 
 def groups_from(operation: str, params: Parameters) -> list[Group]:
-    """What an optimizer was given, as groups."""
+    """Return the argument of an optimizer as groups."""
     if isinstance(params, nn.Module):
         return [{"params": list(params.named_parameters())}]
     if isinstance(params, Tensor):
@@ -84,14 +83,14 @@ def groups_from(operation: str, params: Parameters) -> list[Group]:
     return [{"params": items}]
 
 
-def _said(operation: str, kind: object, parameter: Tensor, group: Group) -> tuple[str, float]:
-    """The kind that a group states itself, with its `fan_in` and `depth` where it has them."""
+def _stated(operation: str, kind: object, parameter: Tensor, group: Group) -> tuple[str, float]:
+    """Return the kind in a group's own entries, with its `fan_in` and `depth` if it has them."""
     if kind == "plain":
         return "plain", 1.0
     if kind not in KINDS:
         raise ArgumentError(
             f"{operation}: expected a group's kind to be 'plain' or one of {', '.join(KINDS)}; got {kind!r}. Leave it "
-            "out where the model's modules say it."
+            "out if the model's modules tag it."
         )
     trait = trait_of(cast("Any", kind), parameter, fan_in=group.get("fan_in"), depth=group.get("depth", 1))
     return trait.kind, lr_factor(trait)

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW: torch's own, in whichever way they run (foreach, fused, capturable), by the rules of u-muP."""
+"""SGD, Adam and AdamW of torch by the rules of u-muP, in all their forms (foreach, fused, capturable)."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -14,36 +14,38 @@ _ADAM, _ADAMW, _SGD = unhooked(torch.optim.Adam), unhooked(torch.optim.AdamW), u
 
 
 class AdamW(UnitOptimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` for unit-scaled models: a learning rate found on a narrow model serves a wide one.
+    """`torch.optim.AdamW` for unit-scaled models. The best learning rate of a narrow model works for a wide one.
 
     Each group's step is `lr` times its factor: fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms,
-    all times depth^-1/2 in residual stacks. `group["lr"]` is the plain learning rate, for any
-    scheduler to write; the factor stands in `group["lr_factor"]`, the kind in `group["kind"]`.
+    all times depth^-1/2 in residual stacks. `group["lr"]` is the plain learning rate, which any scheduler can set. The
+    factor is `group["lr_factor"]`, the kind `group["kind"]`.
 
-    Weight decay is independent: a step multiplies every weight by ``1 - weight_decay * lr / lr_0``, lr_0 being the
-    learning rate given here. So it follows the schedule, but neither the learning rate's choice nor the factors;
-    with a scheduler of absolute rates give its highest as lr. The default is none, where torch's is 0.01: that is meant
-    for a product with a learning rate near 0.001.
+    Weight decay is independent: a step multiplies every weight by ``1 - weight_decay * lr / lr_0``, lr_0 being the `lr`
+    of the constructor. So decay follows the schedule, but neither the learning rate itself nor the factors. With a
+    scheduler of absolute rates pass its highest as `lr`. The default is no decay. Torch's 0.01 is meant for a product
+    with a learning rate near 0.001.
 
     Args:
-        params: the model; or parameters, (name, parameter) pairs, groups of either, with `model` to tell their kinds. A
-            group may state a kind itself: "kind", with "fan_in" and "depth" where the shape does not tell.
-        lr: the learning rate, a number or a tensor. Best ones lie between 0.1 and 4, far from the usual 0.001.
-        betas: as torch's.
-        eps: as torch's.
-        weight_decay: the share that a step takes from every weight.
-        amsgrad: as torch's.
-        maximize: as torch's.
-        foreach: as torch's.
-        capturable: as torch's.
-        differentiable: as torch's.
-        fused: as torch's.
-        independent_weight_decay: False: torch's rule, ``1 - weight_decay * lr * factor``.
-        model: whose modules say the kinds, where `params` is not the model.
-        plain: True: parameters without a kind take the learning rate as it is; or globs of names that do, whatever
-            their kind. Otherwise a parameter without a kind is an error.
+        params: The model, or parameters, (name, parameter) pairs, or groups of either together with `model`. A group
+            may have its own "kind", with "fan_in" and "depth" if the shape does not contain them.
+        lr: Learning rate, a number or a tensor. The best ones are between 0.1 and 4, far from the usual 0.001.
+        betas: As in torch.
+        eps: As in torch.
+        weight_decay: Share of every weight that a step removes. Default: 0.
+        amsgrad: As in torch.
+        maximize: As in torch.
+        foreach: As in torch.
+        capturable: As in torch.
+        differentiable: As in torch.
+        fused: As in torch.
+        independent_weight_decay: Whether decay is independent, or else by torch's rule
+            ``1 - weight_decay * lr * factor``. Default: True.
+        model: Model whose modules have the kinds, if `params` is not the model.
+        plain: Whether parameters without a kind use the unchanged learning rate, or globs of names that do for any
+            kind. Default: False, so that a parameter without a kind is an error.
 
-    Raises `ArgumentError`.
+    Raises:
+        ArgumentError: A parameter has no kind, or an argument is not allowed.
 
     >>> from plimsoll.unit import nn as unn
     >>> model = nn.Sequential(unn.Linear(256, 64), unn.LinearReadout(64, 8))
@@ -84,8 +86,8 @@ class AdamW(UnitOptimizer, torch.optim.AdamW):
 class Adam(UnitOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` for unit-scaled models, with the factors of `AdamW`.
 
-    `weight_decay` is torch's penalty, added to the gradient before Adam normalises it: it has no scale to be
-    independent of. Other arguments are those of `AdamW`.
+    `weight_decay` is torch's penalty, which is added to the gradient before Adam normalizes it. So it has no scale to
+    be independent of. Other arguments are those of `AdamW`.
     """
 
     def __init__(
@@ -118,9 +120,9 @@ class Adam(UnitOptimizer, torch.optim.Adam):
 class SGD(UnitOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` for unit-scaled models, with the factors of `AdamW`.
 
-    They hold as long as gradients have the same scale at any width, and so the readout must have no constraint: one
-    that has is refused. Weight decay is independent as in `AdamW`; where there is momentum it gathers decay as it
-    gathers gradients. Other arguments are torch's and those of `AdamW`.
+    The factors require gradients with the same scale at any width. So a readout with a constraint is refused. Weight
+    decay is independent as in `AdamW`. Momentum accumulates decay like gradients. Other arguments are torch's and those
+    of `AdamW`.
     """
 
     def __init__(
@@ -161,5 +163,5 @@ def _check_readouts(model: nn.Module | None) -> None:
         if constraint is not None and "readout" in getattr(module, "unit_kinds", {}).values():
             raise ArgumentError(
                 f"SGD: expected a readout without constraint, under which gradients have the same scale at any width; "
-                f"got {name}.constraint={constraint!r}. Make it None, or take Adam, which normalises gradients."
+                f"got {name}.constraint={constraint!r}. Set it to None, or use Adam, which normalizes gradients."
             )

@@ -1,8 +1,24 @@
-"""The kinds of a model's parameters, which say how an optimizer's learning rate follows width and depth.
+"""Kinds of a model's parameters, and the factors of their learning rates by the rules of u-muP.
 
-A kind is kept by the module that owns the parameter, under the parameter's name, and not by the tensor: sharding and
-`to_empty` put other tensors in its place, copies and pickles drop what hangs on one. So do the two things that a shape
-does not tell: how many inputs an output sums over where that is not ``shape[1:]``, and the depth of a residual stack.
+A kind is an attribute of the module that owns the parameter, under the parameter's name, and not of the tensor.
+Sharding and `to_empty` replace the tensor, and copies and pickles drop its attributes. The same holds for two facts
+that a shape does not contain: the number of inputs that an output sums over if that is not ``shape[1:]``, and the depth
+of a residual stack.
+
+With unit-scaled weights and gradients, a step changes the result of a hidden product by lr * fan_in^1/2 times the
+factor, since the updates of its inputs' weights point the same way. So the factor fan_in^-1/2 makes the change lr at
+any width. A readout has its fan_in^-1 in the forward factor already. A residual stack adds up the steps of its layers:
+depth^-1/2.
+
+An embedding's rows are not summed, and muP has no factor for them. u-muP uses width^-1/2, for better losses in its
+sweeps of large models (arXiv 2407.17465). Here a step of a table is lr at any width, which is muP's rule. On a small
+character model both carry over width equally well, and without the factor losses are lower by a tenth and more
+(docs/how-to/unit-scaled-model.md). For u-muP's rule use ``tag(table, weight="weight")`` and ``tag_fan_in(table,
+weight=width)``.
+
+Adam's updates have unit size for any scale of the gradients. SGD's have the gradients' scale, which is 1 at any width
+too if the readout's own gradient is at unit scale (its constraint is None). Then the same factors hold. Under another
+constraint every gradient shrinks with the width, which `SGD` refuses.
 """
 
 import math
@@ -23,11 +39,12 @@ _KINDS, _FANS, _DEPTH, _DEPTHS = "unit_kinds", "unit_fans", "unit_depth", "unit_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trait:
-    """What a learning rate's rule needs to know of a parameter.
+    """Facts of a parameter that decide its learning rate.
 
-    - `fan_in`: how many inputs an output sums over; 1 for embeddings, biases and norms, which sum over none.
-    - `depth`: how many layers the residual stacks around it have, 1 outside of any; of a converted model, how many
-      branches.
+    Attributes:
+        kind: Kind of the parameter.
+        fan_in: Number of inputs that an output sums over, 1 for embeddings, biases and norms, which sum over none.
+        depth: Number of layers of the residual stacks around it (branches in a converted model), 1 outside of any.
     """
 
     kind: Kind
@@ -36,11 +53,15 @@ class Trait:
 
 
 def tag(module: nn.Module, /, **kinds: Kind) -> None:
-    """Says of which kind the module's own parameters are, by their names; those of its children are theirs to tag.
+    """Tag a module's own parameters with their kinds. Parameters of its children are tagged on the children.
 
-    The kinds: "weight" (a hidden matrix or kernel), "readout" (the last product), "embedding", "bias", "norm".
+    Args:
+        module: Module that owns the parameters.
+        kinds: Kind of each parameter by its name: `"weight"` (a hidden matrix or kernel), `"readout"` (the last
+            product), `"embedding"`, `"bias"` or `"norm"`. A name whose parameter is None is ignored.
 
-    Raises `ArgumentError` for a kind or a parameter that does not exist. A name whose parameter is None is passed over.
+    Raises:
+        ArgumentError: A kind or a parameter does not exist.
 
     >>> module = nn.Linear(8, 4)
     >>> tag(module, weight="readout", bias="bias")
@@ -54,55 +75,67 @@ def tag(module: nn.Module, /, **kinds: Kind) -> None:
             )
         _check_owned(module, name)
     present = {name: kind for name, kind in kinds.items() if _owned(module)[name] is not None}
-    setattr(module, _KINDS, {**_noted(module, _KINDS), **present})
+    setattr(module, _KINDS, {**_tags_of(module, _KINDS), **present})
 
 
 def tag_fan_in(module: nn.Module, /, **fans: int) -> None:
-    """Says how many inputs an output sums over, where it is not the product of the parameter's sizes after the first.
+    """Tag parameters with the number of inputs that an output sums over.
 
-    So for a weight that is multiplied from the right (x @ w, of (fan_in, fan_out)), and a transposed convolution's.
+    Needed if it is not the product of the parameter's sizes after the first: for a weight that is multiplied from the
+    right (x @ w, of shape (fan_in, fan_out)), and for that of a transposed convolution.
 
-    Raises `ArgumentError` for a number below 1, or a parameter that does not exist.
+    Args:
+        module: Module that owns the parameters.
+        fans: Number of inputs for each parameter by its name, at least 1.
+
+    Raises:
+        ArgumentError: A number is below 1, or a parameter does not exist.
     """
     for name, fan in fans.items():
         _check_owned(module, name)
         if isinstance(fan, bool) or not isinstance(fan, int) or fan < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(
-                f"tag_fan_in: expected a whole number from 1; got {name}={fan!r}. Count the summed inputs."
+                f"tag_fan_in: expected an integer of at least 1; got {name}={fan!r}. Count the summed inputs."
             )
-    setattr(module, _FANS, {**_noted(module, _FANS), **fans})
+    setattr(module, _FANS, {**_tags_of(module, _FANS), **fans})
 
 
 def tag_depth(module: nn.Module, depth: int, *names: str) -> None:
-    """Says that the module is a residual stack of so many layers; depths of stacks within stacks multiply.
+    """Tag a module as a residual stack of so many layers. Depths of stacks within stacks multiply.
 
-    With names, only these parameters of its own are said to be in one.
+    Args:
+        module: The stack.
+        depth: Number of layers, at least 1.
+        names: Own parameters of the module that are in the stack. Default: all parameters in the module.
 
-    Raises `ArgumentError` for a depth below 1, or a parameter that does not exist.
+    Raises:
+        ArgumentError: The depth is below 1, or a parameter does not exist.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
-            f"tag_depth: expected a whole number from 1; got depth={depth!r}. Count the stack's layers."
+            f"tag_depth: expected an integer of at least 1; got depth={depth!r}. Count the stack's layers."
         )
     for name in names:
         _check_owned(module, name)
     if names:
-        setattr(module, _DEPTHS, {**_noted(module, _DEPTHS), **dict.fromkeys(names, depth)})
+        setattr(module, _DEPTHS, {**_tags_of(module, _DEPTHS), **dict.fromkeys(names, depth)})
     else:
         setattr(module, _DEPTH, depth)
 
 
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
-    """The kind of each parameter that has one, by its name in `model.named_parameters()`.
+    """Return the kind of each tagged parameter, by its name in `model.named_parameters()`.
 
-    A weight shared by an embedding and a readout is an embedding; the rules of the two are one. Other uses that
-    disagree raise `ArgumentError`.
+    A weight shared by an embedding and a readout is an embedding, since both have the same rule.
+
+    Raises:
+        ArgumentError: A shared parameter has other kinds that differ.
     """
     return {name: trait.kind for name, trait in traits_of(model).items()}
 
 
 def traits_of(model: nn.Module) -> dict[str, Trait]:
-    """Kind, fans and depth of each parameter that has a kind, by its name in `model.named_parameters()`."""
+    """Return kind, fan-in and depth of each tagged parameter, by its name in `model.named_parameters()`."""
     uses: dict[int, list[tuple[str, Trait]]] = {}
     for name, parameter, trait in _tagged(model, "", 1):
         uses.setdefault(id(parameter), []).append((name, trait))
@@ -110,20 +143,20 @@ def traits_of(model: nn.Module) -> dict[str, Trait]:
 
 
 def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, Tensor, Trait]]:
-    """Every use of a tagged parameter, with its depth; shared ones come once for each owner."""
+    """Yield every use of a tagged parameter with its depth. Shared ones come once for each owner."""
     depth *= getattr(module, _DEPTH, 1)
-    fans = cast("dict[str, int]", _noted(module, _FANS))
-    for name, kind in _noted(module, _KINDS).items():
+    fans = cast("dict[str, int]", _tags_of(module, _FANS))
+    for name, kind in _tags_of(module, _KINDS).items():
         parameter = getattr(module, name, None)
         if isinstance(parameter, Tensor):
-            own = depth * cast("int", _noted(module, _DEPTHS).get(name, 1))
+            own = depth * cast("int", _tags_of(module, _DEPTHS).get(name, 1))
             yield prefix + name, parameter, trait_of(kind, parameter, fan_in=fans.get(name), depth=own)
     for name, child in module.named_children():
         yield from _tagged(child, f"{prefix}{name}.", depth)
 
 
 def trait_of(kind: Kind, parameter: Tensor, *, fan_in: int | None = None, depth: int = 1) -> Trait:
-    """The trait of a parameter of that kind, by its shape where `fan_in` is not told."""
+    """Return the trait of a parameter of that kind. The default fan-in is read from the shape."""
     if kind in ("embedding", "bias", "norm"):
         return Trait(kind=kind, depth=depth)
     return Trait(kind=kind, fan_in=fan_in or max(1, math.prod(parameter.shape[1:])), depth=depth)
@@ -135,18 +168,19 @@ def _agreed(uses: list[tuple[str, Trait]]) -> Trait:
         return uses[0][1]
     if set(traits) == {"embedding", "readout"}:
         return traits["embedding"]
-    said = ", ".join(f"{name} ({trait.kind})" for name, trait in uses)
+    listed = ", ".join(f"{name} ({trait.kind})" for name, trait in uses)
     raise ArgumentError(
-        f"kinds_of: expected one kind for a shared parameter; got {said}. Tag its owners alike with plimsoll.unit.tag."
+        f"kinds_of: expected one kind for a shared parameter; got {listed}. Tag its owners with the same kind, using "
+        "plimsoll.unit.tag."
     )
 
 
-def _noted(module: nn.Module, attribute: str) -> Mapping[str, Any]:
+def _tags_of(module: nn.Module, attribute: str) -> Mapping[str, Any]:
     return getattr(module, attribute, {})
 
 
 def _owned(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """The module's own parameters, those that are None too."""
+    """Return the module's own parameters, with those that are None."""
     return module._parameters  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -157,3 +191,13 @@ def _check_owned(module: nn.Module, name: str) -> None:
             f"tag: expected a parameter of {type(module).__name__} itself; got {name!r}. It has {owned}; tag a child's "
             "parameters on the child."
         )
+
+
+def lr_factor(trait: Trait) -> float:
+    """Return fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms, times depth^-1/2.
+
+    >>> lr_factor(Trait(kind="weight", fan_in=256, depth=4)), lr_factor(Trait(kind="readout", fan_in=256))
+    (0.03125, 1.0)
+    """
+    terms = trait.fan_in if trait.kind == "weight" else 1
+    return float(terms * trait.depth) ** -0.5

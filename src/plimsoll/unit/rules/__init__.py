@@ -1,1 +1,1 @@
-"""The scale rule of each operation."""
+"""Scale rule of each operation."""

@@ -12,7 +12,7 @@ from plimsoll.unit.capture.fused_functions import Cluster
 from plimsoll.unit.capture.gradient_graph import Flow, base_name, is_open, operation_of, shape_of
 from plimsoll.unit.changes import Factor, Port
 from plimsoll.unit.factors.measured import Measured, measure_factors
-from plimsoll.unit.rules.operation import Ideal, Rule, Site, following
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, skipped
 
 ENTRY: Port = "entry"  # the port of a cluster
 
@@ -22,7 +22,7 @@ def by_measurement(site: Site) -> Ideal:
     node = site.node
     found = _measured([node], {one.name: one for one in site.ports.values()}, site.values, site.means)
     if found is None:
-        return left(site, "no formula, and its scale cannot be measured")
+        return skipped(site, "no formula, and its scale cannot be measured")
     gradients: dict[Port, Factor] = {}
     for port, source in site.ports.items():
         if source.name in found.gradients:
@@ -40,7 +40,7 @@ def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str,
     found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
     if found is None or cluster.entry not in found.gradients:
         why = "written in several operations, and their scale cannot be measured"
-        return Ideal(operation=base_name(last), why="left as it is", rigid=True, left=why)
+        return Ideal(operation=base_name(last), why="not converted", rigid=True, skipped=why)
     output, back = Factor(value=1 / found.std), Factor(value=1 / found.gradients[cluster.entry])
     if base_name(last) in ("softmax", "_softmax"):
         output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
@@ -48,11 +48,6 @@ def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str,
         operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output,
         gradients={ENTRY: back}, mean=found.centre,
     )  # fmt: skip
-
-
-def left(site: Site, why: str) -> Ideal:
-    """The word on an operation that stays as it is."""
-    return Ideal(operation=site.operation, why="left as it is", rigid=True, left=why)
 
 
 def _measured(
@@ -129,7 +124,7 @@ def _by_length(softmax: fx.Node, source: fx.Node, factor: Factor) -> Factor:
 
 def _softmax(site: Site) -> Ideal:
     ideal = by_measurement(site)
-    if ideal.left or site.operation == "log_softmax":
+    if ideal.skipped or site.operation == "log_softmax":
         return ideal
     source = site.ports[0]
     gradients = {port: _by_length(site.node, source, factor) for port, factor in ideal.gradients.items()}
@@ -140,7 +135,7 @@ def _softmax(site: Site) -> Ideal:
 def _attention(site: Site) -> Ideal:
     """Attention averages values: its factors grow as the root of the length."""
     ideal = by_measurement(site)
-    if ideal.left:
+    if ideal.skipped:
         return ideal
     key = site.node.args[1]
     if not isinstance(key, fx.Node) or not is_open(key, len(shape_of(key)) - 2):

@@ -33,7 +33,7 @@ class Ideal:
     incoming: Factor = ONE
     mean: float = 0.0
     rigid: bool = False
-    left: str | None = None
+    skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,11 @@ VIEWS = frozenset(
 )  # fmt: skip
 
 Rule = Callable[[Site], Ideal]
+
+
+def skipped(site: Site, why: str) -> Ideal:
+    """Return the rule of an operation that is not converted."""
+    return Ideal(operation=site.operation, why="not converted", rigid=True, skipped=why)
 
 
 def parameter_behind(node: fx.Node, flow: Flow) -> str | None:

@@ -1,32 +1,125 @@
-"""Rules of products: with weights, between activations, convolutions, look-ups."""
+"""Rules of products: with weights, between activations, convolutions, look-ups.
+
+Products are sums over named dimensions, with one formula for linear, matmul, bmm, addmm and einsum.
+"""
 
 import math
+import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import fx
 
-from plimsoll.unit.capture.gradient_graph import shape_of
+from plimsoll.unit.capture.gradient_graph import is_open, shape_of
 from plimsoll.unit.changes import Factor, Port
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.rules.contraction import Contraction, of_einsum, of_linear, of_matmul
-from plimsoll.unit.rules.measured import left
-from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, times
+from plimsoll.unit.factors.formulas import root
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, skipped, times
+
+Place = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """Operands with a letter for each of their dimensions, and the letters of the result.
+
+    A product sums over the dimensions that its result lacks: n^-1/2 for n terms. The gradient of an operand sums over
+    the dimensions that the operand lacks and the other tensors have. An operand lacks the dimensions along which it is
+    broadcast.
+    """
+
+    operands: tuple[tuple[fx.Node, str], ...]
+    result: str
+
+    @property
+    def forward(self) -> Factor:
+        """Factor of the result."""
+        return self._summed(self._letters() - set(self.result))
+
+    def backward(self, operand: int) -> Factor:
+        """Return the factor of an operand's gradient."""
+        return self._summed(self._letters() - self._of(operand))
+
+    def _of(self, operand: int) -> set[str]:
+        node, letters = self.operands[operand]
+        return {letter for letter, size in zip(letters, shape_of(node), strict=True) if size != 1}
+
+    def _letters(self) -> set[str]:
+        return set[str]().union(*(self._of(operand) for operand in range(len(self.operands))))
+
+    def _summed(self, letters: set[str]) -> Factor:
+        """Return n^-1/2 over some letters.
+
+        It follows the sizes at run time if one tensor has all open ones. Otherwise it is that of the example's sizes.
+        """
+        places = {letter: self._place(letter) for letter in letters}
+        opened = {letter for letter, (node, dim) in places.items() if is_open(node, dim)}
+        fixed = math.prod(shape_of(node)[dim] for letter, (node, dim) in places.items() if letter not in opened)
+        for node, own in self.operands:
+            if opened <= set(own):
+                return following(node, [own.index(letter) for letter in sorted(opened)], -0.5, root(fixed))
+        return Factor(
+            value=root(fixed * math.prod(shape_of(places[letter][0])[places[letter][1]] for letter in opened))
+        )
+
+    def _place(self, letter: str) -> Place:
+        all_places = [
+            (node, letters.index(letter)) for operand, (node, letters) in enumerate(self.operands)
+            if letter in self._of(operand)
+        ]  # fmt: skip
+        return next((place for place in all_places if is_open(*place)), all_places[0])
+
+
+def of_matmul(left: fx.Node, right: fx.Node) -> Contraction:
+    """Return the contraction of ``left @ right``, for any dimensions."""
+    rows, columns = len(shape_of(left)), len(shape_of(right))
+    batch = string.ascii_lowercase[: max(rows, columns, 2) - 2]
+    first = "K" if rows == 1 else batch[len(batch) - rows + 2 :] + "MK"
+    second = "K" if columns == 1 else batch[len(batch) - columns + 2 :] + "KN"
+    result = batch + ("M" if rows > 1 else "") + ("N" if columns > 1 else "")
+    return Contraction(((left, first), (right, second)), result)
+
+
+def of_linear(x: fx.Node, weight: fx.Node) -> Contraction:
+    """Return the contraction of ``x @ weight.T``."""
+    batch = string.ascii_lowercase[: len(shape_of(x)) - 1]
+    return Contraction(((x, batch + "K"), (weight, "NK" if len(shape_of(weight)) == 2 else "K")), batch + "N")
+
+
+def of_einsum(equation: str, operands: Sequence[fx.Node]) -> Contraction | None:
+    """Return the contraction of an einsum, or None if an operand has a letter twice (a diagonal)."""
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    extra = max(len(shape_of(node)) - len(term.replace("...", "")) for node, term in zip(operands, terms, strict=True))
+    dots = "".join(chr(0x3B1 + i) for i in range(extra))
+    spelled = [
+        term.replace("...", dots[len(dots) - (len(shape_of(node)) - len(term) + 3) :] if "..." in term else "")
+        for node, term in zip(operands, terms, strict=True)
+    ]
+    if "->" not in equation:
+        letters = "".join(terms).replace("...", "")
+        result = ("..." if "..." in inputs else "") + "".join(
+            sorted({letter for letter in letters if letters.count(letter) == 1})
+        )
+    if any(len(set(term)) != len(term) for term in spelled):
+        return None
+    return Contraction(tuple(zip(operands, spelled, strict=True)), result.replace("...", dots))
 
 
 def _node(argument: object) -> fx.Node:
     return cast("fx.Node", argument)
 
 
-def _product(site: Site, found: Contraction, ports: Sequence[Port], why: str) -> Ideal:
-    """The factors of a contraction whose operands come in at `ports`, each against the others' second moments."""
-    moments = [site.moment(node) for node, _ in found.operands]
-    all_ = math.prod(moments)
+def _product(site: Site, contraction: Contraction, ports: Sequence[Port], why: str) -> Ideal:
+    """Return the factors of a contraction with operands at `ports`, each divided by the others' second moments."""
+    moments = [site.moment(node) for node, _ in contraction.operands]
+    product = math.prod(moments)
     gradients = {
-        port: times(found.backward(operand), moments[operand] / all_)
+        port: times(contraction.backward(operand), moments[operand] / product)
         for operand, port in enumerate(ports) if port in site.ports
     }  # fmt: skip
-    return Ideal(operation=site.operation, why=why, output=times(found.forward, 1 / all_), gradients=gradients)
+    return Ideal(operation=site.operation, why=why, output=times(contraction.forward, 1 / product), gradients=gradients)
 
 
 def _with_bias(ideal: Ideal, port: Port | None, rows: Factor) -> Ideal:
@@ -37,36 +130,37 @@ def _with_bias(ideal: Ideal, port: Port | None, rows: Factor) -> Ideal:
 
 def _linear(site: Site) -> Ideal:
     x = _node(site.node.args[0])
-    found = of_linear(x, _node(site.argument(1, "weight")))
+    contraction = of_linear(x, _node(site.argument(1, "weight")))
     ports: list[Port] = [0, 1 if len(site.node.args) > 1 else "weight"]
-    ideal = _product(site, found, ports, "fan_in^-1/2; fan_out^-1/2, rows^-1/2")
+    ideal = _product(site, contraction, ports, "fan_in^-1/2; fan_out^-1/2, rows^-1/2")
     rows = following(x, range(len(shape_of(x)) - 1), -0.5)
     return _with_bias(ideal, site.port(2, "bias"), rows)
 
 
 def _matmul(site: Site) -> Ideal:
-    found = of_matmul(_node(site.node.args[0]), _node(site.node.args[1]))
-    return _product(site, found, (0, 1), "n^-1/2 of what each sums over")
+    contraction = of_matmul(_node(site.node.args[0]), _node(site.node.args[1]))
+    return _product(site, contraction, (0, 1), "n^-1/2 of what each sums over")
 
 
 def _addmm(site: Site) -> Ideal:
-    """A product and a bias, in one."""
     x, other = _node(site.node.args[1]), _node(site.node.args[2])
     ideal = _product(site, of_matmul(x, other), (1, 2), "n^-1/2 of what each sums over")
     bias = _node(site.node.args[0])
     if 0 not in site.ports:
         return ideal
     if len(shape_of(bias)) > 1 or not site.is_parameter(0):
-        return left(site, "the term that is added to the product is no bias")
+        return skipped(site, "the term that is added to the product is no bias")
     return _with_bias(ideal, 0, following(x, range(len(shape_of(x)) - 1), -0.5))
 
 
 def _einsum(site: Site) -> Ideal:
     equation, operands = cast("tuple[str, list[fx.Node]]", site.node.args[:2])
-    found = of_einsum(equation, operands)
-    if found is None:
-        return left(site, "a letter stands twice in one operand")
-    return _product(site, found, [(1, member) for member in range(len(operands))], "n^-1/2 of what each sums over")
+    contraction = of_einsum(equation, operands)
+    if contraction is None:
+        return skipped(site, "an operand has a letter twice")
+    return _product(
+        site, contraction, [(1, member) for member in range(len(operands))], "n^-1/2 of what each sums over"
+    )
 
 
 def _convolution(site: Site) -> Ideal:
@@ -78,7 +172,7 @@ def _convolution(site: Site) -> Ideal:
     area, step = math.prod(kernel), math.prod(_spread(site.argument(3, "stride", 1), len(kernel)))
     ideal = formulas.convolution(inner * area, outer * area, step)
     places = following(x, (0, *range(2, len(shape_of(x)))), -0.5, 1.0 if transposed else step**0.5)
-    if transposed:  # a stride leaves gaps between the inputs: fewer meet in one output
+    if transposed:  # a stride leaves gaps between the inputs, so an output has fewer terms
         ideal = formulas.Factors(output=formulas.root(inner * area / step), inputs=(formulas.root(outer * area),))
     moment = site.moment(x)
     gradients: dict[Port, Factor] = {0: Factor(value=ideal.inputs[0])} if 0 in site.ports else {}
@@ -87,19 +181,19 @@ def _convolution(site: Site) -> Ideal:
         gradients[own] = times(places, 1 / moment)
     why = "fan_in^-1/2; fan_out^-1/2, places^-1/2"
     output = Factor(value=ideal.output / moment)
-    made = Ideal(operation=site.operation, why=why, output=output, gradients=gradients)
+    product = Ideal(operation=site.operation, why=why, output=output, gradients=gradients)
     outputs = times(places, step**-0.5) if transposed else places
-    return _with_bias(made, site.port(2, "bias"), outputs)
+    return _with_bias(product, site.port(2, "bias"), outputs)
 
 
-def _spread(given: Any, dims: int) -> tuple[int, ...]:
-    numbers: tuple[int, ...] = tuple(cast("list[int]", given)) if isinstance(given, (list, tuple)) else (given,)
+def _spread(sizes: Any, dims: int) -> tuple[int, ...]:
+    numbers: tuple[int, ...] = tuple(cast("list[int]", sizes)) if isinstance(sizes, (list, tuple)) else (sizes,)
     return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _embedding(site: Site) -> Ideal:
     if 0 not in site.ports:
-        return left(site, "the table carries no gradient")
+        return skipped(site, "the table carries no gradient")
     indices = _node(site.argument(1, "indices"))
     vocabulary = shape_of(site.ports[0])[0]
     table = following(indices, range(len(shape_of(indices))), -0.5, vocabulary**0.5)

@@ -10,8 +10,7 @@ from torch import fx
 
 from plimsoll.unit.capture.gradient_graph import shape_of
 from plimsoll.unit.changes import Factor, Port
-from plimsoll.unit.rules.measured import left
-from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, parameter_behind, times
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, parameter_behind, skipped, times
 
 
 def broadcast(site: Site, source: fx.Node) -> Factor:
@@ -64,7 +63,7 @@ def _multiplication(site: Site) -> Ideal:
         why, gradients = "a constant, undone", dict.fromkeys(site.ports, factor)
         return Ideal(operation=site.operation, why=why, output=factor, gradients=gradients, mean=mean)
     if site.operation == "div" and 1 in site.ports:
-        return left(site, "a quotient of two tensors that both depend on parameters")
+        return skipped(site, "a quotient of two tensors that both depend on parameters")
     return _gate(site)
 
 

@@ -1,1 +1,1 @@
-"""The code of converted modules, written from their graphs."""
+"""Code of converted modules, written from their graphs."""

@@ -7,8 +7,7 @@ belong to no call: whoever needs one computes it from a tensor at hand.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from plimsoll.unit.conversion.codegen.size_expressions import Sizes
-from plimsoll.unit.conversion.codegen.steps import Recipe, Ref, Step, is_number, refs_in
+from plimsoll.unit.conversion.codegen.steps import Recipe, Ref, Sizes, Step, is_number, refs_in
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
