@@ -20,7 +20,7 @@ def test_every_list_of_names_is_the_same() -> None:
         for node in block.body
         for alias in node.names
     }
-    assert checked == unit._HOMES
+    assert checked == unit._MODULES
     for name in checked:
         assert name in dir(unit) and getattr(unit, name).__doc__
 

@@ -4,8 +4,8 @@ Each operation multiplies by one constant forward and by another one backward, w
 has the operations, `nn` the modules, `optim` the optimizers whose learning rate carries over width. `convert` rewrites
 an ordinary model, `fold` turns it into plain weights again, and `audit` measures the scale of each operation.
 
-All are loaded on first use. A level of `plimsoll.prepare` needs the formulas alone, while capturing graphs loads a large
-part of torch.
+All are loaded on first use. A level of `plimsoll.prepare` needs the formulas alone, while capturing graphs loads a
+large part of torch.
 """
 
 from typing import TYPE_CHECKING

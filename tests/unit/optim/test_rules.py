@@ -104,10 +104,13 @@ def test_uses_that_disagree_are_an_error():
             lambda m: tag(m, wait="weight"),
             r"tag: expected a parameter of Linear itself; got 'wait'. It has weight, bias",
         ),
-        (lambda m: tag_fan_in(m, weight=0), r"tag_fan_in: expected a whole number from 1; got weight=0"),
+        (
+            lambda m: tag_fan_in(m, weight=0),
+            r"tag_fan_in: expected weight to be an integer of at least 1; got weight=0",
+        ),
         (lambda m: tag_fan_in(m, wait=1), r"expected a parameter of Linear itself; got 'wait'"),
-        (lambda m: tag_depth(m, 0), r"tag_depth: expected a whole number from 1; got depth=0"),
-        (lambda m: tag_depth(m, True), r"tag_depth: expected a whole number from 1; got depth=True"),
+        (lambda m: tag_depth(m, 0), r"tag_depth: expected depth to be an integer of at least 1; got depth=0"),
+        (lambda m: tag_depth(m, True), r"tag_depth: expected depth to be an integer of at least 1; got depth=True"),
     ],
 )
 def test_a_tag_that_cannot_be_is_refused(call, message):

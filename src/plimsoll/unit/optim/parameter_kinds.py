@@ -28,6 +28,7 @@ from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 
 Kind = Literal["weight", "readout", "embedding", "bias", "norm"]
@@ -93,10 +94,7 @@ def tag_fan_in(module: nn.Module, /, **fans: int) -> None:
     """
     for name, fan in fans.items():
         _check_owned(module, name)
-        if isinstance(fan, bool) or not isinstance(fan, int) or fan < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(
-                f"tag_fan_in: expected an integer of at least 1; got {name}={fan!r}. Count the summed inputs."
-            )
+        integer("tag_fan_in", name, fan, low=1, remedy="Count the summed inputs.")
     setattr(module, _FANS, {**_tags_of(module, _FANS), **fans})
 
 
@@ -111,10 +109,7 @@ def tag_depth(module: nn.Module, depth: int, *names: str) -> None:
     Raises:
         ArgumentError: The depth is below 1, or a parameter does not exist.
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"tag_depth: expected an integer of at least 1; got depth={depth!r}. Count the stack's layers."
-        )
+    integer("tag_depth", "depth", depth, low=1, remedy="Count the stack's layers.")
     for name in names:
         _check_owned(module, name)
     if names:
