@@ -112,7 +112,7 @@ def test_run_begins_with_its_verdict_and_shows_the_gravest_finding(page: Any, si
     for text in (found[0].meaning, layer_name(found[0].where[0])):
         expect(detail).to_contain_text(text)
     expect(detail.locator(".main-svg").first).to_be_visible()
-    expect(detail.locator("[role=img]")).to_have_attribute("aria-label", re.compile(r"\w+"))
+    expect(detail.locator(".plot[role=group]")).to_have_attribute("aria-label", re.compile(r"\w+"))
 
 
 def test_from_a_finding_to_the_spectrogram_and_back(page: Any, site: Served) -> None:

@@ -144,7 +144,7 @@ export class Picture {
     write(this.heading, layout.title?.text ?? "");
     write(this.about, layout.title?.subtitle?.text ?? "");
     this.about.hidden = this.about.textContent === "";
-    this.plot.setAttribute("role", "img");
+    this.plot.setAttribute("role", "group"); // not "img": Plotly's buttons within can be focused
     this.plot.setAttribute("aria-label", `${this.heading.textContent}. ${this.about.textContent}`);
     const height = Math.max(layout.height ?? 380, 220) - 40;
     this.plot.style.height = `${height}px`;

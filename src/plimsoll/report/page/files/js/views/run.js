@@ -161,7 +161,7 @@ export class RunPage {
     this.places = new Map();
     for (const [Part, heading, name] of headings.filter(([, , part]) => this.#has(part))) {
       const part = new Part(this);
-      const element = heading ? el("section", { class: "titled", "aria-label": heading }, el("h2", { class: "part-title" }, heading), part.element) : part.element;
+      const element = heading ? el("div", { class: "titled" }, el("h2", { class: "part-title" }, heading), part.element) : part.element;
       this.places.set(Part, { part, element });
       this.place.append(element);
       part.renew(this.run);
