@@ -11,8 +11,8 @@ import torch
 
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from plimsoll.kernels.numba_backend.measuring import launch
-from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
 from tests.support.cases import each
 
 DTYPES = (*FLOATING, *EIGHT_BIT)

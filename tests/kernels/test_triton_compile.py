@@ -192,7 +192,7 @@ def launch_unscaling(case: list[str]) -> None:
 
     from plimsoll import kernels
     from plimsoll.kernels import triton_backend
-    from plimsoll.kernels.operators.tensor_checks import FLOATING
+    from plimsoll.kernels.dtypes import FLOATING
 
     inverse, found = torch.ones(1), torch.zeros(1)
     for lengths in ((7,), (4096,), (1, 5), (9, 99, 3)):

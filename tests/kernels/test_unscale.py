@@ -13,7 +13,7 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.operators.tensor_checks import FLOATING
+from plimsoll.kernels.dtypes import FLOATING
 from tests.support.cases import each
 
 BACKENDS = [status.name for status in kernels.report() if status.available]

@@ -10,7 +10,7 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from tests.support.cases import each
 
 DTYPES = (*FLOATING, *EIGHT_BIT)

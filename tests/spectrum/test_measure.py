@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from plimsoll.spectrum import Source, Spectrum, measure
 from tests.support import processes
 from tests.support.cases import each

@@ -13,20 +13,7 @@ from typing import Any, cast
 from plimsoll import __version__
 from plimsoll.errors import PlimsollError
 from plimsoll.extras import EXTRAS, install_line
-
-# The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute
-# Capabilities", and the Volta, Ampere, Ada/Hopper and Blackwell architecture papers.
-_CUDA_FORMATS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
-    ((7, 0), ("fp16",)),
-    ((8, 0), ("bf16", "tf32")),
-    ((8, 9), ("e4m3", "e5m2")),
-    ((10, 0), ("mxfp8", "mxfp6", "mxfp4", "nvfp4")),
-)
-# Instruction sets that compute in the format, as Linux names them (x86, then Arm).
-_CPU_FLAGS: dict[str, tuple[str, ...]] = {
-    "fp16": ("avx512_fp16", "amx_fp16", "asimdhp"),
-    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
-}
+from plimsoll.formats import BLOCKS, ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +109,17 @@ def version(package: str) -> str | None:
 
 def cuda_formats(capability: tuple[int, int]) -> tuple[str, ...]:
     """Return the formats below fp32 that the matrix units of a GPU with that compute capability take."""
-    return tuple(name for first, names in _CUDA_FORMATS if capability >= first for name in names)
+    elements = sorted(ELEMENTS, key=lambda fmt: (fmt.cuda_capability or (0, 0), fmt.bits, -fmt.mantissa_bits))
+    taken = [fmt for fmt in (*elements, *BLOCKS) if fmt.cuda_capability and fmt.cuda_capability <= capability]
+    # The same units take all block formats of a width, so these go by the first part of their names.
+    return tuple(dict.fromkeys(fmt.name.partition("_")[0] for fmt in taken))
 
 
 def cpu_formats(cpuinfo: str) -> tuple[str, ...]:
     """Return the 16-bit formats that the processor of a Linux ``/proc/cpuinfo`` computes in."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
-    return tuple(name for name, wanted in _CPU_FLAGS.items() if flags.intersection(wanted))
+    return tuple(fmt.name for fmt in ELEMENTS if flags.intersection(fmt.cpu_flags))
 
 
 def _cpu() -> Device:

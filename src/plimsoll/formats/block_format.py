@@ -1,17 +1,29 @@
 """The record of one block format: elements that share a scale."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plimsoll.errors import FormatError
-from plimsoll.formats.element_format import Format
+from plimsoll.formats.element_format import Format, set_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFormat:
-    """Element codes in blocks of `block` values, each block with one scale.
+    """Element codes in blocks of values, each block with one scale.
 
-    The value of an element is ``element * scale``, and ``element * scale * tensor_scale`` where the format has an FP32
-    scale for the whole tensor besides (`tensor_scale`, NVFP4).
+    The value of an element is ``element * scale``, or ``element * scale * tensor_scale`` where the format has an FP32
+    scale for the whole tensor besides.
+
+    Args:
+        name: The catalogue's name, in lower case.
+        element: Format of the elements; it has a sign.
+        block: Number of values that share a scale, at least 1.
+        scale: Format of the scales.
+        tensor_scale: Whether there is an FP32 scale for the tensor, as in NVFP4. Default: False.
+        in_report: Whether the single-file report answers what-if questions for it. Default: False.
+        cuda_capability: First compute capability whose matrix units multiply it. Default: None, there is none.
+
+    Raises:
+        FormatError: The fields contradict each other.
 
     >>> from plimsoll.formats import NVFP4
     >>> NVFP4.element.name, NVFP4.block, NVFP4.scale.name, NVFP4.bits
@@ -23,6 +35,8 @@ class BlockFormat:
     block: int
     scale: Format
     tensor_scale: bool = False
+    in_report: bool = field(default=False, compare=False, repr=False)
+    cuda_capability: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.block < 1:
@@ -34,6 +48,8 @@ class BlockFormat:
                 "BlockFormat: expected a scale with a mantissa (as E4M3) under an FP32 tensor scale; got a pure "
                 f"exponent in {self!r}"
             )
+
+    __setstate__ = set_fields
 
     @property
     def bits(self) -> float:

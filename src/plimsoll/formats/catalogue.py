@@ -7,63 +7,136 @@ NVIDIA's NVFP4 recipe, arXiv:2509.25149; NVFP4 without the tensor's scale is the
 
 import difflib
 import re
+from typing import Any
 
 from plimsoll.errors import FormatError
 from plimsoll.formats.block_format import BlockFormat
 from plimsoll.formats.element_format import Format
 
+# The first compute capability whose matrix units take the format: NVIDIA's CUDA C++ programming guide, "Compute
+# Capabilities", and the Volta, Ampere, Ada/Hopper and Blackwell architecture papers.
+_VOLTA, _AMPERE, _ADA, _BLACKWELL = (7, 0), (8, 0), (8, 9), (10, 0)
 
-def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    bias = (1 << (exponent_bits - 1)) - 1 if 0 < exponent_bits < 64 else 0  # of a width that `Format` refuses: any
-    return Format(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias)
+
+def _ieee(name: str, exponent_bits: int, mantissa_bits: int, **facts: Any) -> Format:
+    # A width that `Format` refuses has no bias that could be computed: any does.
+    bias = (1 << (exponent_bits - 1)) - 1 if 0 < exponent_bits < 64 else 0
+    return Format(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias, **facts)
 
 
-FP64 = _ieee("fp64", 11, 52)
-FP32 = _ieee("fp32", 8, 23)
-TF32 = _ieee("tf32", 8, 10)
-FP16 = _ieee("fp16", 5, 10)
-BF16 = _ieee("bf16", 8, 7)
-E5M2 = _ieee("e5m2", 5, 2)
-E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn")
-E5M2FNUZ = Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz")
-E4M3FNUZ = Format(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz")
+FP64 = _ieee("fp64", 11, 52, torch_dtype="float64")
+FP32 = _ieee("fp32", 8, 23, torch_dtype="float32")
+TF32 = _ieee("tf32", 8, 10, cuda_capability=_AMPERE)
+FP16 = _ieee(
+    "fp16",
+    5,
+    10,
+    torch_dtype="float16",
+    in_report=True,
+    cuda_capability=_VOLTA,
+    cpu_flags=("avx512_fp16", "amx_fp16", "asimdhp"),
+)
+BF16 = _ieee(
+    "bf16",
+    8,
+    7,
+    torch_dtype="bfloat16",
+    in_report=True,
+    cuda_capability=_AMPERE,
+    cpu_flags=("avx512_bf16", "amx_bf16", "bf16"),
+)
+E5M2 = _ieee("e5m2", 5, 2, torch_dtype="float8_e5m2", in_report=True, cuda_capability=_ADA)
+E4M3 = Format(
+    name="e4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    specials="fn",
+    torch_dtype="float8_e4m3fn",
+    gradient_format="e5m2",
+    in_report=True,
+    cuda_capability=_ADA,
+)
+E5M2FNUZ = Format(
+    name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz", torch_dtype="float8_e5m2fnuz"
+)
+E4M3FNUZ = Format(
+    name="e4m3fnuz",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=8,
+    specials="fnuz",
+    torch_dtype="float8_e4m3fnuz",
+    gradient_format="e5m2fnuz",
+)
 E3M2 = Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, specials="none")
 E2M3 = Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, specials="none")
 E2M1 = Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, specials="none")
-E8M0 = Format(name="e8m0", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False)
+E8M0 = Format(
+    name="e8m0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    specials="fn",
+    signed=False,
+    torch_dtype="float8_e8m0fnu",
+)
 
-MXFP8_E4M3 = BlockFormat(name="mxfp8_e4m3", element=E4M3, block=32, scale=E8M0)
-MXFP8_E5M2 = BlockFormat(name="mxfp8_e5m2", element=E5M2, block=32, scale=E8M0)
-MXFP6_E3M2 = BlockFormat(name="mxfp6_e3m2", element=E3M2, block=32, scale=E8M0)
-MXFP6_E2M3 = BlockFormat(name="mxfp6_e2m3", element=E2M3, block=32, scale=E8M0)
-MXFP4 = BlockFormat(name="mxfp4", element=E2M1, block=32, scale=E8M0)
-NVFP4 = BlockFormat(name="nvfp4", element=E2M1, block=16, scale=E4M3, tensor_scale=True)
-NVFP4_SINGLE = BlockFormat(name="nvfp4_single", element=E2M1, block=16, scale=E4M3)
+
+def _mx(name: str, element: Format, **facts: Any) -> BlockFormat:
+    return BlockFormat(name=name, element=element, block=32, scale=E8M0, cuda_capability=_BLACKWELL, **facts)
+
+
+def _nv(name: str, **facts: Any) -> BlockFormat:
+    return BlockFormat(name=name, element=E2M1, block=16, scale=E4M3, cuda_capability=_BLACKWELL, **facts)
+
+
+MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3, in_report=True)
+MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2)
+MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2)
+MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3)
+MXFP4 = _mx("mxfp4", E2M1, in_report=True)
+NVFP4 = _nv("nvfp4", tensor_scale=True, in_report=True)
+NVFP4_SINGLE = _nv("nvfp4_single")
 
 ELEMENTS: tuple[Format, ...] = (
     FP64, FP32, TF32, FP16, BF16, E5M2, E4M3, E5M2FNUZ, E4M3FNUZ, E3M2, E2M3, E2M1, E8M0,
 )  # fmt: skip
 BLOCKS: tuple[BlockFormat, ...] = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4, NVFP4_SINGLE)
 
-# Other names for the same thing: torch's dtypes, everyday words, and the fields of the wider formats.
+# Other names of a format: its torch dtype, everyday words, ml_dtypes' names, and the fields of the wider formats.
 ALIASES: dict[str, Format | BlockFormat] = {
-    "float64": FP64, "double": FP64, "e11m52": FP64,
-    "float32": FP32, "float": FP32, "e8m23": FP32,
+    **{fmt.torch_dtype: fmt for fmt in ELEMENTS if fmt.torch_dtype is not None},
+    "double": FP64, "e11m52": FP64,
+    "float": FP32, "e8m23": FP32,
     "tensorfloat32": TF32, "e8m10": TF32,
-    "float16": FP16, "half": FP16, "e5m10": FP16,
-    "bfloat16": BF16, "e8m7": BF16,
-    "float8_e5m2": E5M2,
-    "float8_e4m3fn": E4M3, "e4m3fn": E4M3,
-    "float8_e5m2fnuz": E5M2FNUZ, "float8_e4m3fnuz": E4M3FNUZ,
+    "half": FP16, "e5m10": FP16,
+    "e8m7": BF16,
+    "e4m3fn": E4M3,
     "float6_e3m2fn": E3M2, "float6_e2m3fn": E2M3, "float4_e2m1fn": E2M1,
-    "float8_e8m0fnu": E8M0,
 }  # fmt: skip
 
-# Names of a width, which several formats have. Targets of `plan` may be named so; a format is one of these.
+# Names of a width, which several formats have. A message names the formats of a family.
 FAMILIES: dict[str, tuple[Format | BlockFormat, ...]] = {
     "fp8": (E4M3, E5M2), "float8": (E4M3, E5M2), "fp6": (E3M2, E2M3), "float6": (E3M2, E2M3), "fp4": (E2M1,),
     "float4": (E2M1,), "mxfp8": (MXFP8_E4M3, MXFP8_E5M2), "mxfp6": (MXFP6_E3M2, MXFP6_E2M3),
 }  # fmt: skip
+
+# Targets of `plan`, with the pairs of formats (forward, backward) that it tries in turn: those with more digits first.
+TARGETS: dict[str, tuple[tuple[Format | BlockFormat, Format | BlockFormat], ...]] = {
+    "fp16": ((FP16, FP16),),
+    "bf16": ((BF16, BF16),),
+    "fp8": ((E4M3, E5M2),),
+    "mxfp8": ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2)),
+    "mxfp6": tuple((forward, b) for forward in (MXFP6_E2M3, MXFP6_E3M2) for b in (MXFP6_E2M3, MXFP6_E3M2)),
+    "mxfp4": ((MXFP4, MXFP4),),
+    "nvfp4": ((NVFP4, NVFP4),),
+    "nvfp4_single": ((NVFP4_SINGLE, NVFP4_SINGLE),),
+}
+CHEAPEST = ("mxfp4", "nvfp4", "mxfp6", "fp8", "mxfp8")  # the targets that "cheapest" tries, by bits per value
+# Formats that torch computes in as whole operations, narrowest first, and those of them that have FP32's range.
+NATIVE: tuple[Format, ...] = (FP16, BF16, TF32, FP32)
+WIDE = tuple(fmt for fmt in NATIVE if fmt.exponent_bits >= FP32.exponent_bits)
 
 _BY_NAME: dict[str, Format | BlockFormat] = {fmt.name: fmt for fmt in (*ELEMENTS, *BLOCKS)} | ALIASES
 _PATTERN = re.compile(r"e(\d{1,9})m(\d{1,9})")

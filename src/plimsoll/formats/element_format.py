@@ -1,13 +1,14 @@
 """The record of one element format: its fields, and everything that follows from them.
 
-A format is data. Five fields decide all the rest: how many exponent and mantissa bits, the bias, how the top codes are
-spent (`specials`), and whether there is a sign. This module imports neither torch nor numpy, so the command line and
-the readers of old runs can use it without either.
+Five fields decide all values: exponent bits, mantissa bits, the bias, the use of the top codes (`specials`) and the
+sign. The others say what offers the format. This module imports neither torch nor numpy, so the command line and the
+readers of old runs can use it without either.
 """
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.errors import ArgumentError, FormatError
 
@@ -25,18 +26,37 @@ _MAX_EXPONENT_BITS, _MAX_MANTISSA_BITS = 11, 52
 _HIGHEST_BINADE, _LOWEST_NORMAL_BINADE = 1023, -1022
 
 
+def set_fields(record: Any, state: Sequence[object]) -> None:
+    """Restore the fields of a frozen record from its pickle."""
+    for index, spec in enumerate(fields(record)):
+        # A pickle of version 0.1 lacks the later fields, which keep their defaults.
+        object.__setattr__(record, spec.name, state[index] if index < len(state) else spec.default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A binary floating-point element format.
 
-    `specials` says how the top of the code range is spent:
+    Two formats are equal if their names and the fields that decide their values are.
 
-    - ``ieee``: the highest exponent holds Inf (mantissa 0) and NaN (the others).
-    - ``fn``: no Inf; the one code of all ones (per sign) is NaN, all others are numbers.
-    - ``fnuz``: no Inf and no -0; the code of -0 is the one NaN.
-    - ``none``: every code is a number.
+    Args:
+        name: The catalogue's name, in lower case.
+        exponent_bits: Width of the exponent, 1 to 11.
+        mantissa_bits: Width of the mantissa, 0 to 52.
+        bias: What is subtracted from the exponent's code.
+        specials: How the top of the code range is spent. "ieee" (default): the highest exponent holds Inf (mantissa 0)
+            and NaN (the others). "fn": no Inf, and the one code of all ones (per sign) is NaN. "fnuz": no Inf and no
+            -0, and the code of -0 is the one NaN. "none": every code is a number.
+        signed: Whether codes have a sign. False describes a scale format such as E8M0: no sign, no zero and no
+            subnormals. Default: True.
+        torch_dtype: Name of the torch dtype whose tensors hold this format's codes. Default: None, there is none.
+        gradient_format: Name of the format for gradients where modules compute in this one. Default: None, the same.
+        in_report: Whether the single-file report answers what-if questions for it. Default: False.
+        cuda_capability: First compute capability whose matrix units multiply it. Default: None, there is none.
+        cpu_flags: Instruction sets that compute in it, by Linux's names. Default: none.
 
-    `signed=False` describes a scale format such as E8M0: no sign, no zero and no subnormals.
+    Raises:
+        FormatError: The fields contradict each other, or reach outside float64.
 
     >>> Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn").max
     448.0
@@ -48,11 +68,18 @@ class Format:
     bias: int
     specials: Specials = "ieee"
     signed: bool = True
+    torch_dtype: str | None = field(default=None, compare=False, repr=False)
+    gradient_format: str | None = field(default=None, compare=False, repr=False)
+    in_report: bool = field(default=False, compare=False, repr=False)
+    cuda_capability: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+    cpu_flags: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         reason = _why_impossible(self)
         if reason is not None:
             raise FormatError(f"Format: {reason}; got {self!r}")
+
+    __setstate__ = set_fields
 
     @property
     def bits(self) -> int:

@@ -22,10 +22,6 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Loss = tuple[float, float, float]  # a fraction of values: at least, about, at most
 
 
-# The format of gradients beside a forward format that keeps more digits than range; others serve both ways.
-_PARTNERS = {"e4m3": "e5m2", "e4m3fnuz": "e5m2fnuz"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
     """What is said of one module: the names of its formats, forward and backward, and its scales.
@@ -47,10 +43,10 @@ class ModulePlan:
         >>> ModulePlan.of("e4m3").backward, ModulePlan.of("bf16").backward
         ('e5m2', 'bf16')
         """
-        name = get(forward).name
-        return cls(
-            forward=name, backward=_PARTNERS.get(name, name) if backward is None else get(backward).name, **scales
-        )
+        fmt = get(forward)
+        if backward is None:
+            backward = (isinstance(fmt, Format) and fmt.gradient_format) or fmt
+        return cls(forward=fmt.name, backward=get(backward).name, **scales)
 
     @property
     def scales(self) -> dict[Role, float]:

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.formats import E4M3, E5M2
 from plimsoll.fp8.scales import ROLES, Role
-from plimsoll.kernels.operators.fp8_cast import Layout, padded
+from plimsoll.kernels.operators.fp8_cast import FORMATS, Layout, padded
 
-LIMITS = {torch.float8_e4m3fn: E4M3.max, torch.float8_e5m2: E5M2.max}
+LIMITS = {dtype: fmt.max for dtype, fmt in FORMATS.items()}
 
 
 class Held(NamedTuple):

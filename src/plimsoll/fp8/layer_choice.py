@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.fp8.linear import Linear
+from plimsoll.kernels.operators.fp8_cast import INPUTS
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.unit import nn as unit_nn
 
 _TAKEN: tuple[type, ...] = (nn.Linear, Linear, unit_nn.Linear, unit_nn.LinearReadout)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def _why_no_weight(module: nn.Linear, sharded: bool) -> str | None:
         return "its weight is no parameter of its own, but computed by a parametrization"
     if hasattr(weight, "placements") and (cast("Any", weight).device_mesh.ndim > 1 or not sharded):
         return "its weight is split for tensor parallelism"
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in INPUTS:
         return f"its weight is {weight.dtype}"
     return None
 

@@ -15,13 +15,12 @@ from plimsoll.fp8.products import is_autocasting
 from plimsoll.fp8.recipe import NO_FACTORS, Recipe, Scaling, checked
 from plimsoll.fp8.scales import DTYPES, FORMATS, ROLES, Role, absmax_of, scale_for
 from plimsoll.fp8.weight_cache import check_unchanged, version_of
-from plimsoll.kernels.operators.fp8_cast import keep, padded
+from plimsoll.kernels.operators.fp8_cast import INPUTS, keep, padded
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.optim.parameter_kinds import tag
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PASSING = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # what no copy and no pickle takes along
 
 
@@ -256,11 +255,11 @@ def _result_dtype(x: Tensor, in_features: int, weight: Tensor) -> torch.dtype:
                 f"fp8.Linear: expected plain tensors; got a DTensor as {name}. Under FSDP2 call the sharded module "
                 "itself; keep tensor parallel layers out of FP8 (exclude=...)."
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in INPUTS:
             raise UnsupportedTensorError(
                 f"fp8.Linear: expected float32, bfloat16 or float16; got {name} of {tensor.dtype}, shape "
                 f"{tuple(tensor.shape)}. Use .float(): FP8 holds no more."
             )
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if is_autocasting(kind) else x.dtype
-    return dtype if dtype in _DTYPES else x.dtype
+    return dtype if dtype in INPUTS else x.dtype

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels.operators.fp8_cast import MULTIPLE
+from plimsoll.kernels.operators.fp8_cast import FORMATS, MULTIPLE
 
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = tuple(FORMATS)
 _HAS_UNITS = (8, 9)  # compute capability from which NVIDIA's GPUs multiply FP8
 
 

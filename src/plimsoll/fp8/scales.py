@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.formats import E4M3, E5M2, Format
+from plimsoll.kernels.dtypes import dtype_of
 
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
 FORMATS: dict[Role, Format] = {"activations": E4M3, "weights": E4M3, "gradients": E5M2}
-DTYPES: dict[Role, torch.dtype] = {
-    "activations": torch.float8_e4m3fn,
-    "weights": torch.float8_e4m3fn,
-    "gradients": torch.float8_e5m2,
-}
+DTYPES: dict[Role, torch.dtype] = {role: dtype_of(fmt) for role, fmt in FORMATS.items()}
 
 _BIAS = 127
 _FRACTION = (1 << 23) - 1

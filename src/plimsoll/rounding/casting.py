@@ -6,7 +6,8 @@ from torch import Tensor
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat
-from plimsoll.kernels.operators.tensor_checks import EIGHT_BIT, FLOATING, check_tensor
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
+from plimsoll.kernels.operators.tensor_checks import check_tensor
 from plimsoll.rounding import arguments
 from plimsoll.rounding.arguments import Generator
 from plimsoll.rounding.dtensors import is_sharded, map_local

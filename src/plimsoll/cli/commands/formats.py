@@ -76,8 +76,9 @@ def _print_tables(target: Console) -> None:
     table = _frame("Element formats", gap)
     for column in columns:
         table.add_column(column.head, justify="left" if column.left else "right", no_wrap=True, min_width=column.width)
-    for fmt in ELEMENTS:
-        table.add_row(*(column.cell(fmt) for column in columns), end_section=fmt.name in ("bf16", "e4m3fnuz", "e2m1"))
+    for fmt, following in zip(ELEMENTS, (*ELEMENTS[1:], None), strict=True):
+        ends = following is not None and _section(following) != _section(fmt)
+        table.add_row(*(column.cell(fmt) for column in columns), end_section=ends)
     notes = [f"s{draw.dot}e{draw.dot}m: sign, exponent and mantissa bits. eps: from 1 to the next value."]
     if left_out:
         notes.append(f"Left out at this width: {', '.join(left_out)}.")
@@ -88,6 +89,11 @@ def _print_tables(target: Console) -> None:
     target.print()
     for note in notes:
         target.print(Text(note, style="dim"))
+
+
+def _section(fmt: Format) -> tuple[bool, int]:
+    """The group of rows that a format is in: above 8 bits, 8 bits, below, and scales."""
+    return fmt.signed, (fmt.bits > 8) - (fmt.bits < 8)
 
 
 def _columns(draw: Glyphs) -> list[_Column]:

@@ -16,17 +16,20 @@ from plimsoll.cli.paths import RunPlace, file_here, of_model, only, opened, said
 from plimsoll.cli.terminal import console, say, say_json, say_line
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Role
+from plimsoll.formats.catalogue import TARGETS, WIDE
 from plimsoll.text import percent, printable
 
 if TYPE_CHECKING:
     from plimsoll.formats import Plan
+
+_FALLBACKS = tuple(fmt.name for fmt in WIDE)
 
 
 def plan(
     run: RunPlace,
     target: Annotated[
         str | None,
-        typer.Option("--target", help="fp16, bf16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, nvfp4_single, or cheapest."),
+        typer.Option("--target", help=f"{', '.join(TARGETS)}, or cheapest."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Where to write the plan, a TOML file.")] = None,
     check: Annotated[
@@ -40,8 +43,8 @@ def plan(
         typer.Option("--margin", help="How many binades stay free below overflow; 1, more for FP8 of sparse samples."),
     ] = None,
     fallback: Annotated[
-        str, typer.Option("--fallback", help="Where the target is not safe: bf16, tf32, fp32.")
-    ] = "bf16",
+        str, typer.Option("--fallback", help=f"Where the target is not safe: {', '.join(_FALLBACKS)}.")
+    ] = _FALLBACKS[0],
     one_scale: Annotated[
         bool, typer.Option("--one-scale", help="FP16 with one loss scale; no scales per layer.")
     ] = False,
@@ -102,7 +105,7 @@ def _refuse_beside_check(
     out: object, margin: int | None, fallback: str, one_scale: bool, include: object, exclude: object
 ) -> None:
     given = {
-        "--out": out, "--margin": margin is not None, "--fallback": fallback != "bf16", "--one-scale": one_scale,
+        "--out": out, "--margin": margin is not None, "--fallback": fallback != _FALLBACKS[0], "--one-scale": one_scale,
         "--include": include, "--exclude": exclude,
     }  # fmt: skip
     strange = [name for name, value in given.items() if value]
@@ -188,11 +191,10 @@ def _of_role(plan: "Plan", names: list[str], role: Role) -> str:
 def _print_reasons(plan: "Plan", target: Console) -> None:
     """Why modules are not in the target's formats; reasons that differ in numbers only are told once."""
     from plimsoll.diagnosis import grouped, shown
-    from plimsoll.diagnosis.planning.make_plan import FALLBACKS
 
     why: dict[str, list[str]] = {}
     for name, fmt in plan.formats.items():
-        if fmt in FALLBACKS and fmt != plan.target and name in plan.notes:
+        if fmt in _FALLBACKS and fmt != plan.target and name in plan.notes:
             why.setdefault(re.sub(r"[\d.,]+", "#", plan.notes[name]), []).append(name)
     for names in sorted(why.values(), key=len, reverse=True):
         told = Text.assemble((grouped(names), "cyan"), f" in {plan.formats[names[0]]}:")

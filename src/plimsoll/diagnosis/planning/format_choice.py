@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from plimsoll.diagnosis.planning.modules import Module
 from plimsoll.diagnosis.planning.series_windows import Bad, Collection, Window
 from plimsoll.diagnosis.view import View
-from plimsoll.formats import ROLES, BlockFormat, Format, Role, get
+from plimsoll.formats import ROLES, BlockFormat, Format, Role, catalogue, get
 from plimsoll.tensor_collections import BACKWARD, COLLECTIONS, FORWARD
 from plimsoll.text import percent
 
-NATIVE = ("fp16", "bf16", "tf32", "fp32")  # rounded as whole operations, without scales of casts
-_WIDE = ("bf16", "tf32", "fp32")  # with FP32's range, which what is not recorded will not leave either
+NATIVE = tuple(fmt.name for fmt in catalogue.NATIVE)  # rounded as whole operations, without scales of casts
+_WIDE = tuple(fmt.name for fmt in catalogue.WIDE)  # with FP32's range, which what is not recorded will not leave either
 LOWEST, HIGHEST = -126, 127  # shifts of casts: float32's normal powers of two
 _WORDS = {c.role: c.label for c in COLLECTIONS if c.role is not None}
 _UNKNOWN = 300  # a shift above which it is no number of binades that is missing, but knowledge

@@ -11,23 +11,12 @@ from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, na
 from plimsoll.diagnosis.planning.notes import Choice, note, remarks
 from plimsoll.diagnosis.view import View
 from plimsoll.errors import ArgumentError, NotRecordedError
-from plimsoll.formats import ROLES, Plan
+from plimsoll.formats import ROLES, Plan, catalogue
 from plimsoll.runs import Run
 
-# For each target the pairs of formats, forward and backward, that are tried in turn: those with more digits first.
-_PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
-    "fp16": (("fp16", "fp16"),),
-    "bf16": (("bf16", "bf16"),),
-    "fp8": (("e4m3", "e5m2"),),
-    "mxfp8": (("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e5m2")),
-    "mxfp6": tuple((f, b) for f in ("mxfp6_e2m3", "mxfp6_e3m2") for b in ("mxfp6_e2m3", "mxfp6_e3m2")),
-    "mxfp4": (("mxfp4", "mxfp4"),),
-    "nvfp4": (("nvfp4", "nvfp4"),),
-    "nvfp4_single": (("nvfp4_single", "nvfp4_single"),),
-}
-_CHEAPEST = ("mxfp4", "nvfp4", "mxfp6", "fp8", "mxfp8")  # by bits per value
+_PAIRS = {target: [(forward.name, b.name) for forward, b in pairs] for target, pairs in catalogue.TARGETS.items()}
 TARGETS = (*_PAIRS, "cheapest")
-FALLBACKS = ("bf16", "tf32", "fp32")
+FALLBACKS = tuple(fmt.name for fmt in catalogue.WIDE)
 
 
 def plan(
@@ -88,7 +77,7 @@ def plan(
 
 
 def _choice(judge: Judge, module: Module, target: str, fallback: str) -> Choice:
-    tried = _CHEAPEST if target == "cheapest" else (target,)
+    tried = catalogue.CHEAPEST if target == "cheapest" else (target,)
     pairs = [pair for name in tried for pair in _PAIRS[name]]
     verdict = Verdict()
     for forward, backward in pairs:

@@ -17,6 +17,7 @@ from torch import Tensor
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.kernels import backend
+from plimsoll.kernels.dtypes import TRAINING, dtype_of
 from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, CastSpec
 from plimsoll.kernels.operators.registration import without_autograd
 
@@ -26,8 +27,8 @@ ROWS, COLUMNS, BOTH = range(3)
 
 MULTIPLE = 16  # what scaled products ask sizes to be divisible by
 NAN_CODE = 0x7F
-INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+INPUTS = tuple(TRAINING.values())
+FORMATS = {dtype_of(fmt): fmt for fmt in (E4M3, E5M2)}  # those that scaled products of hardware take
 
 _SCHEMA = (
     "fp8_cast(Tensor x, ScalarType dtype, float scale, Tensor? scale_tensor, int layout, Tensor(a!)? bank, int row) "

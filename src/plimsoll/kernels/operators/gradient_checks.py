@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels.operators.tensor_checks import FLOATING, fail
+from plimsoll.kernels.dtypes import FLOATING
+from plimsoll.kernels.operators.tensor_checks import fail
 
 _OPERATION = "unscale_into"
 _KNOWN = frozenset(FLOATING)

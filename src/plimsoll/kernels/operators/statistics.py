@@ -16,11 +16,11 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.kernels import backend, row_layout
+from plimsoll.kernels.dtypes import FLOATING
 from plimsoll.kernels.operators import fp8_cast, vmap
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
 from plimsoll.kernels.operators.gradient_checks import check_unscale
 from plimsoll.kernels.operators.registration import without_autograd
-from plimsoll.kernels.operators.tensor_checks import FLOATING
 
 _library = torch.library.Library("plimsoll", "DEF")
 _MEASURE = "Tensor[] tensors, Tensor(a!) bank, int[] rows, bool accumulate, int block"

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING, SCALES
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
@@ -80,7 +78,7 @@ def fail(x: Tensor, operation: str, place: str, problem: str, remedy: str) -> No
 def _problem_of_dtype(x: Tensor) -> tuple[str, str]:
     if x.is_complex():
         return "a complex tensor", "Use torch.view_as_real(x.resolve_conj()): both parts together."
-    if x.dtype == torch.float8_e8m0fnu:
+    if x.dtype in SCALES:
         return "a tensor of scales, which have no sign and no zero", "Use x.double()."
     if x.dtype == torch.float4_e2m1fn_x2:
         return "packed codes, two values a byte", "Unpack it first: plimsoll.unpack gives the values."

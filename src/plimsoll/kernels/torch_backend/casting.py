@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import Format
 from plimsoll.kernels import philox
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.cast_spec import (
     CEIL,
     DOWN,
@@ -283,7 +284,7 @@ def to_carrier(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Float64 values rounded once to nearest even into `dtype`; `.to` would go through float32 to the 16-bit ones."""
     if dtype == torch.float64:
         return values
-    fmt = get_element(dtype, "cast")
+    fmt = FORMATS[dtype]
     overflow = OVERFLOW_INF if fmt.has_inf else OVERFLOW_MAX
     held = from_codes(_codes_of(values, fmt, NEAREST_EVEN, overflow, None), fmt)
     return torch.where(values.isnan(), math.nan, held).to(dtype)

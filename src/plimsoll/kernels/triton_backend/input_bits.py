@@ -10,18 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The kinds of element, as constexpr arguments of the kernels.
-FP64, FP32, BF16, FP16, E5M2, E4M3, E5M2FNUZ, E4M3FNUZ = (tl.constexpr(kind) for kind in range(8))
+from plimsoll.formats import Format
+from plimsoll.kernels.dtypes import EIGHT_BIT, FORMATS
 
-_KINDS: dict[torch.dtype, tl.constexpr] = {
-    torch.float64: FP64,
-    torch.float32: FP32,
-    torch.bfloat16: BF16,
-    torch.float16: FP16,
-    torch.float8_e5m2: E5M2,
-    torch.float8_e4m3fn: E4M3,
-    torch.float8_e5m2fnuz: E5M2FNUZ,
-    torch.float8_e4m3fnuz: E4M3FNUZ,
+# The kinds of element, as constexpr arguments of the kernels. From `_CODES` on a kind is the fields of an 8-bit format.
+FP64, FP32, BF16, FP16 = (tl.constexpr(kind) for kind in range(4))
+_CODES = 1 << 30
+_FNUZ, _INF = 1 << 20, 1 << 21
+
+
+def _kind_of_codes(fmt: Format) -> int:
+    """One number for all that decoding takes: two flags, largest magnitude (8 bits), bias (8) and mantissa bits (4)."""
+    flags = (_FNUZ if fmt.specials == "fnuz" else 0) | (_INF if fmt.has_inf else 0)
+    return _CODES | flags | fmt.max_code << 12 | fmt.bias << 4 | fmt.mantissa_bits
+
+
+_KINDS: dict[torch.dtype, int] = {
+    torch.float64: FP64.value,
+    torch.float32: FP32.value,
+    torch.bfloat16: BF16.value,
+    torch.float16: FP16.value,
+    **{dtype: _kind_of_codes(FORMATS[dtype]) for dtype in EIGHT_BIT},
 }
 DTYPES = tuple(_KINDS)
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -30,7 +39,7 @@ _POINTEES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 def kind(dtype: torch.dtype) -> int:
     """The number by which kernels know a dtype."""
-    return int(_KINDS[dtype].value)
+    return _KINDS[dtype]
 
 
 def as_integers(x: Tensor) -> Tensor:
@@ -52,14 +61,12 @@ def decode(raw, KIND: tl.constexpr):
         return raw.to(tl.int32) << 16
     elif KIND == FP16:
         return raw.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    elif KIND == E5M2:
-        return _decode_byte(raw, 2, 15, 0x7C, 0x7C, -1)
-    elif KIND == E4M3:
-        return _decode_byte(raw, 3, 7, -1, 0x7E, -1)
-    elif KIND == E5M2FNUZ:
-        return _decode_byte(raw, 2, 16, -1, 0x7F, 0x80)
     else:
-        return _decode_byte(raw, 3, 8, -1, 0x7F, 0x80)
+        LAST: tl.constexpr = (KIND >> 12) & 0xFF
+        HAS_INF: tl.constexpr = (KIND >> 21) & 1
+        INF: tl.constexpr = LAST + 1 if HAS_INF else -1
+        NAN: tl.constexpr = 0x80 if (KIND >> 20) & 1 else -1
+        return _decode_byte(raw, KIND & 0xF, (KIND >> 4) & 0xFF, INF, LAST + HAS_INF, NAN)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.tables.cells import Floats
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.errors import ArgumentError
+from plimsoll.formats import FP32, Format, get
 from plimsoll.report.drawing.aggregation import MOST_CELLS, How, Rows, few
 from plimsoll.report.drawing.heatmap_statistics import STATISTICS, Matrix, Scale, Statistic
 from plimsoll.report.drawing.plotly_parts import (
@@ -266,5 +267,6 @@ def series_of(rows: Rows, matrix: Matrix) -> list[str | None]:
 
 
 def _says_nothing_is_lost(formats: Sequence[str], statistic: str) -> str:
-    wide = all(name in ("fp32", "fp64", "bf16", "tf32") for name in formats)
+    known = [get(name) for name in formats]
+    wide = all(isinstance(fmt, Format) and fmt.exponent_bits >= FP32.exponent_bits for fmt in known)
     return f"recorded in {', '.join(formats)}, which flushes nothing" if statistic == "underflow" and wide else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from plimsoll.diagnosis import View, whatif
 from plimsoll.diagnosis.what_if.answer import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
-from plimsoll.formats import BlockFormat, get, get_element
+from plimsoll.formats import FP32, BlockFormat, get, get_element
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
 from plimsoll.report.page.figures import offered
 from plimsoll.report.verdicts import summary_text
@@ -18,7 +18,7 @@ from plimsoll.tensor_collections import LABELS
 
 _ROWS = 50  # layers of a what-if
 _EVENTS = 200
-OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.name not in ("fp64", "fp32"))
+OFFERED = tuple(fmt.name for fmt in ELEMENTS if fmt.signed and fmt.bits < FP32.bits)
 
 
 def run_answer(view: View, summary: Summary, root: Path | None = None) -> dict[str, object]:

@@ -22,12 +22,12 @@ from plimsoll.diagnosis.what_if.answer import SHIFTS
 from plimsoll.diagnosis.what_if.block_formats import has_records
 from plimsoll.diagnosis.what_if.result import Row, WhatIf
 from plimsoll.diagnosis.what_if.scale_windows import block_sentence, sentence
-from plimsoll.formats import MXFP4, MXFP8_E4M3, NVFP4, get_element
+from plimsoll.formats import BLOCKS, ELEMENTS, get_element
 from plimsoll.spectrum import Interval
 from plimsoll.tensor_collections import IN_DISPLAY_ORDER
 
-FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
-BLOCK_FORMATS = (MXFP8_E4M3, MXFP4, NVFP4)  # of runs that have block records
+FORMATS = tuple(fmt.name for fmt in sorted(ELEMENTS, key=lambda fmt: (-fmt.bits, -fmt.mantissa_bits)) if fmt.in_report)
+BLOCK_FORMATS = tuple(fmt for fmt in BLOCKS if fmt.in_report)  # of runs that have block records
 LAYERS = 300  # most that are kept of each format, those that fare worst
 _GROUPS = 20_000  # histograms; with a scale of its own at every step there would be one a row
 _ASKED = tuple(c.name for c in IN_DISPLAY_ORDER if c.phase != "update")

@@ -11,9 +11,8 @@ from plimsoll.kernels import row_layout
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.casting import fp8_kernels
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
+from plimsoll.kernels.numba_backend.memory import KINDS
 from plimsoll.kernels.operators.fp8_cast import Cast
-
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def fp8_cast(x: Tensor, cast: Cast) -> None:
@@ -55,7 +54,7 @@ def _launch(x: Tensor, cast: Cast, first: int, last: int, scale: float, row: int
     assert written is not None
     height = written.shape[0] if cast.codes is not None else written.shape[1]
     fp8_kernels.fp8_cast(
-        x.data_ptr(), x.element_size(), _KINDS[x.dtype], rows, columns, first, last, np.float32(scale),
+        x.data_ptr(), x.element_size(), KINDS[x.dtype], rows, columns, first, last, np.float32(scale),
         cast.dtype == torch.float8_e5m2, 0 if cast.codes is None else cast.codes.data_ptr(),
         0 if cast.columns is None else cast.columns.data_ptr(), height, row,
     )  # fmt: skip

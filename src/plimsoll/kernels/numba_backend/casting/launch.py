@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import Format
 from plimsoll.kernels import torch_backend
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.casting import kernels
-from plimsoll.kernels.numba_backend.memory import pieces
+from plimsoll.kernels.numba_backend.memory import KINDS, pieces
 from plimsoll.kernels.operators.cast_spec import (
     DOWN,
     NEAREST_AWAY,
@@ -28,7 +29,7 @@ from plimsoll.kernels.operators.cast_spec import (
 from plimsoll.kernels.operators.tensor_checks import is_dense
 from plimsoll.kernels.torch_backend.casting import nan_code
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.uint8: 4, torch.uint16: 5}
+_KINDS = KINDS | {torch.uint8: 4, torch.uint16: 5}
 _PAIRS = 6
 _NO_PLAN = np.empty(0, np.int64)
 _MOST_CUT_ROWS = 64
@@ -260,7 +261,7 @@ def _carrier_plan(dtype: torch.dtype, spec: CastSpec | None, width: int) -> Any:
         return None
     if dtype == torch.float64:
         return _NO_PLAN
-    carrier = get_element(dtype, "cast")
+    carrier = FORMATS[dtype]
     if width == 32 and (dtype == torch.float32 or (spec is not None and _holds(carrier, spec.format))):
         return _NO_PLAN
     return _plan(CastSpec.of(carrier, NEAREST_EVEN, saturate=False), width, 0)

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.formats import get_element
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
-from plimsoll.kernels.numba_backend.memory import Words, pieces
+from plimsoll.kernels.numba_backend.memory import KINDS, Words, pieces
 from plimsoll.kernels.operators.tensor_checks import is_dense
 from plimsoll.kernels.torch_backend.casting import from_codes
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _CODES = 4
 _NO_TABLE = np.zeros(256)
 _values: dict[torch.dtype, Any] = {}
@@ -76,7 +75,7 @@ def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
         return float32_kernels.measure_float32, 0
     if dtype == torch.float64:
         return kernels.measure_float64, 0
-    if dtype in _KINDS:
+    if dtype in KINDS:
         return kernels.measure_16bit, int(dtype == torch.float16)
     return kernels.measure_codes, _values_of_codes(dtype).ctypes.data
 
@@ -128,7 +127,7 @@ def _measure_strided(x: Tensor, place: int) -> None:
 
 def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    kind = _KINDS.get(x.dtype, _CODES)
+    kind = KINDS.get(x.dtype, _CODES)
     values = _values_of_codes(x.dtype) if kind == _CODES else _NO_TABLE
     height, columns = matrix.shape
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
@@ -144,5 +143,5 @@ def _values_of_codes(dtype: torch.dtype) -> Any:
     """
     known = _values.get(dtype)
     if known is None:
-        known = _values.setdefault(dtype, from_codes(torch.arange(256), get_element(dtype, "measure")).numpy())
+        known = _values.setdefault(dtype, from_codes(torch.arange(256), FORMATS[dtype]).numpy())
     return known

@@ -4,27 +4,28 @@ import ctypes
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
+from plimsoll.formats import Format
+from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING, FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.measuring.rows import word_address
 from plimsoll.kernels.numba_backend.memory import Words, pieces
 from plimsoll.kernels.numba_backend.unscaling import nonfinite_kernels
 from plimsoll.kernels.operators.tensor_checks import is_dense
 
-# Bytes of a value, and the magnitude from which on there are no numbers (0: the one code 0x80).
-_ENCODINGS = {
-    torch.float64: 8,
-    torch.float32: 4,
-    torch.bfloat16: 2 | 0x7F80 << 8,
-    torch.float16: 2 | 0x7C00 << 8,
-    torch.float8_e5m2: 1 | 0x7C << 8,
-    torch.float8_e4m3fn: 1 | 0x7F << 8,
-    torch.float8_e4m3fnuz: 1,
-    torch.float8_e5m2fnuz: 1,
-}
+
+def _encoding(fmt: Format) -> int:
+    """Bytes of a value, and from the ninth bit on the magnitude above which codes are no numbers.
+
+    That is 0 where only the code 0x80 is none, and for 32 and 64 bits, whose kernels have it as a constant.
+    """
+    limit = 0 if fmt.bits > 16 or fmt.specials == "fnuz" else fmt.max_code + 1
+    return fmt.bits // 8 | limit << 8
+
+
+_ENCODINGS = {dtype: _encoding(FORMATS[dtype]) for dtype in (*FLOATING, *EIGHT_BIT)}
 
 
 def count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:

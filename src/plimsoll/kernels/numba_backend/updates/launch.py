@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, merge_moves, row_addresses
 from plimsoll.kernels.numba_backend.memory import Words, pieces
@@ -20,7 +21,7 @@ _KERNELS: dict[torch.dtype, tuple[Any, int]] = {
     torch.bfloat16: (kernels.update_float32, 1),
     torch.float16: (kernels.update_float32, 2),
 }
-_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_FNUZ = tuple(dtype for dtype, fmt in FORMATS.items() if fmt.specials == "fnuz")
 _WORDS = kernels.WORDS
 
 

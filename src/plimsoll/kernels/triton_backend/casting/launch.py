@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
-from plimsoll.formats import Format, get_element
+from plimsoll.formats import Format
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.cast_spec import (
     CEIL,
     EVEN,
@@ -216,7 +217,7 @@ def _carrier(out: Tensor, codes: bool, wide: bool) -> dict[str, Any]:
         return {"CARRIER": SAME.value, "TARGET": None}
     if out.dtype == torch.float64:
         return {"CARRIER": DOUBLE.value, "TARGET": None}
-    fmt = get_element(out.dtype, "cast")
+    fmt = FORMATS[out.dtype]
     overflow = OVERFLOW_INF if fmt.has_inf else OVERFLOW_MAX
     return {"CARRIER": ROUND.value, "TARGET": (*fields(fmt, wide), overflow, int(fmt.specials == "fnuz"))}
 

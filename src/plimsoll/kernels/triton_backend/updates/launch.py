@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
+from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.tensor_checks import alike
 from plimsoll.kernels.triton_backend import input_bits
 from plimsoll.kernels.triton_backend.measuring.launch import REGISTERS, empty, launching, share, table_words, tables
@@ -16,7 +17,7 @@ from plimsoll.kernels.triton_backend.updates.kernel import update_table, update_
 
 # Values of a tile, by the bytes of one: half of what measuring takes, since three tensors are read.
 _TILES = {1: 2048, 2: 2048, 4: 2048, 8: 1024}
-_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_FNUZ = tuple(dtype for dtype, fmt in FORMATS.items() if fmt.specials == "fnuz")
 
 _Job = tuple[int, int, int, int, int]  # addresses of old, new and push, length, row
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # of the values and of the pushes, None where they are not known
