@@ -25,7 +25,15 @@ from plimsoll.formats import (
     get_element,
 )
 from plimsoll.kernels import row_layout, torch_backend, triton_backend
-from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, ROUNDINGS, SCALE_RULES, STOCHASTIC, BlockSpec, CastSpec
+from plimsoll.kernels.operators.cast_spec import (
+    NEAREST_EVEN,
+    ROUNDINGS,
+    SCALE_RULES,
+    STOCHASTIC,
+    BlockSpec,
+    CastArguments,
+    CastSpec,
+)
 from plimsoll.kernels.triton_backend.address_tables import Tables
 from plimsoll.kernels.triton_backend.measuring import launch
 from tests.support.cases import each
@@ -204,8 +212,9 @@ def check_cast(
     key: Tensor | None = None,
 ) -> None:
     found, expected = (torch.empty(x.shape, dtype=out_dtype or x.dtype) for _ in range(2))
-    triton_backend.cast(x, found, spec, scale, scale_tensor, seed, key)
-    torch_backend.cast(x, expected, spec, scale, scale_tensor, seed, key)
+    arguments = CastArguments(spec, scale, scale_tensor, seed, key)
+    triton_backend.cast(x, found, arguments)
+    torch_backend.cast(x, expected, arguments)
     assert_same_bits(found, expected)
 
 
@@ -264,8 +273,8 @@ def test_cast_empty_scalar_and_not_contiguous() -> None:
         check_cast(x, spec)
     x = torch.randn(9, 4)
     found, expected = torch.zeros(4, 9).T, torch.zeros(4, 9).T
-    triton_backend.cast(x, found, spec, 1.0, None, 0, None)
-    torch_backend.cast(x, expected, spec, 1.0, None, 0, None)
+    triton_backend.cast(x, found, CastArguments(spec))
+    torch_backend.cast(x, expected, CastArguments(spec))
     assert_same_bits(found.contiguous(), expected.contiguous())
 
 
@@ -279,9 +288,9 @@ def test_pack(name: str, shape: tuple[int, int]) -> None:
     dtypes = (torch.uint8,) if fmt.bits <= 8 else (torch.uint16, torch.int16)
     for dtype, rounding, scale in product(dtypes, (NEAREST_EVEN, STOCHASTIC), (1.0, 0.3)):
         found, expected = (torch.zeros(shape[0], width, dtype=dtype) for _ in range(2))
-        spec = CastSpec.of(fmt, rounding, fmt.saturates(None))
-        triton_backend.pack(x, found, spec, scale, None, 3, None)
-        torch_backend.pack(x, expected, spec, scale, None, 3, None)
+        arguments = CastArguments(CastSpec.of(fmt, rounding, fmt.saturates(None)), scale, seed=3)
+        triton_backend.pack(x, found, arguments)
+        torch_backend.pack(x, expected, arguments)
         assert_same_bits(found, expected)
 
 
@@ -312,17 +321,18 @@ def check_blocks(
     whole: float = 0.01,
 ) -> None:
     tensor_scale = torch.tensor(whole) if spec.tensor_scale else None
+    arguments = CastArguments(spec, scale, seed=7, key=key, tensor_scale=tensor_scale)
     found, expected = (torch.zeros(x.shape, dtype=out_dtype or x.dtype) for _ in range(2))
-    triton_backend.block_cast(x, found, spec, tensor_scale, scale, None, 7, key)
-    torch_backend.block_cast(x, expected, spec, tensor_scale, scale, None, 7, key)
+    triton_backend.block_cast(x, found, arguments)
+    torch_backend.block_cast(x, expected, arguments)
     assert_same_bits(found, expected)
 
     rows, n = x.shape
     width = (n + 1) // 2 if spec.element.format.bits == 4 else n
     codes = [torch.zeros(rows, width, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(rows, -(-n // spec.block), dtype=torch.uint8) for _ in range(2)]
-    triton_backend.block_pack(x, codes[0], scales[0], spec, tensor_scale, scale, None, 7, key)
-    torch_backend.block_pack(x, codes[1], scales[1], spec, tensor_scale, scale, None, 7, key)
+    triton_backend.block_pack(x, codes[0], scales[0], arguments)
+    torch_backend.block_pack(x, codes[1], scales[1], arguments)
     assert_same_bits(*codes)
     assert_same_bits(*scales)
 

@@ -210,7 +210,7 @@ def launch_casting(case: list[str]) -> None:
 
     from plimsoll.formats import E4M3, E5M2, E8M0, MXFP8_E4M3, NVFP4
     from plimsoll.kernels import triton_backend
-    from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastSpec
+    from plimsoll.kernels.operators.cast_spec import NEAREST_EVEN, STOCHASTIC, BlockSpec, CastArguments, CastSpec
     from plimsoll.kernels.triton_backend import input_bits
     from plimsoll.kernels.triton_backend.casting import launch
 
@@ -218,27 +218,25 @@ def launch_casting(case: list[str]) -> None:
     for dtype in input_bits.DTYPES:
         case[0] = f"cast {dtype}"
         x = torch.zeros(8, dtype=dtype)
-        triton_backend.cast(x, x, CastSpec.of(E4M3, NEAREST_EVEN, True), 1.0, None, 0, None)
-    x, nothing = torch.zeros(4, 32), None
+        triton_backend.cast(x, x, CastArguments(CastSpec.of(E4M3, NEAREST_EVEN, True)))
+    x = torch.zeros(4, 32)
     case[0] = "fp32 cast"
     for fmt, count, seed in ((E4M3, 128, 3), (NVFP4.element, 31, 16), (E5M2, 1, 1)):
         part = x.flatten()[:count]
-        triton_backend.cast(part, part, CastSpec.of(fmt, STOCHASTIC, True), 1.0, nothing, seed, nothing)
+        triton_backend.cast(part, part, CastArguments(CastSpec.of(fmt, STOCHASTIC, True), seed=seed))
     case[0] = "wide"
-    triton_backend.cast(x, x, CastSpec.of(E8M0, STOCHASTIC, True), 1.0, x[0, 0], 3, torch.tensor(1))
+    spec = CastSpec.of(E8M0, STOCHASTIC, True)
+    triton_backend.cast(x, x, CastArguments(spec, 1.0, x[0, 0], 3, torch.tensor(1)))
     case[0] = "pairs"
     codes = torch.zeros(4, 16, dtype=torch.uint8)
-    triton_backend.pack(x, codes, CastSpec.of(NVFP4.element, NEAREST_EVEN, True), 1.0, nothing, 3, nothing)
+    triton_backend.pack(x, codes, CastArguments(CastSpec.of(NVFP4.element, NEAREST_EVEN, True), seed=3))
     case[0] = "blocks"
     scales = torch.zeros(4, 2, dtype=torch.uint8)
-    triton_backend.block_pack(
-        x, codes, scales, BlockSpec.of(NVFP4, STOCHASTIC, 0), torch.tensor(1.0), 1.0, nothing, 3, nothing
-    )
-    triton_backend.block_cast(x, x, BlockSpec.of(MXFP8_E4M3, NEAREST_EVEN, 0), nothing, 1.0, nothing, 3, nothing)
+    arguments = CastArguments(BlockSpec.of(NVFP4, STOCHASTIC, 0), seed=3, tensor_scale=torch.tensor(1.0))
+    triton_backend.block_pack(x, codes, scales, arguments)
+    triton_backend.block_cast(x, x, CastArguments(BlockSpec.of(MXFP8_E4M3, NEAREST_EVEN, 0), seed=3))
     ragged = torch.zeros(4, 33)
-    triton_backend.block_cast(
-        ragged, ragged, BlockSpec.of(MXFP8_E4M3, STOCHASTIC, 0), nothing, 1.0, nothing, 3, nothing
-    )
+    triton_backend.block_cast(ragged, ragged, CastArguments(BlockSpec.of(MXFP8_E4M3, STOCHASTIC, 0), seed=3))
 
 
 def examine(kernel: Any, cuobjdump: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ class Plan:
     axis: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The numbers of a cast that may live on a device: scale and key, each as a number or as a tensor."""
 
     scale: float

@@ -93,12 +93,11 @@ def _cast(
 ) -> Tensor:
     carrier = _carrier(x, dtype, out)
     numbers = arguments.numbers("cast", x, plan, scale, generator)
-    rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
     if isinstance(plan.format, BlockFormat):
-        return _cast_blocks(x, plan, plan.format, rest, carrier, out)
+        return _cast_blocks(x, plan, plan.format, numbers, carrier, out)
     if out is None:
-        return kernels.ops.cast(x, plan.ints, *rest, carrier)
-    kernels.ops.cast_out(x, plan.ints, *rest, out)
+        return kernels.ops.cast(x, plan.ints, *numbers, carrier)
+    kernels.ops.cast_out(x, plan.ints, *numbers, out)
     return out
 
 
@@ -106,16 +105,16 @@ def _cast_blocks(
     x: Tensor,
     plan: arguments.Plan,
     fmt: BlockFormat,
-    rest: tuple[float, Tensor | None, int, Tensor | None],
+    numbers: arguments.Numbers,
     carrier: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
     matrix = rows_of(x, plan.axis, "cast")
-    over = tensor_scale(matrix, fmt, rest[0], rest[1])
+    over = tensor_scale(matrix, fmt, numbers.scale, numbers.scale_tensor)
     if out is not None and out.is_contiguous() and plan.axis in (-1, x.dim() - 1):
-        kernels.ops.block_cast_out(matrix, plan.ints, over, *rest, out.view(matrix.shape))
+        kernels.ops.block_cast_out(matrix, plan.ints, over, *numbers, out.view(matrix.shape))
         return out
-    held = from_rows(kernels.ops.block_cast(matrix, plan.ints, over, *rest, carrier), x.shape, plan.axis)
+    held = from_rows(kernels.ops.block_cast(matrix, plan.ints, over, *numbers, carrier), x.shape, plan.axis)
     return held if out is None else out.copy_(held)
 
 

@@ -90,16 +90,15 @@ def pack(
     x = x.detach()
     numbers = arguments.numbers("pack", x, plan, scale, generator)
     matrix = rows_of(x, axis, "pack")
-    rest = (numbers.scale, numbers.scale_tensor, numbers.seed, numbers.key)
     if isinstance(plan.format, BlockFormat):
         over = tensor_scale(matrix, plan.format, numbers.scale, numbers.scale_tensor)
-        codes, scales = kernels.ops.block_pack(matrix, plan.ints, over, *rest)
+        codes, scales = kernels.ops.block_pack(matrix, plan.ints, over, *numbers)
         over = over if plan.format.tensor_scale else None
         scales = _unflatten(scales, x.shape, axis) if x.shape else scales.reshape(1)
     else:
         _check_element(x, plan.format)
         over, scales = None, None
-        codes = kernels.ops.pack(matrix, plan.ints, *rest)
+        codes = kernels.ops.pack(matrix, plan.ints, *numbers)
     return Packed(
         codes=_unflatten(codes, x.shape, axis), scales=scales, tensor_scale=over, scale=scale, format=plan.format,
         shape=x.shape, axis=axis, dtype=x.dtype,

@@ -1,6 +1,8 @@
-"""What a cast is, as plain integers: the form in which operators, kernels and graphs carry it."""
+"""A cast as plain integers, the form in which operators and graphs carry it, and as the record that backends take."""
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from plimsoll.formats import BlockFormat, Format, Specials
 
@@ -73,3 +75,26 @@ class BlockSpec(NamedTuple):
     def from_ints(cls, ints: "list[int]") -> "BlockSpec":
         """The inverse of `to_ints`."""
         return cls(CastSpec(*ints[:7]), ints[7], CastSpec(*ints[8:15]), bool(ints[15]), ints[16])
+
+
+Spec = TypeVar("Spec", CastSpec, BlockSpec)
+
+
+class CastArguments(NamedTuple, Generic[Spec]):
+    """All that a backend takes to cast a tensor, beside the tensors that it reads and writes.
+
+    Values are multiplied by the scale before they are rounded, and divided by it after. Tensors take the place of the
+    numbers, so that a graph does not hold them: `scale_tensor` (float64) of `scale`, `key` (int64) of `seed`.
+    """
+
+    spec: Spec
+    scale: float = 1.0
+    scale_tensor: Tensor | None = None
+    seed: int = 0
+    key: Tensor | None = None
+    tensor_scale: Tensor | None = None  # of block formats whose scales have a mantissa
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there is a scale other than 1; one in a tensor counts, since its value is not known here."""
+        return self.scale_tensor is not None or self.scale != 1.0

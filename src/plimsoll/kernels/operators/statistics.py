@@ -10,6 +10,7 @@ gradient, whatever the tensors require: autograd is `plimsoll.rounding`'s busine
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels import backend, row_layout
 from plimsoll.kernels.dtypes import FLOATING
 from plimsoll.kernels.operators import fp8_cast, vmap
-from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
+from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
 from plimsoll.kernels.operators.gradient_checks import check_unscale
 from plimsoll.kernels.operators.registration import without_autograd
 
@@ -68,80 +69,51 @@ def _count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> N
     backend.choose(counts).count_nonfinite(tensors, counts, index)
 
 
-def _cast_out(
-    x: Tensor, spec: list[int], scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None, out: Tensor
-) -> None:
+def _element_arguments(spec: list[int], *numbers: Any) -> CastArguments[CastSpec]:
+    return CastArguments(CastSpec(*spec), *numbers)
+
+
+def _block_arguments(spec: list[int], tensor_scale: Tensor | None, *numbers: Any) -> CastArguments[BlockSpec]:
+    return CastArguments(BlockSpec.from_ints(spec), *numbers, tensor_scale)
+
+
+def _cast_out(x: Tensor, *arguments: Any) -> None:
+    *numbers, out = arguments
     if x.numel():
-        backend.choose(x).cast(x, out, CastSpec(*spec), scale, scale_tensor, seed, key)
+        backend.choose(x).cast(x, out, _element_arguments(*numbers))
 
 
-def _cast(
-    x: Tensor,
-    spec: list[int],
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _cast_out(x, spec, scale, scale_tensor, seed, key, out)
+def _block_cast_out(x: Tensor, *arguments: Any) -> None:
+    *numbers, out = arguments
+    if x.numel():
+        backend.choose(x).block_cast(x, out, _block_arguments(*numbers))
+
+
+def _cast(x: Tensor, *arguments: Any) -> Tensor:
+    out = _fake_like(x, *arguments)
+    _cast_out(x, *arguments[:-1], out)
     return out
 
 
-def _block_cast_out(
-    x: Tensor,
-    spec: list[int],
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-    out: Tensor,
-) -> None:
-    block = BlockSpec.from_ints(spec)
-    if x.numel():
-        backend.choose(x).block_cast(x, out, block, tensor_scale, scale, scale_tensor, seed, key)
-
-
-def _block_cast(
-    x: Tensor,
-    spec: list[int],
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _block_cast_out(x, spec, tensor_scale, scale, scale_tensor, seed, key, out)
+def _block_cast(x: Tensor, *arguments: Any) -> Tensor:
+    out = _fake_like(x, *arguments)
+    _block_cast_out(x, *arguments[:-1], out)
     return out
 
 
-def _pack(
-    x: Tensor, spec: list[int], scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> Tensor:
-    cast_spec = CastSpec(*spec)
-    codes = _empty_codes(x, cast_spec)
+def _pack(x: Tensor, *arguments: Any) -> Tensor:
+    given = _element_arguments(*arguments)
+    codes = _empty_codes(x, given.spec)
     if x.numel():
-        backend.choose(x).pack(x, codes, cast_spec, scale, scale_tensor, seed, key)
+        backend.choose(x).pack(x, codes, given)
     return codes
 
 
-def _block_pack(
-    x: Tensor,
-    spec: list[int],
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    block = BlockSpec.from_ints(spec)
-    codes, scales = _empty_codes(x, block.element), _empty_scales(x, block)
+def _block_pack(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    given = _block_arguments(*arguments)
+    codes, scales = _empty_codes(x, given.spec.element), _empty_scales(x, given.spec)
     if x.numel():
-        backend.choose(x).block_pack(x, codes, scales, block, tensor_scale, scale, scale_tensor, seed, key)
+        backend.choose(x).block_pack(x, codes, scales, given)
     return codes, scales
 
 

@@ -6,6 +6,7 @@ are, so rounding up is adding one to the code, whether that crosses from subnorm
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from plimsoll.kernels.operators.cast_spec import (
     TOWARD_ZERO,
     UP,
     BlockSpec,
+    CastArguments,
     CastSpec,
 )
 
@@ -37,77 +39,53 @@ _BIAS = 1023
 _LARGEST_SHIFT = 62
 
 
-def cast(
-    x: Tensor, out: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the values of `x`, as the format holds them, into `out` (of x's shape, any floating dtype).
 
     With a scale, values are multiplied by it before and divided by it after, both in float64.
     """
-    factor = _factor(scale, scale_tensor)
+    spec, factor = arguments.spec, _factor(arguments)
     values = x.to(torch.float64) * factor
-    codes = to_codes(values, spec, _noise_for(x, spec, seed, key))
+    codes = to_codes(values, spec, _noise_for(x, spec.rounding, arguments))
     held = torch.where(values.isnan(), math.nan, from_codes(codes, spec.format))
     out.copy_(to_carrier(held / factor, out.dtype))
 
 
-def pack(
-    x: Tensor, codes: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats.
 
     The first of two codes takes the low half of the byte. A NaN where the format has none takes the code of zero.
     """
-    values = x.to(torch.float64) * _factor(scale, scale_tensor)
-    codes.copy_(_dense(to_codes(values, spec, _noise_for(x, spec, seed, key)), spec).to(codes.dtype))
+    spec = arguments.spec
+    values = x.to(torch.float64) * _factor(arguments)
+    codes.copy_(_dense(to_codes(values, spec, _noise_for(x, spec.rounding, arguments)), spec).to(codes.dtype))
 
 
-def block_cast(
-    x: Tensor,
-    out: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
-    factor = _factor(scale, scale_tensor)
-    codes, _, divisor = _quantize_blocks(x, spec, tensor_scale, factor, seed, key)
-    held = from_codes(codes, spec.element.format) * divisor / factor
+    codes, _, divisor = _quantize_blocks(x, arguments)
+    held = from_codes(codes, arguments.spec.element.format) * divisor / _factor(arguments)
     out.copy_(to_carrier(held.flatten(1)[:, : x.shape[1]], out.dtype))
 
 
-def block_pack(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
-    elements, scale_codes, divisor = _quantize_blocks(x, spec, tensor_scale, _factor(scale, scale_tensor), seed, key)
+    elements, scale_codes, divisor = _quantize_blocks(x, arguments)
     elements = torch.where(divisor.isnan(), 0, elements).flatten(1)[:, : x.shape[1]]
-    codes.copy_(_dense(elements, spec.element).to(codes.dtype))
+    codes.copy_(_dense(elements, arguments.spec.element).to(codes.dtype))
     scales.copy_(scale_codes.to(scales.dtype))
 
 
-def _quantize_blocks(
-    x: Tensor, spec: BlockSpec, tensor_scale: Tensor | None, factor: float | Tensor, seed: int, key: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(x: Tensor, arguments: CastArguments[BlockSpec]) -> tuple[Tensor, Tensor, Tensor]:
     """Element codes [rows, blocks, block], scale codes [rows, blocks], and what elements are multiplied by."""
+    spec, tensor_scale = arguments.spec, arguments.tensor_scale
     ragged = -x.shape[1] % spec.block
 
     def in_blocks(flat: Tensor) -> Tensor:
         return torch.nn.functional.pad(flat, (0, ragged)).reshape(flat.shape[0], -1, spec.block)
 
-    values = in_blocks(x.to(torch.float64) * factor)
-    noise = _noise_for(x, spec.element, seed, key)
+    values = in_blocks(x.to(torch.float64) * _factor(arguments))
+    noise = _noise_for(x, spec.element.rounding, arguments)
     noise = None if noise is None else in_blocks(noise)
     largest = (values.view(torch.int64) & _MAGNITUDE).amax(dim=2)
     if tensor_scale is None:
@@ -159,13 +137,14 @@ def _dense(codes: Tensor, spec: CastSpec) -> Tensor:
     return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
 
-def _factor(scale: float, scale_tensor: Tensor | None) -> float | Tensor:
-    return scale if scale_tensor is None else scale_tensor.to(torch.float64)
+def _factor(arguments: CastArguments[Any]) -> float | Tensor:
+    return arguments.scale if arguments.scale_tensor is None else arguments.scale_tensor.to(torch.float64)
 
 
-def _noise_for(x: Tensor, spec: CastSpec, seed: int, key: Tensor | None) -> Tensor | None:
-    if spec.rounding != STOCHASTIC:
+def _noise_for(x: Tensor, rounding: int, arguments: CastArguments[Any]) -> Tensor | None:
+    if rounding != STOCHASTIC:
         return None
+    seed, key = arguments.seed, arguments.key
     key = torch.tensor(seed, dtype=torch.int64, device=x.device) if key is None else key.reshape(()).to(x.device)
     return philox.words(key, x.numel()).reshape(x.shape)
 

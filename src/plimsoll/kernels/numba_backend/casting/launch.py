@@ -24,6 +24,7 @@ from plimsoll.kernels.operators.cast_spec import (
     TOWARD_ZERO,
     UP,
     BlockSpec,
+    CastArguments,
     CastSpec,
 )
 from plimsoll.kernels.operators.tensor_checks import is_dense
@@ -35,81 +36,57 @@ _NO_PLAN = np.empty(0, np.int64)
 _MOST_CUT_ROWS = 64
 
 
-def cast(
-    x: Tensor, out: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the values of `x`, as the format holds them, into `out` (of x's shape)."""
+    spec = arguments.spec
     if not spec.signed or x.dtype not in _KINDS or out.dtype not in _KINDS:
         # E8M0 as an element format, and 8-bit carriers: correct, and not worth kernels of their own.
-        torch_backend.cast(x, out, spec, scale, scale_tensor, seed, key)
+        torch_backend.cast(x, out, arguments)
         return
-    factor = float(scale_tensor) if scale_tensor is not None else scale
-    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
+    numbers = _factor(arguments), _key(spec, arguments)
     same_memory = x.stride() == out.stride() and spec.rounding != STOCHASTIC and is_dense(x)
     if same_memory or (x.is_contiguous() and out.is_contiguous()):
-        _cast_flat(x, out, spec, factor, number, 0)
+        _cast_flat(x, out, spec, *numbers, 0)
         return
     offset = 0
     for piece, room in zip(pieces(x), pieces(out), strict=True):
-        held = torch.empty(piece.shape, dtype=out.dtype)
-        _cast_flat(piece.contiguous(), held, spec, factor, number, offset)
-        room.copy_(held)
+        rounded = torch.empty(piece.shape, dtype=out.dtype)
+        _cast_flat(piece.contiguous(), rounded, spec, *numbers, offset)
+        room.copy_(rounded)
         offset += piece.numel()
 
 
-def pack(
-    x: Tensor, codes: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the code of each value of the matrix `x` into `codes`: of its shape, or two a byte for 4-bit formats."""
+    spec = arguments.spec
     if not spec.signed or x.dtype not in _KINDS:
-        torch_backend.pack(x, codes, spec, scale, scale_tensor, seed, key)
+        torch_backend.pack(x, codes, arguments)
         return
-    factor = float(scale_tensor) if scale_tensor is not None else scale
-    number = _key(seed, key) if spec.rounding == STOCHASTIC else None
     single = codes if codes.shape == x.shape else torch.empty(x.shape, dtype=torch.uint8)
-    _cast_flat(x.contiguous(), single, spec, factor, number, 0)
+    _cast_flat(x.contiguous(), single, spec, _factor(arguments), _key(spec, arguments), 0)
     if single is not codes:
         codes.copy_(single[:, 0::2])
         codes[:, : x.shape[1] // 2] |= single[:, 1::2] << 4
 
 
-def block_cast(
-    x: Tensor,
-    out: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
     if x.dtype not in _KINDS or out.dtype not in _KINDS:
-        torch_backend.block_cast(x, out, spec, tensor_scale, scale, scale_tensor, seed, key)
+        torch_backend.block_cast(x, out, arguments)
         return
-    held = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-    _cast_blocks(x, held, _KINDS[out.dtype], None, spec, tensor_scale, scale, scale_tensor, seed, key)
-    if held is not out:
-        out.copy_(held)
+    written = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    _cast_blocks(x, written, _KINDS[out.dtype], None, arguments)
+    if written is not out:
+        out.copy_(written)
 
 
-def block_pack(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
     if x.dtype not in _KINDS:
-        torch_backend.block_pack(x, codes, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+        torch_backend.block_pack(x, codes, scales, arguments)
         return
-    kind = _PAIRS if spec.element.format.bits == 4 else _KINDS[codes.dtype]
-    _cast_blocks(x, codes, kind, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+    kind = _PAIRS if arguments.spec.element.format.bits == 4 else _KINDS[codes.dtype]
+    _cast_blocks(x, codes, kind, scales, arguments)
 
 
 def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, offset: int) -> None:
@@ -119,36 +96,28 @@ def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, 
     code_kind = None if out.dtype.is_floating_point else target_kind
     exponent = _exponent_of(factor)
     narrow = exponent is not None and source_kind != 3 and target_kind != 3 and _fits_float32(spec, exponent)
-    plan = _plan(spec, 32 if narrow else 64, -exponent if narrow and exponent is not None else 0)
-    carrier = _carrier_plan(out.dtype, spec if factor == 1.0 else None, 32 if narrow else 64)
+    width = 32 if narrow else 64
+    plan = _plan(spec, width, -exponent if narrow and exponent is not None else 0)
+    carrier = _carrier_plan(out.dtype, spec if factor == 1.0 else None, width)
+
+    kernel = kernels.cast32 if narrow else kernels.cast64
 
     def task(first: int, last: int) -> None:
-        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset)
-        numbers = (_directed(spec), plan, carrier, key)
-        if narrow:
-            kernels.cast32(*ends, *numbers)
-        else:
-            kernels.cast64(*ends, *numbers, factor)
+        kernel(
+            x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset, _directed(spec),
+            plan, carrier, key, factor,
+        )  # fmt: skip
 
     threads.run([functools.partial(task, *cut) for cut in _cuts(count, count, kernels.SPAN)])
 
 
 def _cast_blocks(
-    x: Tensor,
-    out: Tensor,
-    target_kind: int,
-    scales: Tensor | None,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
+    x: Tensor, out: Tensor, target_kind: int, scales: Tensor | None, arguments: CastArguments[BlockSpec]
 ) -> None:
+    spec, tensor_scale = arguments.spec, arguments.tensor_scale
     x = x.contiguous()
     rows, columns = _shape_for_threads(x, spec.block)
-    factor = float(scale_tensor) if scale_tensor is not None else scale
-    mode, source_kind = spec.element.rounding, _KINDS[x.dtype]
+    factor, source_kind = _factor(arguments), _KINDS[x.dtype]
     over = float(tensor_scale) if tensor_scale is not None else None
     narrow = factor == 1.0 and over is None and source_kind != 3 and target_kind != 3 and _blocks_fit_float32(spec)
     width = 32 if narrow else 64
@@ -161,19 +130,19 @@ def _cast_blocks(
         ),
         np.int64,
     )  # fmt: skip
-    number = _key(seed, key) if mode == STOCHASTIC else None
-
+    key = _key(spec.element, arguments)
     code_kind = None if scales is None else target_kind
     place = None if scales is None else scales.data_ptr()
     rule = spec.rule if over is None else None
 
+    kernel = kernels.cast_blocks32 if narrow else kernels.cast_blocks64
+
     def task(first: int, last: int) -> None:
-        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns)
-        numbers = (spec.block, rule, _directed(spec.element), element, scale_numbers, carrier)
-        if narrow:
-            kernels.cast_blocks32(*ends, *numbers)
-        else:
-            kernels.cast_blocks64(*ends, *numbers, factor, over, spec.scale.rounding == UP, number)
+        kernel(
+            x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns, spec.block,
+            rule, _directed(spec.element), element, scale_numbers, carrier, key, factor, over,
+            spec.scale.rounding == UP,
+        )  # fmt: skip
 
     threads.run([functools.partial(task, *cut) for cut in _cuts(rows, x.numel(), 1)])
 
@@ -208,8 +177,15 @@ def _directed(spec: CastSpec) -> bool | None:
     return None if spec.rounding in (NEAREST_EVEN, STOCHASTIC) else True
 
 
-def _key(seed: int, key: Tensor | None) -> Any:
-    return np.uint64((int(key) if key is not None else seed) & 0xFFFF_FFFF_FFFF_FFFF)
+def _factor(arguments: CastArguments[Any]) -> float:
+    return arguments.scale if arguments.scale_tensor is None else float(arguments.scale_tensor)
+
+
+def _key(spec: CastSpec, arguments: CastArguments[Any]) -> Any:
+    """The key of the noise; None where no value is rounded at random."""
+    if spec.rounding != STOCHASTIC:
+        return None
+    return np.uint64((arguments.seed if arguments.key is None else int(arguments.key)) & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def _exponent_of(factor: float) -> int | None:

@@ -18,6 +18,7 @@ from plimsoll.kernels.operators.cast_spec import (
     OVERFLOW_MAX,
     RCEIL,
     BlockSpec,
+    CastArguments,
     CastSpec,
 )
 from plimsoll.kernels.triton_backend import input_bits
@@ -39,57 +40,35 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def cast(
-    x: Tensor, out: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the values of `x`, as the format holds them, into `out` (of x's shape, any floating dtype)."""
-    _cast(x, out, spec, scale, scale_tensor, seed, key, codes=False)
+    _cast(x, out, arguments, codes=False)
 
 
-def pack(
-    x: Tensor, codes: Tensor, spec: CastSpec, scale: float, scale_tensor: Tensor | None, seed: int, key: Tensor | None
-) -> None:
+def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
     """Writes the code of each value of the matrix `x` into `codes`: of its shape; 4-bit codes two a byte."""
-    if spec.format.bits == 4 and _straddles(x):
+    pairs = arguments.spec.format.bits == 4
+    if pairs and _straddles(x):
         single = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        _cast(x, single, spec, scale, scale_tensor, seed, key, codes=True)
+        _cast(x, single, arguments, codes=True)
         codes.copy_(_pair(single))
     else:
-        _cast(x, codes, spec, scale, scale_tensor, seed, key, codes=True, nibbles=spec.format.bits == 4)
+        _cast(x, codes, arguments, codes=True, nibbles=pairs)
 
 
-def block_cast(
-    x: Tensor,
-    out: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
-    _cast_blocks(x, out, None, spec, tensor_scale, scale, scale_tensor, seed, key)
+    _cast_blocks(x, out, None, arguments)
 
 
-def block_pack(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the element codes (as `pack`) and one scale code a block; a block with NaN or Inf has codes of zero."""
-    if spec.element.format.bits == 4 and not _is_dense(x, spec.block):
+    if arguments.spec.element.format.bits == 4 and not _is_dense(x, arguments.spec.block):
         single = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        _cast_blocks(x, single, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+        _cast_blocks(x, single, scales, arguments)
         codes.copy_(_pair(single))
     else:
-        _cast_blocks(x, codes, scales, spec, tensor_scale, scale, scale_tensor, seed, key)
+        _cast_blocks(x, codes, scales, arguments)
 
 
 def _straddles(x: Tensor) -> bool:
@@ -106,54 +85,31 @@ def _pair(codes: Tensor) -> Tensor:
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def _cast(
-    x: Tensor,
-    out: Tensor,
-    spec: CastSpec,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-    codes: bool,
-    nibbles: bool = False,
-) -> None:
+def _cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec], codes: bool, nibbles: bool = False) -> None:
+    spec = arguments.spec
     fmt = spec.format
-    scaled = scale_tensor is not None or scale != 1.0
-    wide = scaled or x.dtype == torch.float64 or not _fits_float32(fmt)
+    wide = arguments.scaled or x.dtype == torch.float64 or not _fits_float32(fmt)
     target = _Target(out)
     if x.numel():
         with launching(x):
             cast_dense[(-(-x.numel() // (GROUPS * 1024)),)](
                 _input(x), target.integers, None, x.numel(),
-                double_bits(scale), _beside(scale_tensor, x), None, seed, _beside(key, x), *fields(fmt, wide), 0, 0,
+                *_numbers(x, arguments), *fields(fmt, wide), 0, 0,
                 WIDE=wide, OVERFLOW=spec.overflow, SIGNED=bool(spec.signed), **_carrier(out, codes, wide),
-                CODES=codes, NIBBLES=nibbles, BLOCK=0, SCALE=None, GROUPS=GROUPS, **_constants(x, spec, scaled),
+                CODES=codes, NIBBLES=nibbles, BLOCK=0, SCALE=None, GROUPS=GROUPS, **_constants(x, spec, arguments),
             )  # fmt: skip
     target.finish()
 
 
-def _cast_blocks(
-    x: Tensor,
-    out: Tensor,
-    scales: Tensor | None,
-    spec: BlockSpec,
-    tensor_scale: Tensor | None,
-    scale: float,
-    scale_tensor: Tensor | None,
-    seed: int,
-    key: Tensor | None,
-) -> None:
+def _cast_blocks(x: Tensor, out: Tensor, scales: Tensor | None, arguments: CastArguments[BlockSpec]) -> None:
+    spec = arguments.spec
     element = spec.element.format
     rows, n = x.shape
     codes = scales is not None
     target, scale_target = _Target(out), _Target(scales)
-    scaled = scale_tensor is not None or scale != 1.0
-    runtime = (
-        double_bits(scale), _beside(scale_tensor, x), _beside(tensor_scale, x), seed, _beside(key, x),
-        *fields(element, True), element.max_exponent, _bump(spec),
-    )  # fmt: skip
+    runtime = (*_numbers(x, arguments), *fields(element, True), element.max_exponent, _bump(spec))
     constants: dict[str, Any] = {
-        **_constants(x, spec.element, scaled),
+        **_constants(x, spec.element, arguments),
         **_carrier(out, codes, True), "CODES": codes, "BLOCK": spec.block, "SCALE": _scale_constants(spec),
     }  # fmt: skip
     with launching(x):
@@ -194,15 +150,22 @@ def _input(x: Tensor) -> Tensor:
     return input_bits.as_integers(x.contiguous())
 
 
-def _beside(scalar: Tensor | None, x: Tensor) -> Tensor | None:
-    """A tensor of one value on x's device (where it should be already: else this copies)."""
-    return None if scalar is None else scalar.to(x.device)
+def _numbers(x: Tensor, arguments: CastArguments[Any]) -> tuple[Any, ...]:
+    """The kernels' numbers: scale, its tensor, the tensor scale, seed and key; tensors on x's device."""
+
+    def on_device(scalar: Tensor | None) -> Tensor | None:
+        return None if scalar is None else scalar.to(x.device)
+
+    return (
+        double_bits(arguments.scale), on_device(arguments.scale_tensor), on_device(arguments.tensor_scale),
+        arguments.seed, on_device(arguments.key),
+    )  # fmt: skip
 
 
-def _constants(x: Tensor, spec: CastSpec, scaled: bool) -> dict[str, Any]:
+def _constants(x: Tensor, spec: CastSpec, arguments: CastArguments[Any]) -> dict[str, Any]:
     # Without fusion of products and sums, so that float64 arithmetic is the reference's to the bit.
     return {
-        "KIND": input_bits.kind(x.dtype), "SCALED": scaled, "ROUNDING": spec.rounding,
+        "KIND": input_bits.kind(x.dtype), "SCALED": arguments.scaled, "ROUNDING": spec.rounding,
         "FNUZ": spec.format.specials == "fnuz", "num_warps": WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
 
