@@ -1,4 +1,4 @@
-"""What a number format can hold. This room imports no torch.
+"""Number formats and precision plans. This package imports no torch.
 
 `get(name)` finds a format; `Format`, `BlockFormat`, `Plan` and `ModulePlan` are the records; the constants are the
 catalogue.

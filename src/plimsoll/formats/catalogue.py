@@ -1,4 +1,4 @@
-"""The formats that have a name, and `get`, which finds one by name, dtype or `eXmY` pattern.
+"""Catalogue of formats, and `get`, which finds one by name, dtype or `eXmY` pattern.
 
 Sources: IEEE 754-2019 (FP16, FP32, FP64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling
 Formats 1.0 (E3M2, E2M3, E2M1, E8M0 and the MX blocks); Noune et al. 2022, arXiv:2206.02915 (the FNUZ pair);
@@ -143,11 +143,15 @@ _PATTERN = re.compile(r"e(\d{1,9})m(\d{1,9})")
 
 
 def get(name: object) -> Format | BlockFormat:
-    """The format of that name; a `Format`, a `BlockFormat` and a torch dtype are names too. Case does not matter.
+    """Return the format of a name.
 
-    Any ``eXmY`` that the catalogue does not list is IEEE-like: bias ``2**(X-1) - 1``, the top exponent spent on Inf and
-    NaN. Raises `FormatError`, with the nearest names, for a name that means nothing, and with the reason for an
-    ``eXmY`` that cannot be.
+    Args:
+        name: A name or alias of the catalogue in upper or lower case, any ``eXmY``, a torch dtype, or a format, which
+            is returned itself. An ``eXmY`` that the catalogue does not list is IEEE-like: bias ``2**(X-1) - 1``, the
+            top exponent for Inf and NaN.
+
+    Raises:
+        FormatError: The name means nothing (the message has the nearest names), or such an ``eXmY`` cannot exist.
 
     >>> get("E4M3").max, get("e5m7").bits
     (448.0, 13)
@@ -168,7 +172,15 @@ def get(name: object) -> Format | BlockFormat:
 
 
 def get_element(name: object, operation: str) -> Format:
-    """The element format of that name; `FormatError` in the name of `operation` if it is a block format."""
+    """Return the element format of a name.
+
+    Args:
+        name: As for `get`.
+        operation: What the user called, for the message.
+
+    Raises:
+        FormatError: There is no such format, or it is a block format.
+    """
     fmt = get(name)
     if isinstance(fmt, BlockFormat):
         raise FormatError(
@@ -194,7 +206,7 @@ def _unknown(name: object, key: str) -> str:
 
 
 def _hint(key: str) -> str:
-    """The formats that the name may mean."""
+    """Return a sentence with the formats that the name may mean."""
     family = FAMILIES.get(key)
     if family is not None:
         return f"{key} is no format of its own: name {' or '.join(fmt.name for fmt in family)}. "

@@ -194,7 +194,7 @@ def _rounds_away(
 
 
 def _is_toward_zero(rounding: Rounding, negative: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Where a finite value beyond the largest one rounds back to it, whatever the overflow rule."""
+    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
     if rounding == "up":
         return negative
     if rounding == "down":
@@ -283,11 +283,11 @@ def _refuse_what_it_lacks(fmt: Layout, value: NDArray[np.float64]) -> None:
 
 
 def _refuse(fmt: Layout, lacking: NDArray[np.bool_], what: str, remedy: str) -> None:
-    found = int(np.count_nonzero(lacking))
-    if found:
+    count = int(np.count_nonzero(lacking))
+    if count:
         raise ArgumentError(
             f"Format.encode: expected no {what}, for which {fmt.name} has no code; "
-            f"got {found} of {lacking.size} values, the first{_place(lacking)}. {remedy}."
+            f"got {count} of {lacking.size} values, the first{_place(lacking)}. {remedy}."
         )
 
 

@@ -181,10 +181,17 @@ class Format:
         return math.ldexp((1 << self.mantissa_bits) + fraction, field - self.bias - self.mantissa_bits)
 
     def decode(self, codes: "ArrayLike") -> "NDArray[np.float64]":
-        """The value of each code, as a float64 array of the same shape (0-d for a scalar); for at most 16 bits.
+        """Return the value of each code, exactly: -0, subnormals, Inf and NaN included.
 
-        Exact for every code: -0, subnormals, Inf and NaN included. Raises `ArgumentError` for codes that are no
-        integers or that the format's width does not hold, and `FormatError` for a wider format.
+        Args:
+            codes: Integers from 0 to ``2**bits - 1``, in any shape.
+
+        Returns:
+            A float64 array of the same shape; 0-d for a scalar.
+
+        Raises:
+            ArgumentError: Codes are no integers, or outside the format's width.
+            FormatError: The format has more than 16 bits.
 
         >>> from plimsoll.formats import E4M3
         >>> E4M3.decode([0x38, 0x7E, 0x80, 0x7F])
@@ -201,19 +208,27 @@ class Format:
         saturate: bool | None = None,
         generator: "int | np.random.Generator | None" = None,
     ) -> "Codes":
-        """The code of each value, rounded once: uint8 for up to 8 bits, uint16 up to 16; shape as `values`.
+        """Return the code of each value, rounded once.
 
-        Takes Python numbers, nested lists and arrays of floats (those of ml_dtypes too) or integers. Ties of
-        ``nearest_even`` go to the even code. A value whose rounded result exceeds `max` becomes Inf, or NaN where there
-        is no Inf, or with `saturate` the largest value (None: the format's default, as in `saturates`), and +-Inf goes
-        the same way; finite values in ``toward_zero``, ``up`` and ``down`` stop at the largest value where the mode
-        points back to it. -0 keeps its sign where the format can. E8M0 has no zero: all from 0 to its smallest value
-        become that, and negative values NaN.
+        Ties of ``nearest_even`` go to the even code. -0 keeps its sign where the format can. Finite values in
+        ``toward_zero``, ``up`` and ``down`` stop at the largest value where the mode points back to it. E8M0 has no
+        zero: all from 0 to its smallest value become that, and negative values NaN.
 
-        `generator` seeds ``stochastic``: an int is the key itself, modulo 2**64 (the noise is then that of
-        `plimsoll.cast` with the same int), a numpy Generator draws one, None draws one from the operating system.
+        Args:
+            values: Python numbers, nested lists, or arrays of floats (those of ml_dtypes too) or integers.
+            rounding: One of the six modes of `plimsoll.cast`. Default: "nearest_even".
+            saturate: Whether a value whose rounded result exceeds `max`, and +-Inf, become the largest value. Else they
+                become Inf, or NaN where there is no Inf. Default: None, the format's own, as in `saturates`.
+            generator: Source of the noise for "stochastic". An int is the key itself, modulo 2**64: the noise is then
+                that of `plimsoll.cast` with the same int. A numpy Generator draws a key. Default: None draws one from
+                the operating system.
 
-        Raises `ArgumentError` for a NaN that the format has no code for, and `FormatError` for more than 16 bits.
+        Returns:
+            An array of the shape of `values`: uint8 for up to 8 bits, uint16 above.
+
+        Raises:
+            ArgumentError: A NaN comes that the format has no code for, or an argument is out of range.
+            FormatError: The format has more than 16 bits.
 
         >>> from plimsoll.formats import E2M1, E4M3
         >>> E4M3.encode([1.0, 1e9, float("nan"), -0.0])
@@ -226,9 +241,13 @@ class Format:
         return codec.encode(self, values, rounding, saturate, generator)
 
     def saturates(self, saturate: bool | None) -> bool:
-        """Whether overflow gives the largest value, with None standing for the format's own default.
+        """Return whether overflow gives the largest value.
 
-        Raises `ArgumentError` where False leaves no code to overflow to.
+        Args:
+            saturate: The user's choice, or None for the format's own: True for formats without Inf.
+
+        Raises:
+            ArgumentError: False leaves no code to overflow to.
         """
         if saturate is None:
             return not self.has_inf

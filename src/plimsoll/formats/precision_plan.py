@@ -24,10 +24,14 @@ Loss = tuple[float, float, float]  # a fraction of values: at least, about, at m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlan:
-    """What is said of one module: the names of its formats, forward and backward, and its scales.
+    """Formats and scales of one module.
 
-    Scales are powers of two by which weights, activations and gradients are multiplied before they are cast; None: none
-    of their own.
+    Args:
+        forward: Name of the format that the module computes in.
+        backward: Name of the format of its gradients.
+        weights: Power of two by which weights are multiplied before they are cast. Default: None, no scale.
+        activations: The same for activations.
+        gradients: The same for gradients.
     """
 
     forward: str
@@ -38,7 +42,7 @@ class ModulePlan:
 
     @classmethod
     def of(cls, forward: object, backward: object | None = None, **scales: float) -> "ModulePlan":
-        """That of a format, with the format for gradients that goes with it: e5m2 with e4m3, else the same.
+        """Return the plan of a format, with the format for gradients that goes with it: e5m2 with e4m3, else the same.
 
         >>> ModulePlan.of("e4m3").backward, ModulePlan.of("bf16").backward
         ('e5m2', 'bf16')
@@ -50,26 +54,36 @@ class ModulePlan:
 
     @property
     def scales(self) -> dict[Role, float]:
-        """The scales that there are, by role."""
-        found: dict[Role, float | None] = {role: getattr(self, role) for role in ROLES}
-        return {role: scale for role, scale in found.items() if scale is not None}
+        """Scales by role, without those that are None."""
+        scales: dict[Role, float | None] = {role: getattr(self, role) for role in ROLES}
+        return {role: scale for role, scale in scales.items() if scale is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(NotebookRepr):
-    """Module names, or globs over them, to format names; and what else is known of these modules.
+    """Precision plan: the formats and scales of modules, by their names or globs over them.
 
-    - `target`: the precision that was planned for. `default`: the format of modules that nothing matches (None: left as
-      they are). `source`: where the plan came from, as a run's path.
-    - `formats`: the format that a module computes in; `backward`: that of its gradients, where it is another than the
-      one that goes with it (e5m2 with e4m3, else the same).
-    - `scale`: the loss scale to begin with. `scales`: of a module, powers of two for "weights", "activations" and
-      "gradients". Gradients' scales are of the true gradients, without the loss scale.
-    - `predicted`: of a module's weights, activations and gradients the fraction that these formats lose: at least,
-      about, at most. `tolerance`: what was allowed.
-    - `notes`: why, by the same names as `formats`; `remarks`: on the plan as a whole.
+    The mappings are not copied, so do not change them afterwards.
 
-    The mappings are kept as they are given: hand over ones that nobody changes afterwards.
+    Args:
+        target: Precision that was planned for, for example "fp8".
+        formats: Format that each module computes in.
+        default: Format of modules that no name or glob matches. Default: None, they are left as they are.
+        source: Origin of the plan, for example a run's path.
+        notes: Reason for each module's formats, by the names of `formats`.
+        backward: Format of a module's gradients if it is not the one that goes with its format (e5m2 with e4m3, else
+            the same).
+        scale: Loss scale to start with, a power of two.
+        scales: For each module, powers of two for "weights", "activations" and "gradients". Those of gradients are for
+            true gradients, without the loss scale.
+        predicted: For each module's weights, activations and gradients, the fraction that the formats lose: at least,
+            about, at most.
+        tolerance: Fraction that was allowed to be lost, above 0 and at most 1.
+        remarks: Sentences on the plan as a whole.
+
+    Raises:
+        ArgumentError: A scale, fraction or name is out of range.
+        FormatError: A format does not exist.
 
     >>> plan = Plan(target="fp8", formats={"blocks.*.mlp": "e4m3", "blocks.0.mlp": "bf16"}, default="bf16")
     >>> plan.format_for("blocks.0.mlp").name, plan.format_for("blocks.1.mlp").name, plan.format_for("head").name
@@ -94,18 +108,18 @@ class Plan(NotebookRepr):
         _check_numbers(self)
 
     def rule_for(self, module_name: str) -> str | None:
-        """The name or glob of `formats` that holds for a module: its own name, else the first glob that matches."""
+        """Return the entry of `formats` that applies to a module: its own name, else the first glob that matches."""
         if module_name in self.formats:
             return module_name
         return next((glob for glob in self.formats if fnmatch.fnmatchcase(module_name, glob)), None)
 
     def format_for(self, module_name: str) -> Format | BlockFormat | None:
-        """The format of that module: by its exact name, else the first glob that matches, else the default."""
-        found = self.module(module_name)
-        return None if found is None else get(found.forward)
+        """Return a module's format: by its exact name, else the first glob that matches, else the default."""
+        module_plan = self.module(module_name)
+        return None if module_plan is None else get(module_plan.forward)
 
     def module(self, module_name: str) -> ModulePlan | None:
-        """All that the plan says of a module; None where it is left as it is."""
+        """Return the formats and scales of a module; None if the plan leaves it as it is."""
         rule = self.rule_for(module_name)
         if rule is None:
             return None if self.default is None else ModulePlan.of(self.default)
@@ -114,24 +128,32 @@ class Plan(NotebookRepr):
     def __str__(self) -> str:
         """The remarks, and a line for each module: its formats and the reason."""
         pairs = {name: "/".join(dict.fromkeys((f, self.backward.get(name, f)))) for name, f in self.formats.items()}
-        told = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
-        return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *told])
+        lines = [f"{name}  {pair}  {self.notes.get(name, '')}".rstrip() for name, pair in pairs.items()]
+        return "\n".join([*(self.remarks or [f"A plan for {self.target or 'no target'}."]), *lines])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept."""
+        """Write the plan as TOML, whole or not at all: one line a module in each table. Comments are not kept.
+
+        Raises:
+            ArgumentError: The path is a folder, in no folder, or ends in something other than .toml.
+        """
         from plimsoll.formats import plan_file
 
         plan_file.write({name: getattr(self, name) for name in _names(type(self))}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan that `save` or a person wrote; `ArgumentError` for a file that is no plan."""
+        """Read a plan that `save` or a person wrote.
+
+        Raises:
+            ArgumentError: The file is no plan.
+        """
         from plimsoll.formats import plan_file
 
         return cls(**plan_file.read(path, _names(cls)))
 
     def to_dict(self) -> dict[str, object]:
-        """The plan as JSON-able data."""
+        """Return the plan as data that JSON can hold."""
         return {
             "target": self.target,
             "source": self.source,
@@ -198,10 +220,10 @@ def _check_numbers(plan: Plan) -> None:
             _check_loss(name, role, loss)
 
 
-def _check_roles(title: str, name: str, given: Any) -> None:
-    if not isinstance(given, Mapping) or set(cast("Mapping[Any, Any]", given)) - set(ROLES):
+def _check_roles(title: str, name: str, table: Any) -> None:
+    if not isinstance(table, Mapping) or set(cast("Mapping[Any, Any]", table)) - set(ROLES):
         raise ArgumentError(
-            f"Plan: expected {title} of {name!r} to be by {', '.join(ROLES)}; got {given!r}. Name some of these."
+            f"Plan: expected {title} of {name!r} to be by {', '.join(ROLES)}; got {table!r}. Name some of these."
         )
 
 

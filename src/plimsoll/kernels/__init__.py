@@ -43,9 +43,9 @@ def measure_into(
 
 
 def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
-    """As ``measure_into([x], bank, [row], accumulate=False)``, with less overhead: eagerly past torch's dispatcher.
+    """Measure one tensor into a row that is emptied first; with less overhead than `measure_into`.
 
-    `x` is a plain tensor: detached, strided, on the bank's device.
+    Eager calls go past torch's dispatcher, so `x` is a plain tensor: detached, strided, on the bank's device.
     """
     if torch.compiler.is_compiling() or type(bank) is not Tensor:  # a fake tensor, say
         ops.measure_([x], bank, [row], False, 0)
@@ -54,7 +54,7 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
 
 
 def measure_each(tensors: Sequence[Tensor], bank: Tensor, rows: Sequence[int], *, block: int = 0) -> None:
-    """As ``measure_into(tensors, bank, rows, accumulate=False)``; plain tensors and no dispatcher, as `measure_one`."""
+    """Measure plain tensors into rows that are emptied first, past torch's dispatcher as `measure_one`."""
     if torch.compiler.is_compiling() or type(bank) is not Tensor:
         ops.measure_(list(tensors), bank, list(rows), False, block)
     else:
@@ -166,7 +166,7 @@ def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
 
 
 def add_rows_by_torch(bank: Tensor, targets: Tensor, rows: Tensor) -> None:
-    """The same by torch's own operators, on any device."""
+    """Do what `add_rows` does with torch's own operators, on any device."""
     extremes, sums = slice(row_layout.POSITIVE, row_layout.SUM), slice(row_layout.SUM, row_layout.HISTOGRAM)
     for part in (slice(0, row_layout.POSITIVE), slice(row_layout.HISTOGRAM, None)):
         bank[:, part].index_add_(0, targets, rows[:, part])

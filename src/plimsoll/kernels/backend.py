@@ -1,4 +1,4 @@
-"""Which backend runs: chosen by the tensor's device, forced by `use` or the variable PLIMSOLL_BACKEND.
+"""Choice of the backend: by the tensor's device, or forced by `use` or the variable PLIMSOLL_BACKEND.
 
 The choice is visible (`plimsoll doctor` prints `report`) and never silent: where the fast backend of a device is
 missing, the reference one takes over and a warning says so once, with the reason.
@@ -40,9 +40,9 @@ def use(name: Name) -> Generator[None]:
     """Forces one backend inside the block, for this thread or task; `BackendError` where it cannot run here."""
     if name not in NAMES:
         raise ArgumentError(f"kernels.use: expected one of {', '.join(NAMES)}; got {name!r}.")
-    found = status(name)
-    if not found.available:
-        raise BackendError(f"kernels.use: expected a backend that runs here; got {name!r}. {found.detail}")
+    state = status(name)
+    if not state.available:
+        raise BackendError(f"kernels.use: expected a backend that runs here; got {name!r}. {state.detail}")
     token = _forced.set(name)
     try:
         yield
@@ -109,10 +109,10 @@ def _from_environment(value: str | None) -> Name | None:
         return None
     for name in NAMES:
         if value == name:
-            found = status(name)
-            if not found.available:
+            state = status(name)
+            if not state.available:
                 raise BackendError(
-                    f"PLIMSOLL_BACKEND: expected a backend that runs here; got {value!r}. {found.detail}"
+                    f"PLIMSOLL_BACKEND: expected a backend that runs here; got {value!r}. {state.detail}"
                 )
             return name
     raise ArgumentError(

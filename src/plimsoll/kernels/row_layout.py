@@ -1,4 +1,4 @@
-"""How one row of a bank is laid out, for every backend alike.
+"""Layout of a bank's rows, for every backend alike.
 
 A bank is an int64 tensor of shape ``[rows, width]``; a row is one spectrum. Three fields are float64 sums, stored as
 their bits (view the bank as float64 to read them). All the others are integers.

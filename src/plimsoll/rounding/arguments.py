@@ -38,24 +38,24 @@ class Numbers(NamedTuple):
 
 def plan(operation: str, fmt: object, *, rounding: str, saturate: bool | None, scale_rule: str, axis: int) -> Plan:
     """Checks what does not depend on the tensor."""
-    found = get(fmt)
+    chosen = get(fmt)
     mode = _index(operation, "rounding", rounding, ROUNDINGS)
     rule = _index(operation, "scale_rule", scale_rule, SCALE_RULES)
-    if isinstance(found, BlockFormat):
+    if isinstance(chosen, BlockFormat):
         if saturate is False:
             raise ArgumentError(
-                f"{operation}: expected saturate=True or None for {found.name}, whose elements always saturate; "
+                f"{operation}: expected saturate=True or None for {chosen.name}, whose elements always saturate; "
                 "got saturate=False. Leave saturate out."
             )
-        ints = BlockSpec.of(found, mode, rule).to_ints()
+        ints = BlockSpec.of(chosen, mode, rule).to_ints()
     else:
         if rule != 0 or axis != -1:
             raise ArgumentError(
                 f"{operation}: expected scale_rule and axis with a block format only; got scale_rule={scale_rule!r}, "
-                f"axis={axis} with {found.name}. Leave them out."
+                f"axis={axis} with {chosen.name}. Leave them out."
             )
-        ints = list(CastSpec.of(found, mode, found.saturates(saturate)))
-    return Plan(format=found, ints=ints, stochastic=mode == STOCHASTIC, axis=axis)
+        ints = list(CastSpec.of(chosen, mode, chosen.saturates(saturate)))
+    return Plan(format=chosen, ints=ints, stochastic=mode == STOCHASTIC, axis=axis)
 
 
 def numbers(operation: str, x: Tensor, plan: Plan, scale: float | Tensor | None, generator: Generator) -> Numbers:

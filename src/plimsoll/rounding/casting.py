@@ -1,5 +1,9 @@
 """`cast`: the values of a tensor as a format would hold them."""
 
+import sys
+from collections.abc import Callable
+from typing import Any, cast as typed
+
 import torch
 from torch import Tensor
 
@@ -7,10 +11,9 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
-from plimsoll.kernels.operators.tensor_checks import check_tensor
+from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.rounding import arguments
 from plimsoll.rounding.arguments import Generator
-from plimsoll.rounding.dtensors import is_sharded, map_local
 
 _LARGEST_TENSOR_SCALE = torch.finfo(torch.float32).max
 _SMALLEST_TENSOR_SCALE = 2.0**-149
@@ -114,8 +117,8 @@ def _cast_blocks(
     if out is not None and out.is_contiguous() and plan.axis in (-1, x.dim() - 1):
         kernels.ops.block_cast_out(matrix, plan.ints, over, *numbers, out.view(matrix.shape))
         return out
-    held = from_rows(kernels.ops.block_cast(matrix, plan.ints, over, *numbers, carrier), x.shape, plan.axis)
-    return held if out is None else out.copy_(held)
+    result = from_rows(kernels.ops.block_cast(matrix, plan.ints, over, *numbers, carrier), x.shape, plan.axis)
+    return result if out is None else out.copy_(result)
 
 
 def rows_of(x: Tensor, axis: int, operation: str) -> Tensor:
@@ -181,3 +184,41 @@ def _why_not_out(x: Tensor, carrier: torch.dtype, out: Tensor) -> str | None:
 def _refuse_out(out: Tensor | None) -> None:
     if out is not None:
         raise UnsupportedTensorError("cast: expected out=None for a DTensor; got a tensor. Use the returned DTensor.")
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether `x` is a DTensor; without loading torch.distributed where nobody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def map_local(x: Tensor, operation: Callable[[Tensor], Tensor], plan: arguments.Plan) -> Tensor:
+    """A DTensor like `x` of `operation` over the local part."""
+    whole = typed("Any", x)
+    _check_placements(whole, plan)
+    local = operation(whole.to_local().detach())
+    sharded = typed("Any", sys.modules["torch.distributed.tensor"]).DTensor
+    shape, stride = whole.shape, whole.stride()
+    return sharded.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _check_placements(whole: Any, plan: arguments.Plan) -> None:
+    blocks = plan.format if isinstance(plan.format, BlockFormat) else None
+    for placement in whole.placements:
+        if placement.is_partial():
+            raise UnsupportedTensorError(
+                f"cast: expected a DTensor of shards or replicas; got {placement}, values that await their sum. "
+                "Call x.redistribute(...) first."
+            )
+        if blocks is None or not placement.is_shard():
+            continue
+        if blocks.tensor_scale:
+            raise UnsupportedTensorError(
+                f"cast: expected a whole tensor for {blocks.name}, whose tensor scale needs the largest value of all "
+                f"shards; got {placement}. Gather it, or cast to mxfp4."
+            )
+        if placement.dim == plan.axis % whole.dim():
+            raise UnsupportedTensorError(
+                f"cast: expected blocks along an axis that is not sharded; got {placement} and axis={plan.axis}. "
+                "Choose another axis or redistribute."
+            )

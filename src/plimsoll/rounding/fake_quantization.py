@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
-from plimsoll.kernels.operators.tensor_checks import check_tensor
+from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.rounding.arguments import Generator, Plan, plan
 from plimsoll.rounding.casting import cast_checked
 
@@ -18,12 +18,25 @@ _REFUSED = ("dtype", "out")
 def fake_quantize(
     x: Tensor, forward: object | None = None, backward: object | None = None, **cast_arguments: Any
 ) -> Tensor:
-    """`x` as the `forward` format holds it; the gradient passes straight through, as the `backward` format holds it.
+    """Cast a tensor, and its gradient in the backward pass, which passes straight through.
 
-    None leaves a direction alone. `cast_arguments` (rounding, saturate, scale, scale_rule, axis, generator) go to both
-    casts; scale_rule and axis to block formats only. With stochastic rounding and a seed or key, the backward cast
-    draws other noise of the same key. Differentiable twice (each further gradient passes straight through as well),
-    and works under torch.compile and torch.func.vmap.
+    Differentiable twice: each further gradient passes straight through as well. Works under torch.compile and
+    torch.func.vmap.
+
+    Args:
+        x: A floating tensor.
+        forward: Format of the result. Default: None, `x` is not cast.
+        backward: Format of the gradient. Default: None, it is not cast.
+        cast_arguments: rounding, saturate, scale, scale_rule, axis and generator of `cast`, for both casts. scale_rule
+            and axis apply to block formats only. With stochastic rounding and a seed or key, the backward cast draws
+            other noise of the same key.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        ArgumentError: `dtype` or `out` is given, or an argument contradicts another.
+        UnsupportedTensorError: `x` is no strided tensor of floating values.
 
     >>> x = torch.tensor([0.1, 300.0], requires_grad=True)
     >>> y = fake_quantize(x, forward="e4m3", backward="e5m2")

@@ -9,12 +9,11 @@ from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat, Format
 from plimsoll.kernels import row_layout
-from plimsoll.kernels.operators.tensor_checks import check_tensor
+from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.kernels.torch_backend.casting import from_codes, to_carrier
 from plimsoll.rounding import arguments
 from plimsoll.rounding.arguments import Generator
-from plimsoll.rounding.casting import from_rows, rows_of, tensor_scale
-from plimsoll.rounding.dtensors import is_sharded
+from plimsoll.rounding.casting import from_rows, is_sharded, rows_of, tensor_scale
 
 _WIDEST_BITS = 16
 
@@ -74,10 +73,21 @@ def pack(
     axis: int = -1,
     generator: Generator = None,
 ) -> Packed:
-    """The codes, and for block formats the scales, of `x` as `cast` with the same arguments rounds it.
+    """Return the codes of a tensor, and for block formats its scales, as `cast` with the same arguments rounds it.
 
-    For element formats of at most 16 bits and all block formats. Raises `ArgumentError` where `x` holds a NaN and the
-    format has none (a block format keeps it as a NaN scale; its codes are then zero).
+    Args:
+        x: A floating tensor. A block format keeps a NaN as a NaN scale, and the block's codes are then zero.
+        fmt: A block format, or an element format of at most 16 bits.
+        rounding: As for `cast`.
+        saturate: As for `cast`.
+        scale: As for `cast`; `unpack` divides by it.
+        scale_rule: As for `cast`.
+        axis: As for `cast`.
+        generator: As for `cast`.
+
+    Raises:
+        ArgumentError: The format is too wide, has no code for a NaN in `x`, or an argument contradicts another.
+        UnsupportedTensorError: `x` is no strided tensor of floating values, or a DTensor.
 
     >>> packed = pack(torch.tensor([1.0, 0.3, -7.0]), "mxfp4")
     >>> packed.single_codes(), packed.scales, packed.nbytes
@@ -106,7 +116,11 @@ def pack(
 
 
 def unpack(packed: Packed, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of the codes, in the dtype of the tensor that was packed or in `dtype`: what `cast` returns.
+    """Return the values of codes: what `cast` returns.
+
+    Args:
+        packed: Codes that `pack` made.
+        dtype: Dtype of the result. Default: None, that of the tensor that was packed.
 
     >>> import plimsoll
     >>> x = torch.randn(4, 100)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plimsoll import kernels
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels.operators.tensor_checks import refuse
+from plimsoll.kernels.operators.checks import refuse
 from plimsoll.spectrum.plain_tensors import plain
 from plimsoll.spectrum.source_format import Source, narrowest
 from plimsoll.spectrum.spectrum import Spectrum

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
-from plimsoll.kernels.operators.tensor_checks import check_tensor, fail, refuse
+from plimsoll.kernels.operators.checks import check_tensor, fail, refuse
 
 # Two facts that torch tells nowhere in public: see `_gathered` and `_check_data`.
 _C = cast("Any", torch)._C  # noqa: SLF001

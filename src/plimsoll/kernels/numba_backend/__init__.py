@@ -2,7 +2,7 @@
 
 import numba
 
-from plimsoll.kernels.numba_backend.casting.fp8_launch import fp8_cast as fp8_cast
+from plimsoll.kernels.numba_backend.casting.fp8 import fp8_cast as fp8_cast
 from plimsoll.kernels.numba_backend.casting.launch import (
     block_cast as block_cast,
     block_pack as block_pack,
@@ -16,7 +16,7 @@ from plimsoll.kernels.numba_backend.measuring.launch import (
 )
 from plimsoll.kernels.numba_backend.measuring.rows import merge_rows as merge_rows
 from plimsoll.kernels.numba_backend.unscaling.launch import unscale as unscale
-from plimsoll.kernels.numba_backend.unscaling.nonfinite_launch import count_nonfinite as count_nonfinite
+from plimsoll.kernels.numba_backend.unscaling.nonfinite import count_nonfinite as count_nonfinite
 from plimsoll.kernels.numba_backend.updates.launch import update as update
 
 

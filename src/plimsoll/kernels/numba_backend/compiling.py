@@ -1,12 +1,12 @@
-"""How kernels are compiled: serial, without the GIL, and cached.
+"""Compilation of kernels: serial, without the GIL, and cached.
 
 Numba's own threads are not used: its OpenMP layer kills forked children and its workqueue aborts when two threads call
 it at once. Kernels here are serial and release the GIL; `threads` runs several of them side by side.
 
 Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
-NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile anew in each process: said once.
-Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other share a file,
-or say in theirs that they do not. After a change to this one, remove the compiled code.
+NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile again in each process, and a warning
+says so once. Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other
+share a file, or say in theirs that they do not. After a change to this one, remove the compiled code.
 """
 
 import warnings
@@ -116,7 +116,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def count_four(_: Any, buffer: Any, chunks: Any, top: Any) -> Any:
-    """How many bytes of ``buffer[: 32 * chunks]`` equal top, top - 1, top - 2 and top - 3: 16 bits for each.
+    """Count the bytes of ``buffer[: 32 * chunks]`` that equal top, top - 1, top - 2 and top - 3: 16 bits for each.
 
     Written in LLVM's vectors because a loop that adds up comparisons is compiled into wider lanes, and far slower.
     A lane counts to 255, so chunks <= 255; the count of `top` is in the lowest 16 bits. Thirty-two lanes, since on 64 a

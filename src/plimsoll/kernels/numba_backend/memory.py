@@ -1,4 +1,4 @@
-"""How tensors and lists lie in memory, for kernels that take addresses."""
+"""Tensors and lists in memory, for kernels that take addresses."""
 
 from array import array
 from collections.abc import Iterator, Sequence

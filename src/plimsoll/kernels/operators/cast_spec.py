@@ -81,7 +81,7 @@ Spec = TypeVar("Spec", CastSpec, BlockSpec)
 
 
 class CastArguments(NamedTuple, Generic[Spec]):
-    """All that a backend takes to cast a tensor, beside the tensors that it reads and writes.
+    """Arguments of a backend's cast, without the tensors that it reads and writes.
 
     Values are multiplied by the scale before they are rounded, and divided by it after. Tensors take the place of the
     numbers, so that a graph does not hold them: `scale_tensor` (float64) of `scale`, `key` (int64) of `seed`.

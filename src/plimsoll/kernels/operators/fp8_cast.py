@@ -2,7 +2,7 @@
 
 Scaled matrix products want one operand row by row and the other column by column, and sizes divisible by 16. So the
 operator writes the codes as the matrix lies, and those of its transpose, made up with zeros to multiples of 16; and
-where a bank is given it counts what it reads. The reference is `_torch._fp8`.
+where a bank is given it counts what it reads. The reference is in `torch_backend.casting`.
 
 It saturates: there is no code for a value beyond the format's largest, nor for Inf. NaN stays NaN, as the code 0x7F,
 which is what NVIDIA's conversion gives.
@@ -37,7 +37,7 @@ _SCHEMA = (
 
 
 class Cast(NamedTuple):
-    """What a backend is to do: `codes` and `columns` are uint8 matrices to write, or None."""
+    """Arguments of a backend: `codes` and `columns` are uint8 matrices to write, or None."""
 
     codes: Tensor | None
     columns: Tensor | None

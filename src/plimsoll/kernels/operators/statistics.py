@@ -20,7 +20,7 @@ from plimsoll.kernels import backend, row_layout
 from plimsoll.kernels.dtypes import FLOATING
 from plimsoll.kernels.operators import fp8_cast, vmap
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
-from plimsoll.kernels.operators.gradient_checks import check_unscale
+from plimsoll.kernels.operators.checks import check_unscale
 from plimsoll.kernels.operators.registration import without_autograd
 
 _library = torch.library.Library("plimsoll", "DEF")
@@ -102,18 +102,18 @@ def _block_cast(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _pack(x: Tensor, *arguments: Any) -> Tensor:
-    given = _element_arguments(*arguments)
-    codes = _empty_codes(x, given.spec)
+    cast_arguments = _element_arguments(*arguments)
+    codes = _empty_codes(x, cast_arguments.spec)
     if x.numel():
-        backend.choose(x).pack(x, codes, given)
+        backend.choose(x).pack(x, codes, cast_arguments)
     return codes
 
 
 def _block_pack(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    given = _block_arguments(*arguments)
-    codes, scales = _empty_codes(x, given.spec.element), _empty_scales(x, given.spec)
+    cast_arguments = _block_arguments(*arguments)
+    codes, scales = _empty_codes(x, cast_arguments.spec.element), _empty_scales(x, cast_arguments.spec)
     if x.numel():
-        backend.choose(x).block_pack(x, codes, scales, given)
+        backend.choose(x).block_pack(x, codes, scales, cast_arguments)
     return codes, scales
 
 

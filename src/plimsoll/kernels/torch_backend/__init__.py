@@ -4,13 +4,17 @@ from plimsoll.kernels.torch_backend.casting import (
     block_cast as block_cast,
     block_pack as block_pack,
     cast as cast,
+    fp8_cast as fp8_cast,
     pack as pack,
 )
-from plimsoll.kernels.torch_backend.fp8_casting import fp8_cast as fp8_cast
-from plimsoll.kernels.torch_backend.measuring import measure as measure, measure_one as measure_one
-from plimsoll.kernels.torch_backend.rows import merge_rows as merge_rows
-from plimsoll.kernels.torch_backend.unscaling import unscale as unscale
-from plimsoll.kernels.torch_backend.updates import count_nonfinite as count_nonfinite, update as update
+from plimsoll.kernels.torch_backend.measuring import (
+    count_nonfinite as count_nonfinite,
+    measure as measure,
+    measure_one as measure_one,
+    merge_rows as merge_rows,
+    unscale as unscale,
+    update as update,
+)
 
 
 def describe() -> str:

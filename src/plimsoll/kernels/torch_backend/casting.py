@@ -30,6 +30,8 @@ from plimsoll.kernels.operators.cast_spec import (
     CastArguments,
     CastSpec,
 )
+from plimsoll.kernels.operators.fp8_cast import NAN_CODE, Cast, spec
+from plimsoll.kernels.torch_backend.measuring import measure
 
 _FRACTION = (1 << 52) - 1
 _IMPLICIT = 1 << 52
@@ -47,8 +49,8 @@ def cast(x: Tensor, out: Tensor, arguments: CastArguments[CastSpec]) -> None:
     spec, factor = arguments.spec, _factor(arguments)
     values = x.to(torch.float64) * factor
     codes = to_codes(values, spec, _noise_for(x, spec.rounding, arguments))
-    held = torch.where(values.isnan(), math.nan, from_codes(codes, spec.format))
-    out.copy_(to_carrier(held / factor, out.dtype))
+    rounded = torch.where(values.isnan(), math.nan, from_codes(codes, spec.format))
+    out.copy_(to_carrier(rounded / factor, out.dtype))
 
 
 def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
@@ -64,8 +66,8 @@ def pack(x: Tensor, codes: Tensor, arguments: CastArguments[CastSpec]) -> None:
 def block_cast(x: Tensor, out: Tensor, arguments: CastArguments[BlockSpec]) -> None:
     """Writes the values of the matrix `x`, as the block format holds them, into `out`; blocks run along the rows."""
     codes, _, divisor = _quantize_blocks(x, arguments)
-    held = from_codes(codes, arguments.spec.element.format) * divisor / _factor(arguments)
-    out.copy_(to_carrier(held.flatten(1)[:, : x.shape[1]], out.dtype))
+    rounded = from_codes(codes, arguments.spec.element.format) * divisor / _factor(arguments)
+    out.copy_(to_carrier(rounded.flatten(1)[:, : x.shape[1]], out.dtype))
 
 
 def block_pack(x: Tensor, codes: Tensor, scales: Tensor, arguments: CastArguments[BlockSpec]) -> None:
@@ -213,7 +215,7 @@ def _rounds_away(
 
 
 def _is_toward_zero(rounding: int, negative: Tensor) -> Tensor:
-    """Where a finite value beyond the largest one rounds back to it, whatever the overflow rule."""
+    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
     if rounding == UP:
         return negative
     if rounding == DOWN:
@@ -265,5 +267,20 @@ def to_carrier(values: Tensor, dtype: torch.dtype) -> Tensor:
         return values
     fmt = FORMATS[dtype]
     overflow = OVERFLOW_INF if fmt.has_inf else OVERFLOW_MAX
-    held = from_codes(_codes_of(values, fmt, NEAREST_EVEN, overflow, None), fmt)
-    return torch.where(values.isnan(), math.nan, held).to(dtype)
+    rounded = from_codes(_codes_of(values, fmt, NEAREST_EVEN, overflow, None), fmt)
+    return torch.where(values.isnan(), math.nan, rounded).to(dtype)
+
+
+def fp8_cast(x: Tensor, cast: Cast) -> None:
+    """Writes the codes of `x` and of its transpose, and counts x into its row."""
+    if cast.bank is not None:
+        measure([x], cast.bank, [cast.row], False, 0)
+    scale = cast.scale if cast.scale_tensor is None else cast.scale_tensor.reshape(())
+    values = x.to(torch.float32) * scale  # a number is rounded to float32 by torch
+    codes = to_codes(values.to(torch.float64), spec(cast.dtype), None)
+    codes = torch.where(values.isnan(), NAN_CODE, codes).to(torch.uint8)
+    rows, columns = codes.shape
+    if cast.codes is not None:
+        cast.codes.zero_()[:rows, :columns] = codes
+    if cast.columns is not None:
+        cast.columns.zero_()[:columns, :rows] = codes.t()

@@ -1,8 +1,10 @@
-"""Measuring with plain torch operations: the reference for counts, extremes and sums."""
+"""Measuring, counting, unscaling and adding up rows with plain torch operations and numpy: the reference."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll.kernels import row_layout
@@ -38,16 +40,16 @@ def _count(x: Tensor, row: Tensor, block: int) -> None:
     row[row_layout.NEG_INFS] += values.isneginf().sum()
     if x.numel():
         negative = values < 0
-        found = (
+        extremes = (
             torch.where(nonzero & ~negative, bits, 0).max(),
             torch.where(nonzero & negative, bits, 0).max(),
             torch.where(nonzero, row_layout.ABSMIN_TOP - bits, 0).max(),
         )
         keys = row[row_layout.POSITIVE : row_layout.NEAREST + 1]
-        keys.copy_(torch.maximum(keys, torch.stack(found)))
-    held = torch.where(finite, values, 0.0)
+        keys.copy_(torch.maximum(keys, torch.stack(extremes)))
+    finite_values = torch.where(finite, values, 0.0)
     sums = row.view(torch.float64)[row_layout.SUM : row_layout.SUMSQ + 1]
-    sums += torch.stack((held.sum(), held.abs().sum(), (held * held).sum()))
+    sums += torch.stack((finite_values.sum(), finite_values.abs().sum(), (finite_values * finite_values).sum()))
     _tally(row, row_layout.HISTOGRAM, (_binades(bits) - row_layout.LOWEST_BINADE)[nonzero])
     if block:
         _measure_blocks(row, bits.reshape(x.shape), block)
@@ -82,3 +84,72 @@ def _binades(bits: Tensor) -> Tensor:
 def as_rows(x: Tensor) -> Tensor:
     """`x` as a matrix whose rows are its last axis; a scalar is one row of one, an empty tensor no rows of one."""
     return x.reshape(-1, x.shape[-1]) if x.dim() and x.numel() else x.reshape(-1, 1)
+
+
+def update(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    pushes: Sequence[Tensor],
+    bank: Tensor,
+    rows: Sequence[int],
+    moves: Tensor,
+) -> None:
+    """Counts each change into its row of the bank, and how many values it moved into its row of `moves`."""
+    for row in rows:
+        bank[row].zero_()
+        moves[row].zero_()
+    for before, after, push, row in zip(old, new, pushes, rows, strict=True):
+        dtype = torch.float64 if after.dtype == torch.float64 else torch.float32
+        measure([after.to(dtype) - before.to(dtype)], bank, [row], True, 0)
+        _count_moves(before.to(torch.float64), after.to(torch.float64), push, moves[row])
+
+
+def _count_moves(before: Tensor, after: Tensor, push: Tensor, row: Tensor) -> None:
+    row.view(torch.float64)[row_layout.OLD_SUMSQ] += before.square().sum()
+    if push.numel():
+        pushed = push.to(torch.float64) != 0  # a NaN is not zero
+        same = (before == after) | (before.isnan() & after.isnan())
+        row[row_layout.PUSHED] += pushed.sum()
+        row[row_layout.UNMOVED] += (pushed & same).sum()
+
+
+def count_nonfinite(tensors: Sequence[Tensor], counts: Tensor, index: int) -> None:
+    """Adds the number of NaN and Inf values of all tensors to ``counts[index]``."""
+    for x in tensors:
+        counts[index] += (~x.to(torch.float64).isfinite()).sum()
+
+
+def unscale(
+    gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor, bank: Tensor | None, rows: Sequence[int]
+) -> None:
+    """Measures each gradient into its row, multiplies it, and sets `found_inf` where anything is not finite."""
+    if bank is not None:
+        measure(gradients, bank, rows, False, 0)
+    inverse = inverse_scale.reshape(())
+    for gradient in gradients:
+        values = gradient.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32)
+        product = torch.where(inverse == 1, values, values * inverse).to(gradient.dtype)
+        finite = values.isfinite().all() & product.isfinite().all()
+        found_inf.masked_fill_(~finite, 1.0)
+        gradient.copy_(product)
+
+
+_EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
+_SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
+_COUNTS = (slice(0, row_layout.POSITIVE), slice(row_layout.HISTOGRAM, None))
+
+
+def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Adds each row j to row ``groups[j]`` of the target, by the layout's rules."""
+    order = np.argsort(groups, kind="stable")
+    groups_present, starts = np.unique(groups[order], return_index=True)
+    if not groups_present.size:
+        return
+    rows = rows[order]
+    for fields in _COUNTS:
+        target[groups_present, fields] += np.add.reduceat(rows[:, fields], starts, axis=0)
+    target[groups_present, _EXTREMES] = np.maximum(
+        target[groups_present, _EXTREMES], np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
+    )
+    sums = np.add.reduceat(rows.view(np.float64)[:, _SUMS], starts, axis=0)
+    target.view(np.float64)[groups_present, _SUMS] += sums

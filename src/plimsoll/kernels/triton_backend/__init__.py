@@ -20,9 +20,9 @@ from plimsoll.kernels.triton_backend.casting.launch import (
     pack as pack,
 )
 from plimsoll.kernels.triton_backend.measuring.launch import interpreted, measure as measure, measure_one as measure_one
-from plimsoll.kernels.triton_backend.unscaling.kernel import unscale as unscale
-from plimsoll.kernels.triton_backend.unscaling.nonfinite import count_nonfinite as count_nonfinite
-from plimsoll.kernels.triton_backend.updates.launch import update as update
+from plimsoll.kernels.triton_backend.nonfinite import count_nonfinite as count_nonfinite
+from plimsoll.kernels.triton_backend.unscaling import unscale as unscale
+from plimsoll.kernels.triton_backend.updates import update as update
 
 
 def describe() -> str:

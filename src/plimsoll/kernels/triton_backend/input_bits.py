@@ -1,4 +1,4 @@
-"""How raw elements become bits that kernels compute on, for every input dtype.
+"""Decoding of raw elements to the bits that kernels compute on, for every input dtype.
 
 Kernels load elements as integers and decode them here, so that no load, compare or conversion of the hardware decides
 what a subnormal or a NaN is. All types up to 32 bits become the bits of the float32 of the same value (int32), float64

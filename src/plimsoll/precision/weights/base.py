@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.precision.weights.pair import Pair, Scratch, chunks
 from plimsoll.precision.weights.stores import Entry, Store
-from plimsoll.rounding.dtensors import is_sharded
+from plimsoll.rounding.casting import is_sharded
 
 
 def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype | None = torch.float32) -> None:

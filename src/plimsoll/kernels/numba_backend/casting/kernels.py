@@ -305,14 +305,6 @@ def _write32(bits, target, kind, start, n):
 
 
 @inlined
-def _write32_rounded(bits, target, kind, start, n, carrier):
-    """Writes float32 values, rounded once more where the carrier's plan is not empty."""
-    if carrier.size:
-        _round_nearest_even(bits, n, carrier, _WORK32)
-    _write32(bits, target, kind, start, n)
-
-
-@inlined
 def _write_codes(codes, target, kind, start, n):
     if kind == 4:
         narrow = carray(pointer(target + start), (n,), np.uint8)
@@ -364,50 +356,64 @@ def _write64(bits, target, kind, start, n, factor, carrier, half):
 # -- kernels ----------------------------------------------------------------------------------------------------------
 # Numba leaves out the branch that an argument None rules out before it compiles, which halves the time of a first use:
 # `code_kind` is None where values are written and `carrier` where codes are, `rule` where there is a `tensor_scale` and
-# the other way round, `directed` for rounding to nearest even, `key` for all but stochastic rounding. It leaves out the
-# branches of `wide` alike: each kernel is made twice, for work in 32 and in 64 bits.
+# the other way round, `directed` for rounding to nearest even, `key` for all but stochastic rounding.
 
 
-def _make_cast(wide):
-    bits_type, work = (np.uint64, _WORK64) if wide else (np.uint32, _WORK32)
-
-    @kernel
-    def cast(
-        source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key, factor,
-    ):  # fmt: skip
-        """Rounds parts of values to an element format."""
-        bits, half = np.empty(SPAN, bits_type), np.empty(SPAN, np.uint32)
-        words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
-        group = np.full(1, -1, np.int64)
-        for start in range(first, last, SPAN):
-            n = min(SPAN, last - start)
-            if wide:
-                _read64(source, source_kind, start, n, factor, half, bits)
-            else:
-                _read32(source, source_kind, start, n, bits)
-            if key is None:
-                if code_kind is None:
-                    _round(bits, n, directed, plan, work)
-                else:
-                    _round_and_encode(bits, n, directed, plan, work)
-            else:
-                _noise_at(words, group_words, group, offset + start, n, key)
-                _round_stochastic(bits, words, n, plan, work)
-                if code_kind is not None:
-                    _encode(bits, n, plan, work)
+@kernel
+def cast32(
+    source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key,
+):  # fmt: skip
+    """Rounds parts of float32, or narrower, values to an element format."""
+    bits, words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
+    group = np.full(1, -1, np.int64)
+    for start in range(first, last, SPAN):
+        n = min(SPAN, last - start)
+        _read32(source, source_kind, start, n, bits)
+        if key is None:
             if code_kind is None:
-                if carrier is not None:
-                    if wide:
-                        _write64(bits, target, target_kind, start, n, factor, carrier, half)
-                    else:
-                        _write32_rounded(bits, target, target_kind, start, n, carrier)
+                _round(bits, n, directed, plan, _WORK32)
             else:
-                _write_codes(bits, target, code_kind, start, n)
+                _round_and_encode(bits, n, directed, plan, _WORK32)
+        else:
+            _noise_at(words, group_words, group, offset + start, n, key)
+            _round_stochastic(bits, words, n, plan, _WORK32)
+            if code_kind is not None:
+                _encode(bits, n, plan, _WORK32)
+        if code_kind is None:
+            if carrier is not None:
+                if carrier.size:
+                    _round_nearest_even(bits, n, carrier, _WORK32)
+                _write32(bits, target, target_kind, start, n)
+        else:
+            _write_codes(bits, target, code_kind, start, n)
 
-    return cast
 
-
-cast32, cast64 = _make_cast(False), _make_cast(True)
+@kernel
+def cast64(
+    source, source_kind, target, target_kind, code_kind, first, last, offset, directed, plan, carrier, key, factor,
+):  # fmt: skip
+    """Rounds parts of float64 values to an element format."""
+    bits, half = np.empty(SPAN, np.uint64), np.empty(SPAN, np.uint32)
+    words, group_words = np.empty(SPAN, np.uint32), np.empty(SPAN, np.uint32)
+    group = np.full(1, -1, np.int64)
+    for start in range(first, last, SPAN):
+        n = min(SPAN, last - start)
+        _read64(source, source_kind, start, n, factor, half, bits)
+        if key is None:
+            if code_kind is None:
+                _round(bits, n, directed, plan, _WORK64)
+            else:
+                _round_and_encode(bits, n, directed, plan, _WORK64)
+        else:
+            _noise_at(words, group_words, group, offset + start, n, key)
+            _round_stochastic(bits, words, n, plan, _WORK64)
+            if code_kind is not None:
+                _encode(bits, n, plan, _WORK64)
+        if code_kind is None:
+            if carrier is not None:
+                _write64(bits, target, target_kind, start, n, factor, carrier, half)
+        else:
+            _write_codes(bits, target, code_kind, start, n)
 
 
 @inlined
@@ -514,6 +520,77 @@ def _scale_up(values, n, block, factors):
         _multiply(inner, min(block, n - index * block), factor)
 
 
+@kernel
+def cast_blocks32(
+    source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
+    scale_numbers, carrier,
+):  # fmt: skip
+    """Rounds parts of float32, or narrower, values to a block format, with the scale of each block."""
+    span = max(SPAN // block, 1) * block
+    bits = np.empty(span, np.uint32)
+    values = bits.view(np.float32)
+    factors, codes = np.empty(span // block, np.float64), np.empty(span // block, np.uint8)
+    for row in range(first, last):
+        for start in range(0, columns, span):
+            n = min(span, columns - start)
+            at = row * columns + start
+            _read32(source, source_kind, at, n, bits)
+            _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK32, scale_numbers)
+            if code_kind is None:
+                if carrier is not None:
+                    _round(bits, n, directed, element, _WORK32)
+                    _scale_up(values, n, block, factors)
+                    if carrier.size:
+                        _round_nearest_even(bits, n, carrier, _WORK32)
+                    _write32(bits, target, target_kind, at, n)
+            else:
+                _write_scales(codes, scales, row, start, n, columns, block)
+                _round_and_encode(bits, n, directed, element, _WORK32)
+                _write_any_codes(bits, target, code_kind, row, start, n, columns)
+
+
+@kernel
+def cast_blocks64(
+    source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed, element,
+    scale_numbers, carrier, factor, tensor_scale, upward, key,
+):  # fmt: skip
+    """Rounds parts of values to a block format, in float64: what `cast_blocks32` cannot do exactly."""
+    span = max(SPAN // block, 1) * block
+    bits, half, words = np.empty(span, np.uint64), np.empty(span, np.uint32), np.empty(span, np.uint32)
+    values = bits.view(np.float64)
+    group_words, group = np.empty(SPAN, np.uint32), np.full(1, -1, np.int64)
+    factors, codes = np.empty(span // block, np.float64), np.empty(span // block, np.uint8)
+    for row in range(first, last):
+        for start in range(0, columns, span):
+            n = min(span, columns - start)
+            at = row * columns + start
+            _read64(source, source_kind, at, n, factor, half, bits)
+            if rule is None:
+                if tensor_scale is not None:
+                    _divide_by_scale(
+                        bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward
+                    )
+            else:
+                _scale_down(bits, values, n, block, factors, codes, rule, element, _WORK64, scale_numbers)
+            if key is None:
+                if code_kind is None:
+                    _round(bits, n, directed, element, _WORK64)
+                else:
+                    _round_and_encode(bits, n, directed, element, _WORK64)
+            else:
+                _noise_at(words, group_words, group, at, n, key)
+                _round_stochastic(bits, words, n, element, _WORK64)
+                if code_kind is not None:
+                    _encode(bits, n, element, _WORK64)
+            if code_kind is None:
+                if carrier is not None:
+                    _scale_up(values, n, block, factors)
+                    _write64(bits, target, target_kind, at, n, factor, carrier, half)
+            else:
+                _write_scales(codes, scales, row, start, n, columns, block)
+                _write_any_codes(bits, target, code_kind, row, start, n, columns)
+
+
 @inlined
 def _write_scales(codes, scales, row, start, n, columns, block):
     count = (n + block - 1) // block
@@ -543,59 +620,3 @@ def _write_pairs(codes, target, row_start, start, n):
         pairs[i] = np.uint8(np.uint8(rest[2 * i]) | np.uint8(np.uint8(rest[2 * i + 1]) << np.uint8(4)))
     if rest.size % 2:
         pairs[rest.size // 2] = np.uint8(rest[rest.size - 1])
-
-
-def _make_cast_blocks(wide):
-    bits_type, float_type, work = (np.uint64, np.float64, _WORK64) if wide else (np.uint32, np.float32, _WORK32)
-
-    @kernel
-    def cast_blocks(
-        source, source_kind, target, target_kind, code_kind, scales, first, last, columns, block, rule, directed,
-        element, scale_numbers, carrier, key, factor, tensor_scale, upward,
-    ):  # fmt: skip
-        """Rounds parts of values to a block format, with the scale of each block."""
-        span = max(SPAN // block, 1) * block
-        bits, half = np.empty(span, bits_type), np.empty(span, np.uint32)
-        values = bits.view(float_type)
-        words, group_words, group = np.empty(span, np.uint32), np.empty(SPAN, np.uint32), np.full(1, -1, np.int64)
-        factors, codes = np.empty(span // block, np.float64), np.empty(span // block, np.uint8)
-        for row in range(first, last):
-            for start in range(0, columns, span):
-                n = min(span, columns - start)
-                at = row * columns + start
-                if wide:
-                    _read64(source, source_kind, at, n, factor, half, bits)
-                else:
-                    _read32(source, source_kind, at, n, bits)
-                if rule is None:
-                    if tensor_scale is not None:
-                        _divide_by_scale(
-                            bits, values, n, block, factors, codes, tensor_scale, element, scale_numbers, upward
-                        )
-                else:
-                    _scale_down(bits, values, n, block, factors, codes, rule, element, work, scale_numbers)
-                if key is None:
-                    if code_kind is None:
-                        _round(bits, n, directed, element, work)
-                    else:
-                        _round_and_encode(bits, n, directed, element, work)
-                else:
-                    _noise_at(words, group_words, group, at, n, key)
-                    _round_stochastic(bits, words, n, element, work)
-                    if code_kind is not None:
-                        _encode(bits, n, element, work)
-                if code_kind is None:
-                    if carrier is not None:
-                        _scale_up(values, n, block, factors)
-                        if wide:
-                            _write64(bits, target, target_kind, at, n, factor, carrier, half)
-                        else:
-                            _write32_rounded(bits, target, target_kind, at, n, carrier)
-                else:
-                    _write_scales(codes, scales, row, start, n, columns, block)
-                    _write_any_codes(bits, target, code_kind, row, start, n, columns)
-
-    return cast_blocks
-
-
-cast_blocks32, cast_blocks64 = _make_cast_blocks(False), _make_cast_blocks(True)

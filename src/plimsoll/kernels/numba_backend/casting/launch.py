@@ -27,7 +27,7 @@ from plimsoll.kernels.operators.cast_spec import (
     CastArguments,
     CastSpec,
 )
-from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.torch_backend.casting import nan_code
 
 _KINDS = KINDS | {torch.uint8: 4, torch.uint16: 5}
@@ -100,13 +100,13 @@ def _cast_flat(x: Tensor, out: Tensor, spec: CastSpec, factor: float, key: Any, 
     plan = _plan(spec, width, -exponent if narrow and exponent is not None else 0)
     carrier = _carrier_plan(out.dtype, spec if factor == 1.0 else None, width)
 
-    kernel = kernels.cast32 if narrow else kernels.cast64
-
     def task(first: int, last: int) -> None:
-        kernel(
-            x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset, _directed(spec),
-            plan, carrier, key, factor,
-        )  # fmt: skip
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, first, last, offset)
+        numbers = (_directed(spec), plan, carrier, key)
+        if narrow:
+            kernels.cast32(*ends, *numbers)
+        else:
+            kernels.cast64(*ends, *numbers, factor)
 
     threads.run([functools.partial(task, *cut) for cut in _cuts(count, count, kernels.SPAN)])
 
@@ -135,14 +135,13 @@ def _cast_blocks(
     place = None if scales is None else scales.data_ptr()
     rule = spec.rule if over is None else None
 
-    kernel = kernels.cast_blocks32 if narrow else kernels.cast_blocks64
-
     def task(first: int, last: int) -> None:
-        kernel(
-            x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns, spec.block,
-            rule, _directed(spec.element), element, scale_numbers, carrier, key, factor, over,
-            spec.scale.rounding == UP,
-        )  # fmt: skip
+        ends = (x.data_ptr(), source_kind, out.data_ptr(), target_kind, code_kind, place, first, last, columns)
+        numbers = (spec.block, rule, _directed(spec.element), element, scale_numbers, carrier)
+        if narrow:
+            kernels.cast_blocks32(*ends, *numbers)
+        else:
+            kernels.cast_blocks64(*ends, *numbers, factor, over, spec.scale.rounding == UP, key)
 
     threads.run([functools.partial(task, *cut) for cut in _cuts(rows, x.numel(), 1)])
 
@@ -156,7 +155,7 @@ def _shape_for_threads(x: Tensor, block: int) -> tuple[int, int]:
 
 
 def _blocks_fit_float32(spec: BlockSpec) -> bool:
-    """Whether blocks of up to 32-bit input can be scaled and rounded as float32.
+    """Return whether blocks of up to 32-bit input can be scaled and rounded as float32.
 
     Scaling may flush a value below 2**-126, which every mode here rounds to zero anyway: not so up, down, stochastic.
     """
@@ -195,7 +194,7 @@ def _exponent_of(factor: float) -> int | None:
 
 
 def _fits_float32(spec: CastSpec, exponent: int) -> bool:
-    """Whether float32 bits can be rounded to the format, its values divided by 2**exponent."""
+    """Return whether float32 bits can be rounded to the format, its values divided by 2**exponent."""
     fmt = spec.format
     lowest, highest = fmt.min_exponent - exponent, fmt.max_exponent - exponent
     return -126 <= lowest and highest <= 127 and lowest <= 127 and fmt.mantissa_bits <= 23
@@ -232,7 +231,7 @@ def _plan(spec: CastSpec, width: int, shift: int) -> Any:
 
 
 def _carrier_plan(dtype: torch.dtype, spec: CastSpec | None, width: int) -> Any:
-    """How to round to the carrier once more; empty where it holds every value of the format, None for codes."""
+    """Return the plan of rounding to the carrier; empty if it represents all of the format, None for codes."""
     if not dtype.is_floating_point:
         return None
     if dtype == torch.float64:

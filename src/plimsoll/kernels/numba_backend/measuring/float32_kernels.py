@@ -106,17 +106,17 @@ def note_swept(done, groups, row, room):
 def _add_one_block(bits, n, row, room):
     """Counts values that are not swept; returns whether those that follow should be, for which it moves the window."""
     state, exponents = room[0], room[4]
-    found = scan(bits, exponents, n)
-    low, high = add_block(bits, n, found, exponents, room[5], row, row.view(np.float64), room[3])
+    extremes = scan(bits, exponents, n)
+    low, high = add_block(bits, n, extremes, exponents, room[5], row, row.view(np.float64), room[3])
     state[LOW], state[HIGH] = min(state[LOW], low), max(state[HIGH], high)
-    return move_window(found, low, high, row, room)
+    return move_window(extremes, low, high, row, room)
 
 
 @pasted
-def move_window(found, low, high, row, room):
+def move_window(extremes, low, high, row, room):
     """Whether values like a block's should be swept: the window moves to them then."""
     state = room[0]
-    if max(found[0], found[1]) >= np.uint32(_INF32) or not low + _LEAST_BINADES <= high < low + 32:
+    if max(extremes[0], extremes[1]) >= np.uint32(_INF32) or not low + _LEAST_BINADES <= high < low + 32:
         return False
     if not state[TOP] - 32 < low <= high <= state[TOP]:
         if state[PENDING]:
@@ -146,10 +146,10 @@ def flush(row, room):
         row[_NEGATIVE] = max(row[_NEGATIVE], key_of(negative))
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - key_of(smallest))
         for exponent in range(np.int64(smallest >> np.uint32(23)), np.int64(largest >> np.uint32(23)) + 1):
-            found = 0 if exponent & 31 else -zeros  # zeros were counted as exponent 0
+            count = 0 if exponent & 31 else -zeros  # zeros were counted as exponent 0
             for plane in range(used):
-                found += ones_of_bit(swept.ctypes.data + 4 * LANES * plane, exponent & 31) << plane
-            row[_HISTOGRAM + exponent + 22] += found  # index 0 is binade -149
+                count += ones_of_bit(swept.ctypes.data + 4 * LANES * plane, exponent & 31) << plane
+            row[_HISTOGRAM + exponent + 22] += count  # index 0 is binade -149
     swept[:], moments[:] = 0, 0.0
     swept[_BEFORE] = 0xFFFF_FFFF
     state[PENDING] = 0

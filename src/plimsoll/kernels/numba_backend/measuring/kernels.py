@@ -168,15 +168,15 @@ def _clear_nonfinite(bits, clean, n, row):
 def _count_vector(exponents, n, top, lowest, counts, offset):
     """Adds how many bytes equal each of `top` to `lowest` >= 1 to ``counts[0, byte + offset]``; returns the sum."""
     chunks = (n + 31) // 32
-    found = 0
+    count = 0
     while top >= lowest:
         packed = count_four(exponents, chunks, top)
         for i in range(min(4, top - lowest + 1)):
             equal = (packed >> (16 * i)) & 0xFFFF
             counts[0, top - i + offset] += equal
-            found += equal
+            count += equal
         top -= 4
-    return found
+    return count
 
 
 @inlined
@@ -243,16 +243,16 @@ def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
         positive, negative, nearest = scan(bits, exponents, n)
     for i in range(n, (n + 31) // 32 * 32):
         exponents[i] = 255
-    found = 0
+    counted = 0
     if nearest != np.uint32(0xFFFF_FFFF):
         top = np.int64(max(positive, negative) >> np.uint32(23))
         lowest = max(np.int64((nearest + np.uint32(1)) >> np.uint32(23)), 1)
         if top - lowest < _MOST_BINADES:
-            found = _count_vector(exponents, n, top, lowest, counts, 0)
+            counted = _count_vector(exponents, n, top, lowest, counts, 0)
         else:
-            found = _count_scalar(exponents, n, counts)
-    if found < n:
-        _count_zeros(bits, n, row, cleared, n - found)
+            counted = _count_scalar(exponents, n, counts)
+    if counted < n:
+        _count_zeros(bits, n, row, cleared, n - counted)
     total, absolute, squares = _moments(bits[:n].view(np.float32))
     sums[_SUM] += total
     sums[_ABSSUM] += absolute
@@ -317,10 +317,10 @@ def measure_16bit(table, parts, address, length, row_address, fresh, variant):
             n = min(_BLOCK, length - start)
             part_bits = bits[start : start + n]
             if variant == 1:
-                found = _scan_half(part_bits, wide, exponents, n)
+                extremes = _scan_half(part_bits, wide, exponents, n)
             else:
-                found = _scan_bfloat(part_bits, wide, exponents, n)
-            lowest, top = add_block(wide, n, found, exponents, clean, row, sums, counts)
+                extremes = _scan_bfloat(part_bits, wide, exponents, n)
+            lowest, top = add_block(wide, n, extremes, exponents, clean, row, sums, counts)
             low, high = min(low, lowest), max(high, top)
         fold(counts, row, low, high)
 
@@ -348,8 +348,8 @@ def measure_float64(table, parts, address, length, row_address, fresh, _):
 def fold64(counts, row, low, high):
     """Adds counts per float64 exponent to a row, whose binades are those of float32."""
     for e in range(low, high + 1):
-        found = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
-        row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += found
+        count = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
+        row[_HISTOGRAM + min(max(e - 1023 + 149, 0), _BINADES - 1)] += count
         for i in range(4):
             counts[i, e] = 0
 
@@ -363,13 +363,13 @@ def add_block64(bits, n, exponents, wide, clean, row, sums, counts):
         value = bits[i]
         magnitude = value & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
         finite = magnitude < np.uint64(_INF64)
-        kept = value if finite else np.uint64(0)
-        clean[i] = kept
+        finite_bits = value if finite else np.uint64(0)
+        clean[i] = finite_bits
         bad += not finite
         zeros += magnitude == np.uint64(0)
-        positive = max(positive, np.int64(kept))
-        negative = max(negative, kept)
-        nearest = min(nearest, np.uint64((kept & np.uint64(0x7FFF_FFFF_FFFF_FFFF)) - np.uint64(1)))
+        positive = max(positive, np.int64(finite_bits))
+        negative = max(negative, finite_bits)
+        nearest = min(nearest, np.uint64((finite_bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF)) - np.uint64(1)))
     if bad:
         for i in range(n):
             magnitude = bits[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
@@ -418,29 +418,29 @@ def measure_codes(table, parts, address, length, row_address, fresh, variant):
         codes = carray(pointer(address), (length,), np.uint8)
         _count_codes(codes, length, counts)
         for code in range(256):
-            found = counts[0, code] + counts[1, code] + counts[2, code] + counts[3, code]
-            if found:
-                _add_repeated(values[code], found, row, sums)
+            count = counts[0, code] + counts[1, code] + counts[2, code] + counts[3, code]
+            if count:
+                _add_repeated(values[code], count, row, sums)
         counts[:, :] = 0
 
 
 @inlined
-def _add_repeated(bits, found, row, sums):
-    """Counts one float64 value, given by its bits, `found` times."""
+def _add_repeated(bits, count, row, sums):
+    """Counts one float64 value, given by its bits, `count` times."""
     magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
     negative = np.int64(bits >> np.uint64(63))
     if magnitude > _INF64:
-        row[_NANS] += found
+        row[_NANS] += count
     elif magnitude == _INF64:
-        row[_NEG_INFS if negative else _POS_INFS] += found
+        row[_NEG_INFS if negative else _POS_INFS] += count
     elif magnitude == 0:
-        row[_ZEROS] += found
+        row[_ZEROS] += count
     else:
         value = as_float64(np.uint64(bits))
-        sums[_SUM] += value * found
-        sums[_ABSSUM] += abs(value) * found
-        sums[_SUMSQ] += value * value * found
+        sums[_SUM] += value * count
+        sums[_ABSSUM] += abs(value) * count
+        sums[_SUMSQ] += value * value * count
         key = _NEGATIVE if negative else _POSITIVE
         row[key] = max(row[key], magnitude)
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - magnitude)
-        row[_HISTOGRAM + min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)] += found
+        row[_HISTOGRAM + min(max((magnitude >> 52) - 1023 + 149, 0), _BINADES - 1)] += count

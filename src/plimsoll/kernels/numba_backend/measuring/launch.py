@@ -18,7 +18,7 @@ from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
 from plimsoll.kernels.numba_backend.memory import KINDS, Words, pieces
-from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.torch_backend.casting import from_codes
 
 _CODES = 4
@@ -116,8 +116,8 @@ def _measure_strided(x: Tensor, place: int) -> None:
             repeats *= size
     once = np.zeros((1, row_layout.NARROW), np.int64)
     for piece in pieces(x):
-        held = piece.contiguous()
-        _launch(x.dtype, [held.data_ptr(), held.numel(), once.ctypes.data])
+        dense = piece.contiguous()
+        _launch(x.dtype, [dense.data_ptr(), dense.numel(), once.ctypes.data])
     counts, sums = once[0], once[0].view(np.float64)
     counts[: row_layout.POSITIVE] *= repeats
     sums[row_layout.SUM : row_layout.SUMSQ + 1] *= repeats
@@ -132,8 +132,8 @@ def _measure_blocks(x: Tensor, row: Any, block: int) -> None:
     height, columns = matrix.shape
     step = height if matrix.is_contiguous() else max(1, _PIECE // columns)
     for start in range(0, height, step):
-        held = matrix[start : start + step].contiguous()
-        block_kernels.measure_blocks(held.data_ptr(), kind, held.shape[0], columns, block, row, values)
+        dense = matrix[start : start + step].contiguous()
+        block_kernels.measure_blocks(dense.data_ptr(), kind, dense.shape[0], columns, block, row, values)
 
 
 def _values_of_codes(dtype: torch.dtype) -> Any:

@@ -51,7 +51,7 @@ def has_feature(name: str) -> bool:
 
 
 class Vectors:
-    """What the sweep needs of LLVM's builder."""
+    """LLVM's builder, with the operations on vectors that a sweep takes."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -463,7 +463,7 @@ def single_to_half(_: Any, bits: Any) -> Any:
 
 @intrinsic
 def ones_of_bit(_: Any, plane: Any, bit: Any) -> Any:
-    """How many of the sixteen words of the plane at this address have the bit set."""
+    """Count the words, of the sixteen of the plane at this address, that have the bit set."""
 
     def generate(__: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         vectors = Vectors(builder)

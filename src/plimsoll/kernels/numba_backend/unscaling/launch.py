@@ -12,7 +12,7 @@ from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
 from plimsoll.kernels.numba_backend.memory import Words, pieces
 from plimsoll.kernels.numba_backend.unscaling import kernels
-from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.operators.checks import is_dense
 
 # Of each dtype: the kernel that measures and multiplies, the one that multiplies only, and the variant of both.
 _KERNELS: dict[torch.dtype, tuple[Any, Any, int]] = {
@@ -79,6 +79,6 @@ def _launch(dtype: torch.dtype, words: list[int], numbers: _Numbers) -> None:
 def _unscale_strided(gradient: Tensor, place: int, numbers: _Numbers) -> None:
     """Unscales a gradient with gaps in its memory, 64K values at a time."""
     for piece in pieces(gradient):
-        held = piece.contiguous()
-        _launch(gradient.dtype, [held.data_ptr(), held.numel(), place], numbers)
-        piece.copy_(held)
+        dense = piece.contiguous()
+        _launch(gradient.dtype, [dense.data_ptr(), dense.numel(), place], numbers)
+        piece.copy_(dense)

@@ -127,13 +127,13 @@ def _add_swept(done, row, room):
 def _add_piece(bits, n, row, room):
     """Counts values that were not swept, and moves the window there if they are many and fit."""
     state, counts, exponents, clean = room[0], room[2], room[5], room[6]
-    found = scan(bits, exponents, n)
-    low, high = add_block(bits, n, found, exponents, clean, row, row.view(np.float64), counts)
+    extremes = scan(bits, exponents, n)
+    low, high = add_block(bits, n, extremes, exponents, clean, row, row.view(np.float64), counts)
     state[_COUNTED_LOW], state[_COUNTED_HIGH] = min(state[_COUNTED_LOW], low), max(state[_COUNTED_HIGH], high)
     if n >= GROUP and low <= high < low + 32 and not state[_TOP] - 32 < low <= high <= state[_TOP]:
         _flush(row, room)
         state[_TOP] = max(32, min(254, high + min(_ROOM_ABOVE, (31 - (high - low)) >> 1)))
-    return max(found[0], found[1])
+    return max(extremes[0], extremes[1])
 
 
 @inlined
@@ -144,10 +144,10 @@ def _flush(row, room):
     while (state[_PENDING] // LANES) >> used:
         used += 1
     for exponent in range(state[_LOW], state[_HIGH] + 1):
-        found = -state[_EXCESS + (exponent & 31)]
+        count = -state[_EXCESS + (exponent & 31)]
         for plane in range(used):
-            found += ones_of_bit(planes.ctypes.data + 4 * LANES * plane, exponent & 31) << plane
-        row[_HISTOGRAM + exponent + 22] += found  # index 0 is binade -149
+            count += ones_of_bit(planes.ctypes.data + 4 * LANES * plane, exponent & 31) << plane
+        row[_HISTOGRAM + exponent + 22] += count  # index 0 is binade -149
     planes[:used] = 0
     state[_EXCESS:] = 0
     state[_PENDING], state[_LOW], state[_HIGH] = 0, 255, 0

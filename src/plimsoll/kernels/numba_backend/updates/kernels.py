@@ -108,12 +108,12 @@ def _subtract(old, new, difference, exponents, n):
 
 
 @inlined
-def _mark_unmoved(flags, exponents, old, new, found, n):
+def _mark_unmoved(flags, exponents, old, new, extremes, n):
     """Doubles the flags of values that are the same before and after.
 
     Where the block's differences are all normal or zero, a zero exponent says so. A NaN is the same as any NaN.
     """
-    positive, negative, nearest = found
+    positive, negative, nearest = extremes
     if max(positive, negative) < np.uint32(_INF32) and nearest >= np.uint32(_LAST_SUBNORMAL32):
         for i in range(n):
             flags[i] = np.uint8(flags[i] << np.uint8(1)) if exponents[i] == np.uint8(0) else flags[i]
@@ -212,15 +212,15 @@ def _sweep_groups(old, new, push, groups, row, moves, room):
 def _add_one_block(before, after, push, reading, n, flags, difference, row, moves, room):
     """Counts values that are not swept; returns whether those that follow should be."""
     state, exponents = room[0], room[4]
-    found = _subtract(before, after, difference, exponents, n)
+    extremes = _subtract(before, after, difference, exponents, n)
     moves.view(np.float64)[_OLD_SUMSQ] += _squares(before.view(np.float32))
     if reading:
         _find_pushes(flags, push, reading, n)
-        _mark_unmoved(flags, exponents, before, after, found, n)
+        _mark_unmoved(flags, exponents, before, after, extremes, n)
         _count_flags(flags, n, moves)
-    low, high = add_block(difference, n, found, exponents, room[5], row, row.view(np.float64), room[3])
+    low, high = add_block(difference, n, extremes, exponents, room[5], row, row.view(np.float64), room[3])
     state[LOW], state[HIGH] = min(state[LOW], low), max(state[HIGH], high)
-    return move_window(found, low, high, row, room)
+    return move_window(extremes, low, high, row, room)
 
 
 @kernel

@@ -13,7 +13,7 @@ from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, merge_moves, row_addresses
 from plimsoll.kernels.numba_backend.memory import Words, pieces
 from plimsoll.kernels.numba_backend.updates import kernels
-from plimsoll.kernels.operators.tensor_checks import alike
+from plimsoll.kernels.operators.checks import alike
 
 _KERNELS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float64: (kernels.update_float64, 0),
@@ -51,7 +51,7 @@ def update(
 
 
 def _words(before: Tensor, after: Tensor, push: Tensor, place: int, count: int) -> tuple[int, ...]:
-    """What the kernel takes of one part."""
+    """Return the kernel's words of one part."""
     reading = push.element_size() if push.numel() else 0
     if push.dtype in _FNUZ and reading:
         reading = 9
@@ -93,8 +93,8 @@ def _launch(dtype: torch.dtype, words: list[int]) -> None:
 def _update_strided(before: Tensor, after: Tensor, push: Tensor, place: int, count: int) -> None:
     """Counts tensors that do not lie alike in memory, 64K values at a time; 8-bit values as float32."""
     dtype = after.dtype if after.dtype in _KERNELS else torch.float32
-    given = push if push.numel() else after
-    for olds, news, given_piece in zip(pieces(before), pieces(after), pieces(given), strict=True):
-        held = [olds.to(dtype).contiguous(), news.to(dtype).contiguous(), given_piece.contiguous()]
-        nothing = given_piece.new_empty(0)
-        _launch(dtype, list(_words(held[0], held[1], held[2] if push.numel() else nothing, place, count)))
+    pushes = push if push.numel() else after
+    for olds, news, pushed in zip(pieces(before), pieces(after), pieces(pushes), strict=True):
+        dense = [olds.to(dtype).contiguous(), news.to(dtype).contiguous(), pushed.contiguous()]
+        nothing = pushed.new_empty(0)
+        _launch(dtype, list(_words(dense[0], dense[1], dense[2] if push.numel() else nothing, place, count)))

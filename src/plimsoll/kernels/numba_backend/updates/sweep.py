@@ -29,7 +29,7 @@ from plimsoll.kernels.numba_backend.measuring.sweep import (
 
 
 class _Moves:
-    """How many values were pushed, and how many of these have not moved."""
+    """Count the values that were pushed, and those of them that have not moved."""
 
     def __init__(self, vectors: Vectors) -> None:
         self.vectors = vectors

@@ -89,11 +89,11 @@ def _round(values, E5M2: tl.constexpr, HARDWARE: tl.constexpr):
         SHIFTER: tl.constexpr = (134 if E5M2 else 141) << 23
         bits = values.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        held = tl.minimum(magnitude, MOST)
-        normal = (held + ((1 << (DROP - 1)) - 1) + ((held >> DROP) & 1) - REBIAS) >> DROP
+        clamped = tl.minimum(magnitude, MOST)
+        normal = (clamped + ((1 << (DROP - 1)) - 1) + ((clamped >> DROP) & 1) - REBIAS) >> DROP
         shifter = tl.full((), SHIFTER, tl.int32).to(tl.float32, bitcast=True)
-        small = (held.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - SHIFTER
-        code = tl.where(held < LEAST, small, normal) | ((bits >> 24) & 0x80)
+        small = (clamped.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - SHIFTER
+        code = tl.where(clamped < LEAST, small, normal) | ((bits >> 24) & 0x80)
         return tl.where(magnitude > 0x7F800000, _NAN, code).to(tl.uint8)
 
 

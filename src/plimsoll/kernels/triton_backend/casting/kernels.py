@@ -178,28 +178,28 @@ def _cast_values(
         bits = _scaled_bits(raw, scale, KIND, SCALED)
     else:
         bits = input_bits.decode(raw, KIND)
-    code, held = encode(bits, noise, fmt, ROUNDING, OVERFLOW, SIGNED, FNUZ, WIDE)
+    code, rounded = encode(bits, noise, fmt, ROUNDING, OVERFLOW, SIGNED, FNUZ, WIDE)
     if CODES:
         return code
     else:
         # NaN stays NaN also where the format has none.
         NAN: tl.constexpr = 0x7FF8000000000000 if WIDE else 0x7FC00000
         magnitude = bits & (0x7FFFFFFFFFFFFFFF if WIDE else 0x7FFFFFFF)
-        held = tl.where(magnitude > (0x7FF0000000000000 if WIDE else 0x7F800000), NAN, held)
+        rounded = tl.where(magnitude > (0x7FF0000000000000 if WIDE else 0x7F800000), NAN, rounded)
         if SCALED:
-            held = (held.to(tl.float64, bitcast=True) / scale).to(tl.int64, bitcast=True)
-        return _to_carrier(held, CARRIER, TARGET, WIDE)
+            rounded = (rounded.to(tl.float64, bitcast=True) / scale).to(tl.int64, bitcast=True)
+        return _to_carrier(rounded, CARRIER, TARGET, WIDE)
 
 
 @triton.jit
-def _to_carrier(held, CARRIER: tl.constexpr, TARGET: tl.constexpr, WIDE: tl.constexpr):
+def _to_carrier(rounded, CARRIER: tl.constexpr, TARGET: tl.constexpr, WIDE: tl.constexpr):
     """Held values rounded once to nearest even into the output's dtype, as its bits."""
     if CARRIER == SAME:
-        return held
+        return rounded
     elif CARRIER == DOUBLE:
-        return input_bits.to_double(held, WIDE).to(tl.int64, bitcast=True)
+        return input_bits.to_double(rounded, WIDE).to(tl.int64, bitcast=True)
     else:
-        code, _ = encode(held, None, TARGET, NEAREST_EVEN, TARGET[8], True, TARGET[9], WIDE)
+        code, _ = encode(rounded, None, TARGET, NEAREST_EVEN, TARGET[8], True, TARGET[9], WIDE)
         return code
 
 
@@ -222,11 +222,11 @@ def _cast_blocks(
         # A block so small beside the tensor's maximum that its scale is zero holds only zeros.
         zero = (divisor == 0.0)[:, None]
         scaled = tl.where(zero, values * 0.0, values / tl.where(zero, 1.0, divisor[:, None]))
-    code, held = encode(scaled.to(tl.int64, bitcast=True), noise, fmt, ROUNDING, OVERFLOW_MAX, True, FNUZ, True)
+    code, rounded = encode(scaled.to(tl.int64, bitcast=True), noise, fmt, ROUNDING, OVERFLOW_MAX, True, FNUZ, True)
     if CODES:
         return tl.where(poisoned[:, None], 0, code), scale_codes
     else:
-        products = held.to(tl.float64, bitcast=True) * divisor[:, None]
+        products = rounded.to(tl.float64, bitcast=True) * divisor[:, None]
         if SCALED:
             products = products / scale
         product_bits = tl.where(poisoned[:, None], 0x7FF8000000000000, products.to(tl.int64, bitcast=True))
@@ -247,5 +247,5 @@ def _block_scales(largest, fmt, tensor_scale, top, bump, SCALE: tl.constexpr):
         whole = _load_double(tensor_scale)
         ideal = largest.to(tl.float64, bitcast=True) / (fmt[3].to(tl.float64, bitcast=True) * whole)
         ideal_bits = ideal.to(tl.int64, bitcast=True)
-        codes, held = encode(ideal_bits, None, SCALE, SCALE[11], OVERFLOW_MAX, True, SCALE[12], True)
-        return codes, held.to(tl.float64, bitcast=True) * whole
+        codes, rounded = encode(ideal_bits, None, SCALE, SCALE[11], OVERFLOW_MAX, True, SCALE[12], True)
+        return codes, rounded.to(tl.float64, bitcast=True) * whole

@@ -132,7 +132,7 @@ def _cast_blocks(x: Tensor, out: Tensor, scales: Tensor | None, arguments: CastA
 
 
 class _Target:
-    """Where a kernel writes, seen as contiguous integers; `finish` copies to a tensor that is not contiguous."""
+    """Output of a kernel, as contiguous integers; `finish` copies them to a tensor that is not contiguous."""
 
     def __init__(self, out: Tensor | None) -> None:
         self._out = out
@@ -175,7 +175,7 @@ def _fits_float32(fmt: Format) -> bool:
 
 
 def _carrier(out: Tensor, codes: bool, wide: bool) -> dict[str, Any]:
-    """How held values become the output's bits, and its fields where that takes rounding."""
+    """Return how rounded values become the output's bits, and its fields if that takes rounding."""
     if codes or (out.dtype == torch.float32 and not wide):
         return {"CARRIER": SAME.value, "TARGET": None}
     if out.dtype == torch.float64:

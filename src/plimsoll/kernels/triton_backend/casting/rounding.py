@@ -111,19 +111,19 @@ def encode(
     code += away
     if SIGNED:
         in_place = ((magnitude >> dropped) + away) << dropped
-        held = tl.where(shift <= FRACTION_BITS, in_place, tl.where(away != 0, QUANTUM, 0))
+        rounded = tl.where(shift <= FRACTION_BITS, in_place, tl.where(away != 0, QUANTUM, 0))
     else:
-        held = (code + LOWEST) << FRACTION_BITS
+        rounded = (code + LOWEST) << FRACTION_BITS
 
     infinite = magnitude == INFINITY
     over = (code > MAX_CODE) | infinite
     stays = _stays_finite(negative, ROUNDING) & ~infinite
     code = tl.where(over, MAX_CODE, code)
-    held = tl.where(over, MAX_BITS, held)
+    rounded = tl.where(over, MAX_BITS, rounded)
     if OVERFLOW != OVERFLOW_MAX:
         beyond = over & ~stays
         code = tl.where(beyond, MAX_CODE + 1 if OVERFLOW == _OVERFLOW_INF else NAN_CODE, code)
-        held = tl.where(beyond, INFINITY if OVERFLOW == _OVERFLOW_INF else NAN, held)
+        rounded = tl.where(beyond, INFINITY if OVERFLOW == _OVERFLOW_INF else NAN, rounded)
 
     broken = magnitude > INFINITY
     if SIGNED:
@@ -131,10 +131,10 @@ def encode(
         if FNUZ:  # the code of -0 is NaN's
             signed = negative & (code != 0)
         code = code | (signed.to(bits.dtype) << SIGN_SHIFT)
-        held = tl.where(signed & (held <= INFINITY), held | (bits ^ magnitude), held)
+        rounded = tl.where(signed & (rounded <= INFINITY), rounded | (bits ^ magnitude), rounded)
     else:
         broken = broken | (negative & (magnitude != 0))
-    return tl.where(broken, NAN_CODE, code), tl.where(broken, NAN_BITS, held)
+    return tl.where(broken, NAN_CODE, code), tl.where(broken, NAN_BITS, rounded)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _fraction(remainder, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def _stays_finite(negative, ROUNDING: tl.constexpr):
-    """Where a finite value beyond the largest one rounds back to it, whatever the overflow rule."""
+    """Mask of the finite values beyond the largest one that round back to it, whatever the overflow rule."""
     if ROUNDING == _UP:
         return negative
     elif ROUNDING == _DOWN:

@@ -69,9 +69,9 @@ def tally_blocks(counters, bits, tile, blocks, WIDE: tl.constexpr, BLOCK: tl.con
     limit = infinity(WIDE)
     largest = tl.max(magnitude, axis=1)
     finite = largest < limit
-    held = (magnitude != 0) & (magnitude < limit)
+    nonzero = (magnitude != 0) & (magnitude < limit)
     top = _binade(largest, WIDE)
-    depth = tl.where(held & finite[:, None], top[:, None] - _binade(magnitude, WIDE), -1)
+    depth = tl.where(nonzero & finite[:, None], top[:, None] - _binade(magnitude, WIDE), -1)
     if tl.max(depth) < 31:
         shallow = tl.histogram(bins(depth.reshape(TILE), 0, 31), 32)
         add_counts(counters + _DEPTHS, shallow, 0, 32)
@@ -83,7 +83,7 @@ def tally_blocks(counters, bits, tile, blocks, WIDE: tl.constexpr, BLOCK: tl.con
     exist = tl.sum(there.to(tl.int32))
     zero = tl.sum((there & (largest == 0)).to(tl.int32))
     broken = tl.sum((~finite).to(tl.int32))
-    poisoned = tl.sum((held & ~finite[:, None]).to(tl.int32))
+    poisoned = tl.sum((nonzero & ~finite[:, None]).to(tl.int32))
     lane = tl.arange(0, 4)
     counts = tl.where(lane < 2, tl.where(lane == 0, exist, zero), tl.where(lane == 2, broken, poisoned))
     tl.atomic_add(counters + _BLOCKS + lane, counts.to(tl.int64), mask=counts > 0, sem="relaxed")

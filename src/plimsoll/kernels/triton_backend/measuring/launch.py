@@ -90,7 +90,7 @@ def _launch(jobs: list[_Job], dtype: torch.dtype, bank: Tensor, block: int) -> N
 
 
 def share(slots: Sequence[int], tile: int, device: torch.device) -> tuple[int, list[int]]:
-    """How many tiles a program takes, and how many programs each tensor gets."""
+    """Return the number of tiles of a program, and the number of programs of each tensor."""
     tiles = sum(-(-count // tile) for count in slots)
     per_program = min(-(-tiles // (_PROGRAMS * processors(device))), _MOST_TILES)
     return per_program, [-(-count // (tile * per_program)) for count in slots]

@@ -1,4 +1,4 @@
-"""What becomes of a tile of values: counted into a row, but for what adds up in registers until the program ends.
+"""Counting of a tile of values into a row; some counts add up in registers until the program ends.
 
 Of each tile three integer reductions (one instruction a warp) first find the largest positive, the largest negative and
 the smallest nonzero magnitude; their exponents say which road to take:
@@ -41,7 +41,7 @@ _THREADS = tl.constexpr(THREADS)
 
 @triton.jit
 def begin(WIDE: tl.constexpr):
-    """What a program holds before its first tile; `tally` takes and returns it, `finish` writes it."""
+    """Return a program's registers before its first tile; `tally` takes and returns them, `finish` writes them."""
     INT: tl.constexpr = tl.int64 if WIDE else tl.int32
     UINT: tl.constexpr = tl.uint64 if WIDE else tl.uint32
     window = tl.zeros((32,), tl.int32)

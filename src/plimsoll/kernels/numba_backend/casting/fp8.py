@@ -1,18 +1,72 @@
-"""Casting a matrix to 8-bit codes on the CPU: bands of 64 rows, each read once.
+"""Casting a matrix to 8-bit codes on the CPU: bands of 64 rows, each read once and shared among the threads.
 
-A band's values are widened to float32 where they are not, counted if asked for, multiplied, and rounded by integers;
-then its codes, which are still in the cache, are transposed in tiles of 64 by 64.
+A band's values are widened to float32 where they are not, counted if asked for, multiplied, and rounded by integers.
+Then its codes, which are still in the cache, are transposed in tiles of 64 by 64.
 
 Numba's cache does not notice a change of `measuring.kernels`: after one, remove the compiled code of this file.
 """
 
+import functools
+import itertools
+
 import numpy as np
+import torch
 from numba import carray
+from torch import Tensor
 
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import as_float32, as_uint32, inlined, kernel, pointer, widen_half
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, scan
-from plimsoll.kernels.operators.fp8_cast import NAN_CODE
+from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, row_addresses
+from plimsoll.kernels.numba_backend.memory import KINDS
+from plimsoll.kernels.operators.fp8_cast import NAN_CODE, Cast
+
+
+def fp8_cast(x: Tensor, cast: Cast) -> None:
+    """Writes the codes of `x` and of its transpose, and counts x into its row.
+
+    A matrix that lies column by column is taken as its transpose; others with gaps or repeats are copied.
+    """
+    if not x.is_contiguous() and x.t().is_contiguous():
+        x, cast = x.t(), cast._replace(codes=cast.columns, columns=cast.codes)
+    x = x.contiguous()
+    places = [] if cast.bank is None else row_addresses(cast.bank, [cast.row])
+    if cast.bank is not None:
+        empty_rows(places, cast.bank.shape[1])
+    shares = _cut(x)
+    scale = float(cast.scale if cast.scale_tensor is None else cast.scale_tensor)
+    scratch = np.zeros((len(shares) if places else 0, row_layout.NARROW), np.int64)
+
+    def work(index: int) -> None:
+        row = scratch.ctypes.data + scratch.strides[0] * index if places else 0
+        _launch(x, cast, *shares[index], scale, row)
+
+    threads.run([functools.partial(work, index) for index in range(len(shares))])
+    if places:
+        merge_into(places * len(shares), scratch)
+
+
+def _cut(x: Tensor) -> list[tuple[int, int]]:
+    """Return the rows of each task: whole bands."""
+    rows = x.shape[0]
+    bands = -(-rows // BAND)
+    count = max(1, min(threads.shares(x.numel()), bands))
+    edges = [min(rows, BAND * (bands * i // count)) for i in range(count + 1)]
+    return list(itertools.pairwise(edges)) if x.numel() else []
+
+
+def _launch(x: Tensor, cast: Cast, first: int, last: int, scale: float, row: int) -> None:
+    rows, columns = x.shape
+    written = cast.codes if cast.codes is not None else cast.columns
+    assert written is not None
+    height = written.shape[0] if cast.codes is not None else written.shape[1]
+    _cast_band(
+        x.data_ptr(), x.element_size(), KINDS[x.dtype], rows, columns, first, last, np.float32(scale),
+        cast.dtype == torch.float8_e5m2, 0 if cast.codes is None else cast.codes.data_ptr(),
+        0 if cast.columns is None else cast.columns.data_ptr(), height, row,
+    )  # fmt: skip
+
 
 BAND = 64
 _BLOCK = 4096
@@ -24,13 +78,13 @@ _NAN_CODE = NAN_CODE
 @inlined
 def _encode(bits, inverse_quantum, drop, rebias, least, most):
     """The code of float32 bits, without its sign: `drop` mantissa bits go, `rebias` is the exponent's new origin."""
-    held = min(bits, most)
-    odd = np.uint32(held >> drop) & np.uint32(1)
+    clamped = min(bits, most)
+    odd = np.uint32(clamped >> drop) & np.uint32(1)
     half = np.uint32(np.uint32(1) << np.uint32(drop - np.uint32(1))) - np.uint32(1)
-    normal = np.uint32(np.uint32(held + half) + odd - rebias) >> drop
+    normal = np.uint32(np.uint32(clamped + half) + odd - rebias) >> drop
     # Adding this rounds to a multiple of the quantum, and leaves their number in the low bits.
-    small = np.uint32(as_uint32(as_float32(held) + inverse_quantum) - as_uint32(inverse_quantum))
-    return small if held < least else normal
+    small = np.uint32(as_uint32(as_float32(clamped) + inverse_quantum) - as_uint32(inverse_quantum))
+    return small if clamped < least else normal
 
 
 @inlined
@@ -79,15 +133,15 @@ def _widen(wide, address, kind, n):
 @inlined
 def _transpose(band, width, first, height, columns):
     """Writes the band's codes, rows from `first` on, as columns of the transpose."""
-    for left in range(0, width, BAND):
-        for column in range(left, min(left + BAND, width)):
+    for start in range(0, width, BAND):
+        for column in range(start, min(start + BAND, width)):
             target = columns[column, first : first + height]
             for i in range(height):
                 target[i] = band[i, column]
 
 
 @kernel
-def fp8_cast(address, item, kind, rows, columns, first, last, scale, e5m2, codes_at, columns_at, height, row_at):
+def _cast_band(address, item, kind, rows, columns, first, last, scale, e5m2, codes_at, columns_at, height, row_at):
     """Rows from `first` to `last`; the addresses of codes, of the transpose's and of the row are 0 for none.
 
     `item` is the bytes of a value; `height` the transpose's row length. What both are made up with is written too:
@@ -103,25 +157,25 @@ def fp8_cast(address, item, kind, rows, columns, first, last, scale, e5m2, codes
     for start in range(first, last, BAND):
         end = min(start + BAND, last)
         made_up = height if end == rows else end
-        held = codes[start:made_up] if codes_at else band
+        lines = codes[start:made_up] if codes_at else band
         for index in range(start, end):
-            line = held[index - start]
-            for left in range(0, columns, _BLOCK):
-                n = min(_BLOCK, columns - left)
-                _widen(wide, address + item * (index * columns + left), kind, n)
+            line = lines[index - start]
+            for start_column in range(0, columns, _BLOCK):
+                n = min(_BLOCK, columns - start_column)
+                _widen(wide, address + item * (index * columns + start_column), kind, n)
                 if row_at:
-                    found = scan(wide, exponents, n)
-                    lowest, top = add_block(wide, n, found, exponents, clean, row, row.view(np.float64), counts)
+                    extremes = scan(wide, exponents, n)
+                    lowest, top = add_block(wide, n, extremes, exponents, clean, row, row.view(np.float64), counts)
                     low, high = min(low, lowest), max(high, top)
                 if e5m2:
-                    _encode_e5m2(wide, scale, line[left : left + n], n)
+                    _encode_e5m2(wide, scale, line[start_column : start_column + n], n)
                 else:
-                    _encode_e4m3(wide, scale, line[left : left + n], n)
+                    _encode_e4m3(wide, scale, line[start_column : start_column + n], n)
             line[columns:] = 0
         if codes_at:
             codes[end:made_up] = 0
         if columns_at:
-            _transpose(held, width, start, end - start, transposed)
+            _transpose(lines, width, start, end - start, transposed)
             transposed[:, end:made_up] = 0
     if row_at:
         row[_COUNT] += (last - first) * columns

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plimsoll.errors import UnsupportedTensorError
-from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.triton_backend import input_bits
 from plimsoll.kernels.triton_backend.measuring.counting import infinity, magnitude_of
 from plimsoll.kernels.triton_backend.measuring.kernel import PROGRAM_MASK, PROGRAM_SHIFT, load
@@ -49,11 +49,11 @@ def _count(address, length, count, first, per_program, KIND: tl.constexpr, POINT
     ITEM: tl.constexpr = POINTEE.primitive_bitwidth // 8
     head = (address & 15) // ITEM
     last = tl.minimum(first + per_program, tl.cdiv(head + length, TILE))
-    found = tl.zeros((TILE,), tl.int32)
+    wrong = tl.zeros((TILE,), tl.int32)
     for tile in range(first, last):
         raw, _ = load(address, head, length, 0, 0, tile, POINTEE, ITEM, 0, TILE)
-        found += (magnitude_of(input_bits.decode(raw, KIND), WIDE) >= infinity(WIDE)).to(tl.int32)
-    total = tl.sum(found).to(tl.int64)
+        wrong += (magnitude_of(input_bits.decode(raw, KIND), WIDE) >= infinity(WIDE)).to(tl.int32)
+    total = tl.sum(wrong).to(tl.int64)
     tl.atomic_add(count, total, mask=total > 0, sem="relaxed")
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plimsoll.kernels.operators.tensor_checks import is_dense
+from plimsoll.kernels.operators.checks import is_dense
 from plimsoll.kernels.triton_backend import input_bits
 from plimsoll.kernels.triton_backend.measuring.counting import infinity, magnitude_of
 from plimsoll.kernels.triton_backend.measuring.kernel import PROGRAM_MASK, PROGRAM_SHIFT, load
@@ -90,17 +90,17 @@ def _unscale(
 def _multiply(raw, bits, factor, KIND: tl.constexpr):
     """The product as decoded bits of the gradient's dtype, and as what is stored; a factor of 1 changes nothing."""
     if KIND == _FP64:
-        found = bits.to(tl.float64, bitcast=True) * factor.to(tl.float64)
-        stored = tl.where(factor == 1.0, bits, found.to(tl.int64, bitcast=True))
+        product = bits.to(tl.float64, bitcast=True) * factor.to(tl.float64)
+        stored = tl.where(factor == 1.0, bits, product.to(tl.int64, bitcast=True))
     else:
-        found = (bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+        product = (bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
         if KIND == _BF16:
-            stored = _round(found)
+            stored = _round(product)
         elif KIND == _FP16:
-            half = found.to(tl.float32, bitcast=True).to(tl.float16)
+            half = product.to(tl.float32, bitcast=True).to(tl.float16)
             stored = half.to(tl.int16, bitcast=True)
         else:
-            stored = found
+            stored = product
         stored = tl.where(factor == 1.0, raw, stored)
     return input_bits.decode(stored, KIND), stored
 
@@ -147,16 +147,16 @@ def unscale(
     for gradient, row in zip(gradients, rows if bank is not None else [0] * len(gradients), strict=True):
         if gradient.numel() == 0:
             continue
-        held = gradient
+        dense = gradient
         if not is_dense(gradient):
-            held = gradient.contiguous()
-            copies.append((gradient, held))
-        by_dtype.setdefault(gradient.dtype, []).append(_Job(held.data_ptr(), held.numel(), row))
+            dense = gradient.contiguous()
+            copies.append((gradient, dense))
+        by_dtype.setdefault(gradient.dtype, []).append(_Job(dense.data_ptr(), dense.numel(), row))
     with launching(found_inf):
         for dtype, jobs in by_dtype.items():
             _launch(jobs, dtype, inverse_scale, found_inf, bank)
-        for gradient, held in copies:
-            gradient.copy_(held)
+        for gradient, dense in copies:
+            gradient.copy_(dense)
 
 
 def _launch(

@@ -1,1 +1,0 @@
-"""Unscaling gradients on a GPU, with a look for NaN and Inf."""
