@@ -19,8 +19,7 @@ from plimsoll.emulate.casting.operation_lists import CUDA, OperationLists
 from plimsoll.emulate.dispatch import frame_entry, thread_frame
 from plimsoll.emulate.dispatch.thread_frame import Frame
 from plimsoll.errors import ArgumentError
-
-_LOW = (torch.float16, torch.bfloat16)
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 
 class Autocast(contextlib.ContextDecorator):
@@ -43,10 +42,10 @@ class Autocast(contextlib.ContextDecorator):
         enabled: bool = True,
         cache: bool = True,
     ) -> None:
-        if dtype not in _LOW:
+        if dtype not in SIXTEEN_BIT:
             raise ArgumentError(
-                f"Autocast: expected dtype to be one of {', '.join(map(str, _LOW))}; got {dtype}. For a format that "
-                "torch has no arithmetic for, use plimsoll.emulate."
+                f"Autocast: expected dtype to be one of {', '.join(map(str, SIXTEEN_BIT))}; got {dtype}. For a format "
+                "that torch has no arithmetic for, use plimsoll.emulate."
             )
         self.lists, self.dtype, self.enabled, self.cache = lists, dtype, enabled, cache
         self._open = threading.local()

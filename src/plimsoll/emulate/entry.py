@@ -14,8 +14,7 @@ from plimsoll.emulate.plan_context import PlannedEmulation, check_alone, plan_of
 from plimsoll.emulate.recipe import Recipe, recipe
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan, Plan, get
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+from plimsoll.kernels.dtypes import TRAINING
 
 
 def emulate(
@@ -123,12 +122,12 @@ def _dtype(precision: object) -> torch.dtype | None:
     if precision is None:
         return None
     name = get(precision).name
-    if name not in _DTYPES:
+    if name not in TRAINING:
         raise ArgumentError(
-            f"emulate: expected precision to be one of {', '.join(_DTYPES)}; got {precision!r}. A format that torch "
+            f"emulate: expected precision to be one of {', '.join(TRAINING)}; got {precision!r}. A format that torch "
             f"has no arithmetic for goes to forward= and backward=: emulate(forward={name!r}, ...)."
         )
-    return _DTYPES[name]
+    return TRAINING[name]
 
 
 _ALONE: dict[str, object] = {"operations": "matmul", "accumulate": "fp32", "chunk": 1, "lists": CUDA}

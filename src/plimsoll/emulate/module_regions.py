@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.formats import ModulePlan
+from plimsoll.kernels.dtypes import TRAINING
 from plimsoll.watch.taps.compiled_taps import inlined_only
 
 
@@ -49,7 +50,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 Context = contextlib.AbstractContextManager[Any]
-NATIVE = ("fp32", "fp16", "bf16")  # what torch computes in by itself
+NATIVE = tuple(TRAINING)  # what torch computes in by itself
 
 
 class Switch:

@@ -8,9 +8,8 @@ from typing import Any, cast as typed
 import torch
 from torch import Tensor
 
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.notebook_repr import NotebookRepr
-
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,5 +100,5 @@ _COMPOSITE = _DispatchKey.CompositeImplicitAutograd
 
 def _is_16_bits(result: Any) -> bool:
     if isinstance(result, Tensor):
-        return result.dtype in _SIXTEEN_BITS
+        return result.dtype in SIXTEEN_BIT
     return isinstance(result, tuple | list) and any(map(_is_16_bits, typed("list[Any]", result)))

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.weights.pair import in_float32
 from plimsoll.precision.weights.stores import round_to
-
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -43,7 +42,7 @@ def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tens
             "model_and_master_parameters: expected parameters of which one needs a gradient; got none that does. Give "
             "model.parameters(), as a new iterator."
         )
-    return model, [nn.Parameter(p.detach().to(torch.float32)) if p.dtype in _NARROW else p for p in model]
+    return model, [nn.Parameter(p.detach().to(torch.float32)) if p.dtype in SIXTEEN_BIT else p for p in model]
 
 
 @torch.no_grad()

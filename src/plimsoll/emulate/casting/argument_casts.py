@@ -7,8 +7,10 @@ from typing import Any, cast as typed
 import torch
 from torch import Tensor, nn
 
+from plimsoll.kernels.dtypes import TRAINING
+
 # FP64 is left alone, as torch's autocast leaves it; 8-bit dtypes only hold codes.
-_CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_CASTABLE = frozenset(TRAINING.values())
 
 
 class CastCache:

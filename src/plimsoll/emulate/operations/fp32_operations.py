@@ -17,8 +17,8 @@ from torch import Tensor
 
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.emulate.operations.lstm import lstm
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _aten: Any = torch.ops.aten
 
 PRODUCTS = (
@@ -53,7 +53,7 @@ def wide(op: Any, args: Any, kwargs: Any) -> Any:
 def _wide_first(op: Any, args: Any, kwargs: Any) -> Any:
     """Likewise where parameters may be FP32 beside 16-bit values, whose dtype the result has."""
     dtype = args[0].dtype if args else None
-    if dtype not in _SIXTEEN_BITS or not _on_cpu(args[0]):
+    if dtype not in SIXTEEN_BIT or not _on_cpu(args[0]):
         return NotImplemented
     return narrow(op(*widen(args), **widen(kwargs)), dtype)
 
@@ -78,7 +78,7 @@ def _into_out(op: Any, args: Any, kwargs: Any) -> Any:
 def _batch_norm(op: Any, args: Any, kwargs: Any) -> Any:
     """Batch norm in FP32; running statistics that are kept in 16 bits are updated in FP32 and rounded once."""
     x, weight, bias, mean, var, *rest = args
-    if x.dtype not in _SIXTEEN_BITS or not _on_cpu(x):
+    if x.dtype not in SIXTEEN_BIT or not _on_cpu(x):
         return NotImplemented
     wide_mean, wide_var = widen(mean), widen(var)
     result = op(x.float(), widen(weight), widen(bias), wide_mean, wide_var, *rest, **kwargs).to(x.dtype)
@@ -108,7 +108,7 @@ class _Embedding(torch.autograd.Function):
 def _embedding(op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001  (a rule's signature)
     defaults: tuple[Any, ...] = (-1, False, False)
     weight, indices, padding, by_frequency, sparse = (*args, *defaults[len(args) - 2 :])
-    if kwargs or sparse or weight.dtype not in _SIXTEEN_BITS or not _on_cpu(weight):
+    if kwargs or sparse or weight.dtype not in SIXTEEN_BIT or not _on_cpu(weight):
         return NotImplemented
     return typed("Any", _Embedding).apply(weight, indices, padding, by_frequency)
 
@@ -125,7 +125,7 @@ def rules() -> dict[str, thread_frame.Rule]:
 def widen(x: Any) -> Any:
     """Return the argument with every 16-bit tensor in it in FP32."""
     if isinstance(x, Tensor):
-        return x.float() if x.dtype in _SIXTEEN_BITS else x
+        return x.float() if x.dtype in SIXTEEN_BIT else x
     if isinstance(x, tuple | list):
         return [widen(one) for one in typed("list[Any]", x)]
     if isinstance(x, dict):
@@ -148,7 +148,7 @@ def _common(args: Any, kwargs: Any) -> torch.dtype | None:
     for x in (*args, *kwargs.values()):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             continue
-        if x.dtype not in _SIXTEEN_BITS or dtype not in (None, x.dtype) or not _on_cpu(x):
+        if x.dtype not in SIXTEEN_BIT or dtype not in (None, x.dtype) or not _on_cpu(x):
             return None
         dtype = x.dtype
     return dtype

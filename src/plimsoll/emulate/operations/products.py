@@ -19,9 +19,9 @@ from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.emulate.operations.fp32_operations import narrow, widen
 from plimsoll.emulate.recipe import Recipe
 from plimsoll.formats import Role
+from plimsoll.kernels.dtypes import FLOATING
 
 _OF_LAYER: tuple[Role, Role] = ("activations", "weights")
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Product(torch.autograd.Function):
@@ -138,7 +138,7 @@ def common_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
     """Return the one floating dtype of all tensors, if it is one and there are only dense ones."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     dtypes = {x.dtype for x in tensors}
-    if len(dtypes) != 1 or not dtypes <= set(_FLOATS) or any(x.layout is not torch.strided for x in tensors):
+    if len(dtypes) != 1 or not dtypes <= set(FLOATING) or any(x.layout is not torch.strided for x in tensors):
         return None
     return dtypes.pop()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plimsoll.emulate.plan_context import rules_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ModulePlan
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.levels.arithmetic import Arithmetic, check_policy
 from plimsoll.precision.levels.catalogue import DTYPES, Level, Update
 from plimsoll.precision.levels.distributed import is_fully_sharded, level_on
@@ -147,9 +148,6 @@ def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-_SIXTEEN = (torch.float16, torch.bfloat16)
-
-
 def wrapped(
     optimizers: Sequence[Optimizer], update: Update, originals: Mapping[Tensor, Tensor]
 ) -> tuple[Optimizer, ...]:
@@ -167,7 +165,7 @@ def put_state_in_the_weights_dtype(optimizer: Optimizer) -> None:
 
 def _wrapped(optimizer: Optimizer, number: int, update: Update, originals: Mapping[Tensor, Tensor]) -> Optimizer:
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.dtype in _SIXTEEN for p in parameters):
+    if not any(p.dtype in SIXTEEN_BIT for p in parameters):
         return optimizer
     if update == "plain":
         put_state_in_the_weights_dtype(optimizer)

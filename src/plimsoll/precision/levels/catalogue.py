@@ -13,9 +13,9 @@ from rich.table import Table
 from plimsoll.emulate.module_regions import is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, Format, ModulePlan, Plan, get
+from plimsoll.kernels.dtypes import TRAINING as DTYPES
 
 Update = Literal["plain", "masters", "stochastic", "kahan"]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALIASES = {"o0": "fp32", "o1": "amp-fp16", "o2": "fp16-master", "o3": "fp16-pure"}
 
 

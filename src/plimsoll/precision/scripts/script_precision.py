@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.errors import ArgumentError, PlimsollError
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.levels.arithmetic import Arithmetic, device_of, has_tf32, tf32
 from plimsoll.precision.levels.catalogue import ALIASES, LEVELS, Level
 from plimsoll.precision.levels.distributed import is_fully_sharded, is_sharded
@@ -30,8 +31,6 @@ from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, pa
 from plimsoll.precision.training.loop import PREPARED
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.taps.module_taps import ModuleHook
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def module_to_wrap(model: nn.Module) -> nn.Module:
@@ -117,7 +116,7 @@ class Widen(ModuleHook):
 
 def widened(x: Tensor) -> Tensor:
     """Return a 16-bit tensor in FP32, and any other unchanged."""
-    return x.float() if x.dtype in _HALF else x
+    return x.float() if x.dtype in SIXTEEN_BIT else x
 
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch has no public way to ask)

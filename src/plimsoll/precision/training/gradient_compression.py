@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 
 Carrier = Literal["fp16", "bf16"]
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {FORMATS[dtype].name: dtype for dtype in SIXTEEN_BIT}
 _TOP = 15  # 2**15 is the largest power of two of FP16, whose largest number is almost twice that
 # With exponents beyond these the scale itself would leave float32's range.
 _LOWEST, _HIGHEST = -126, 126

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.weights.pair import Pair, Scratch, chunks
 from plimsoll.precision.weights.stores import Entry, Store
 from plimsoll.rounding.casting import is_sharded
@@ -100,7 +101,6 @@ def _refuse_counting(operation: str, optimizer: Optimizer, old: dict[str, Any], 
 CHUNK_BYTES = 1 << 24
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _OURS = ("masters", "steps", "seed")  # keys of a state dict that are not the inner optimizer's
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class SixteenBitOptimizer(Optimizer, abc.ABC):
@@ -117,7 +117,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self._scratch = Scratch()
         self._factor: Tensor | None = None  # clipping factor that applies to gradients not yet collected
         self.__setstate__({})  # torch's own way to create the hooks of an optimizer whose groups exist already
-        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in _DTYPES]
+        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in SIXTEEN_BIT]
         if not weights:
             found = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
             raise ArgumentError(
@@ -199,7 +199,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 f"{self.operation}.add_param_group: expected parameters that no group has; got one that is in a group. "
                 "Give each parameter once."
             )
-        weights = [p for p in given if isinstance(p, Tensor) and p.dtype in _DTYPES]
+        weights = [p for p in given if isinstance(p, Tensor) and p.dtype in SIXTEEN_BIT]
         for weight in weights:
             refuse_sharded(self.operation, weight)
         stores = {weight: self._new_store(weight) for weight in weights}

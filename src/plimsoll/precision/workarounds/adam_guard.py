@@ -24,9 +24,9 @@ from torch.optim.optimizer import Optimizer
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 Epsilon = Literal["refuse", "raise"]
-_NARROW = (torch.float16, torch.bfloat16)
 _SLACK = 1.01  # float32 rounding stays within it; smaller errors of a 16-bit moment are ignored
 
 
@@ -57,7 +57,7 @@ def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGua
         )
     if epsilon not in {"refuse", "raise"}:
         raise ArgumentError(f"guard_adam: expected epsilon to be 'refuse' or 'raise'; got {epsilon!r}.")
-    groups = [(group, {p.dtype for p in group["params"]}.intersection(_NARROW)) for group in optimizer.param_groups]
+    groups = [(group, {p.dtype for p in group["params"]}.intersection(SIXTEEN_BIT)) for group in optimizer.param_groups]
     if not any(dtypes for _, dtypes in groups):
         raise ArgumentError(
             "guard_adam: expected 16-bit parameters; got none. Adam of float32 parameters has float32 state, and needs "
@@ -95,7 +95,7 @@ class AdamGuard:
             )
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.dtype in _NARROW and p.grad is not None:
+                if p.dtype in SIXTEEN_BIT and p.grad is not None:
                     state = cast("dict[str, Any]", optimizer.state[p])
                     if not state:
                         _begin(state, p, group)

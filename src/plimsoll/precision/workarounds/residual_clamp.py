@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
+from plimsoll.kernels.dtypes import FLOATING
 
 Gradient = Literal["zero", "pass"]
-_CARRIERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class ResidualClamp:
         first: bool = False,
     ) -> None:
         self._limit, self._gradient, self._check_every = largest, gradient, check_every
-        self._largest = {dtype: _largest_within(largest, dtype) for dtype in _CARRIERS}
+        self._largest = {dtype: _largest_within(largest, dtype) for dtype in FLOATING}
         # Counts are tensors: torch.compile would recompile for every new Python number.
         self._counts: dict[str, Tensor | None] = dict.fromkeys(modules)
         self._calls = dict.fromkeys(modules, 0)
@@ -195,7 +195,7 @@ def _largest_within(limit: float, dtype: torch.dtype) -> float:
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the structure with its floating-point tensors changed, in the same types."""
     if isinstance(value, Tensor):
-        return change(value) if value.dtype in _CARRIERS else value
+        return change(value) if value.dtype in FLOATING else value
     if isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
         for key, item in mapping.items():  # in place: another library's mapping may contain more than its items

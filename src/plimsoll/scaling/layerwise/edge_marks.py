@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import StateError
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 
 OUTSIDE = -1  # in the place of a unit's number: code that belongs to none
 _MARK = "_plimsoll_exponent"
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class ScaleTag(NamedTuple):
@@ -94,7 +94,7 @@ def _pulled(edge: ScaleChange, g: Tensor) -> Tensor:
         )
     if edge.tap is not None:
         edge.tap(g)
-    if edge.widen and g.dtype in _NARROW:
+    if edge.widen and g.dtype in SIXTEEN_BIT:
         wide = g.float()
         return wide.mul_(math.ldexp(1.0, edge.shift)) if edge.shift else wide
     # The factor is a float32 or float64 in the kernel whatever g's dtype, so the product is rounded once.

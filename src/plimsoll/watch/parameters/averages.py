@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
 
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FORMATS = {dtype: FORMATS[dtype].name for dtype in SIXTEEN_BIT}
 _FOLLOWED = 16  # copies
 _SAMPLE = 4096  # values of each
 _EVERY = 256  # steps between looks: one takes about two milliseconds

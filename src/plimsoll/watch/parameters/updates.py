@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from plimsoll import kernels
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.session import WatchSession
 
 OWN = "own"  # the kind of an optimizer that declares none
-_NARROW = (torch.float16, torch.bfloat16)
 # A probe compares a few values of a few weights: enough for a step that moves all, and microseconds on a CPU.
 _PROBED_TENSORS, _PROBED_VALUES = 8, 256
 
@@ -116,7 +116,7 @@ class UpdateKinds:
     def record(self, optimizer: Any, named: Mapping[str, Tensor]) -> None:
         """Record how the optimizer steps those of the weights whose kind is new or has changed."""
         kind = kind_of(optimizer)
-        new = [name for name, p in named.items() if p.dtype in _NARROW and self._recorded.get(name) != kind]
+        new = [name for name, p in named.items() if p.dtype in SIXTEEN_BIT and self._recorded.get(name) != kind]
         if new:
             self._recorded.update(dict.fromkeys(new, kind))
             who = type(optimizer).__name__

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
+from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.runs import Event, Record
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import clean
@@ -39,7 +40,8 @@ _REPEATS = 3  # steps on end in which gradients were carried over, or not unscal
 _FOLLOWED = 3  # parameters of each optimizer
 _ROOTED = ("exp_avg_sq", "square_avg")  # states whose root is divided by
 _FP16_ZERO = 2.0**-25  # half of the smallest subnormal of FP16: this and less is rounded to zero
-_HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # less than this of a weight is lost at any weight
+# Less than this of a weight is lost at any weight.
+_HALF_ULP = {dtype: 2.0 ** -(FORMATS[dtype].mantissa_bits + 2) for dtype in SIXTEEN_BIT}
 
 
 class _Followed:

@@ -27,11 +27,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plimsoll import kernels
 from plimsoll.kernels import row_layout
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows
 from plimsoll.watch.session import WatchSession
 
-_HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = (
     "compiled code in 16 bits rounds at other places when it is watched: a tap ends a fusion. For the same bits with "
     "and without, set torch._inductor.config.emulate_precision_casts = True in both"
@@ -184,7 +184,7 @@ def new_site(taps: CompiledTaps, name: str, device: str, dtype: torch.dtype, tap
     if sites is None or len(sites.names) == sites.capacity:
         taps.core.say("capped", f"no room to record {name} of a compiled graph on {device}", once="sites", warn=True)
         return -1
-    if dtype in _HALF and not _keeps_casts():
+    if dtype in SIXTEEN_BIT and not _keeps_casts():
         taps.core.say("rounding", _ROUNDING, once="rounding", warn=True)
     sites.names.append([name])
     sites.dtypes.append(dtype)

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.hooks import dtensors, torch_hooks
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
@@ -29,7 +30,6 @@ from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_cap
 
 # Which backward runs on this thread, -1 for none: torch tells it nowhere else.
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Sight:
@@ -241,7 +241,7 @@ class _After(_Tap):
             return self.taps.compiled.outputs(self.name, output)
         found = tensors_in(output)
         self.taps.see(self, found)
-        if found and (dtype := found[0][1].dtype) in _HALF:
+        if found and (dtype := found[0][1].dtype) in SIXTEEN_BIT:
             self.taps.narrow(self.name, module, dtype)
         return None
 

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from plimsoll.emulate import CUDA, Autocast, emulate
 from plimsoll.emulate.dispatch import thread_frame
+from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.taps.compiled_taps import inlined_only
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class InBF16:
@@ -66,4 +65,4 @@ def _bf16(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _wide(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype in _HALVES else x, value)
+    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype in SIXTEEN_BIT else x, value)
