@@ -39,7 +39,7 @@ _MASKING = frozenset({"masked_fill", "add", "where", "to", "view", "reshape", "u
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Operations that are one: the tensor that goes in, the operation whose result comes out, and all of them."""
+    """Operations that are one function: its input, the operation that gives the result, and all inner ones."""
 
     entry: str
     exit: str
@@ -47,7 +47,7 @@ class Cluster:
 
 
 def clusters(flow: Flow) -> dict[str, Cluster]:
-    """The clusters of a graph, by the name of every operation inside."""
+    """Return the clusters of a graph, by the name of every operation inside."""
     found: dict[str, Cluster] = {}
     order = {name: position for position, name in enumerate(flow.nodes)}
     for name in reversed(flow.nodes):
@@ -61,7 +61,7 @@ def clusters(flow: Flow) -> dict[str, Cluster]:
 
 
 def _joined(node: fx.Node, flow: Flow, order: Mapping[str, int], taken: Mapping[str, Cluster]) -> Cluster | None:
-    """The cluster whose paths come together in `node`."""
+    """Return the cluster whose paths meet in `node`."""
     if base_name(node) not in _VALUES or not shape_of(node) or len({edge.source for edge in flow.into[node.name]}) < 2:
         return None
     inside, sources = {node.name}, {edge.source for edge in flow.into[node.name]}
@@ -85,7 +85,7 @@ def _may_be_inside(node: fx.Node, flow: Flow, inside: set[str]) -> bool:
 
 
 def _softmax(node: fx.Node, flow: Flow) -> Cluster | None:
-    """A softmax and the masks before it: they decide over how many values it runs."""
+    """Return a softmax with the masks before it, which decide over how many values it runs."""
     inside, entry = {node.name}, flow.into[node.name][0].source
     while True:
         before = flow.nodes[entry]
@@ -99,7 +99,7 @@ def _softmax(node: fx.Node, flow: Flow) -> Cluster | None:
 
 
 def free_edges(flow: Flow, found: Mapping[str, Cluster]) -> frozenset[Edge]:
-    """The edges that no other path goes around, where a cluster is one node and all that goes into it one edge."""
+    """Return the edges without another path around them. A cluster counts as one node with one incoming edge."""
     seen = {edge: _seen(edge, found) for edge in flow.edges}
     free = bridges(dict.fromkeys(one for one in seen.values() if one is not None))
     return frozenset(edge for edge, one in seen.items() if one in free)

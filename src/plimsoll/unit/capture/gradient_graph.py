@@ -1,4 +1,4 @@
-"""The graph that gradients flow through, and which of its edges are bridges.
+"""Graph that gradients flow through, and its bridges.
 
 Its nodes are the operations whose results carry a gradient: from the parameters and the floating-point inputs to the
 outputs. A factor on one edge may differ forward and backward only if no other path joins the edge's ends: if the edge
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from plimsoll.unit.capture.captured_program import Captured
 from plimsoll.unit.changes import Port
 
-# Results that hang on their inputs by steps, or on purpose pass no gradient back.
+# Operations that are step functions of their inputs, or that block gradients by design.
 _NO_GRADIENT = frozenset(
     {
         "detach", "alias_detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign", "round", "floor",
@@ -30,7 +30,7 @@ SINK = "output"
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor on its way: from the operation that made it to a port of one that takes it."""
+    """Tensor between two operations: from its source to a port of its target."""
 
     source: str
     target: str
@@ -50,24 +50,24 @@ def base_name(node: fx.Node) -> str:
 
 
 def value_of(node: fx.Node) -> object:
-    """What the capture knows of a node's result: a fake tensor, a list of them, or a number."""
+    """Return the captured result of a node: a fake tensor, a list of them, or a number."""
     return node.meta.get("val")
 
 
 def size_at_example(size: object) -> int:
-    """A size as the example has it, where the capture left it open."""
+    """Return an open size as in the example."""
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint if hint is not None else size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's result as the example has it."""
+    """Return the shape of a node's result as in the example."""
     value = value_of(node)
     return tuple(size_at_example(size) for size in value.shape) if isinstance(value, Tensor) else ()
 
 
 def is_open(node: fx.Node, dim: int) -> bool:
-    """Whether the capture left a size open, so that it follows what comes."""
+    """Return whether a size is open, so that it follows the batch."""
     value = value_of(node)
     return isinstance(value, Tensor) and fixed_size(value.shape[dim]) is None
 
@@ -121,7 +121,7 @@ class Flow:
 
     @cached_property
     def into(self) -> dict[str, list[Edge]]:
-        """The edges that end at each node."""
+        """Edges that end at each node."""
         found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
         for edge in self.edges:
             found[edge.target].append(edge)
@@ -129,7 +129,7 @@ class Flow:
 
     @cached_property
     def out_of(self) -> dict[str, list[Edge]]:
-        """The edges that begin at each node."""
+        """Edges that start at each node."""
         found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
         for edge in self.edges:
             found[edge.source].append(edge)
@@ -137,19 +137,19 @@ class Flow:
 
     @cached_property
     def directed(self) -> "nx.DiGraph[str]":
-        """The graph as a networkx one, parallel edges as one."""
+        """Graph for networkx, with parallel edges as one."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.nodes)
         graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
         return graph
 
     def is_parameter(self, name: str) -> bool:
-        """Whether the node of that name is a parameter."""
+        """Return whether the node of that name is a parameter."""
         return name in self.parameters
 
 
 def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
-    """The edges that no other path goes around, in whatever direction."""
+    """Return the edges without another path around them, in any direction."""
     edges = tuple(edges)
     between: dict[frozenset[str], list[Edge]] = {}
     for edge in edges:
@@ -165,7 +165,7 @@ def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
 
 
 def flow(captured: Captured) -> Flow:
-    """The graph of `captured` that gradients flow through."""
+    """Return the part of a captured graph that gradients flow through."""
     graph = captured.graph
     carrying = _carrying(captured)
     outputs = _outputs(graph, carrying)

@@ -1,7 +1,7 @@
-"""Rules of losses: their values stay, and their gradients begin at unit scale.
+"""Rules of losses: their values stay, and their gradients start at unit scale.
 
-A mean over n values divides every gradient by n: the gradient that comes to the loss is multiplied by n before, so that
-it is never small. What is left of the loss's own scale multiplies the gradient of its input.
+A mean over n values divides every gradient by n. So the incoming gradient is multiplied by n first, and is never small.
+The rest of the loss's scale multiplies the gradient of its input.
 """
 
 from typing import cast
@@ -39,7 +39,7 @@ def _cross_entropy(site: Site) -> Ideal:
 
 
 def _nll(site: Site) -> Ideal:
-    """One value in a row has a gradient, of 1."""
+    """Return the factors of a likelihood, of which one value in a row has a gradient of 1."""
     classes, rows = _classes(site)
     return _loss(site, formulas.nll(classes), rows, 3)
 

@@ -18,7 +18,7 @@ ENTRY: Port = "entry"  # the port of a cluster
 
 
 def by_measurement(site: Site) -> Ideal:
-    """The rule of an operation that is measured by itself."""
+    """Return the factors of a single measured operation."""
     node = site.node
     found = _measured([node], {one.name: one for one in site.ports.values()}, site.values, site.means)
     if found is None:
@@ -34,7 +34,7 @@ def by_measurement(site: Site) -> Ideal:
 
 
 def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str, float]) -> Ideal:
-    """The rule of several operations that are one; what cannot be measured is left as it is."""
+    """Return the factors of several operations that are one. Without a measurement they stay unchanged."""
     inside = [node for name, node in flow.nodes.items() if name in cluster.nodes]
     last = flow.nodes[cluster.exit]
     found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
@@ -53,7 +53,7 @@ def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str,
 def _measured(
     nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: Values, means: Mapping[str, float]
 ) -> Measured | None:
-    """The scales of operations one after the other; what has been measured once (in another layer) is not again."""
+    """Return the scales of a chain of operations. Equal chains of other layers are measured once."""
 
     def run(inputs: Mapping[str, Tensor]) -> Any:
         known: dict[str, Any] = dict(inputs)

@@ -1,4 +1,4 @@
-"""What a rule says of one operation: the factors that it would have if nothing else used its tensors."""
+"""Ideal factors of one operation, which it has if nothing else uses its tensors, and helpers of the rules."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from plimsoll.unit.factors.formulas import Constraint, constrained, root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
-    """The factors of an operation by itself.
+    """Ideal factors of an operation.
 
     - `output`: multiplies the output forward. `gradients`: multiplies the gradient of each port; 1 for those not named.
     - `weights`: multiplies an input forward, as in a weighted sum.
@@ -38,7 +38,7 @@ class Ideal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An operation in its surroundings, as a rule sees it.
+    """Operation with its surroundings: the argument of a rule.
 
     - `ports`: the nodes whose tensors carry a gradient. `means`: the mean of every node before this one.
     """
@@ -51,34 +51,34 @@ class Site:
 
     @property
     def operation(self) -> str:
-        """The operation's name."""
+        """Name of the operation."""
         return base_name(self.node)
 
     def argument(self, position: int, name: str, default: object = None) -> object:
-        """An argument by its position or its keyword."""
+        """Return an argument by its position or its keyword."""
         if position < len(self.node.args):
             return self.node.args[position]
         return self.node.kwargs.get(name, default)
 
     def port(self, position: int, name: str) -> Port | None:
-        """The port of an argument, if a tensor that carries a gradient comes in there."""
+        """Return the port of an argument, if it is a tensor with a gradient."""
         port: Port = position if position < len(self.node.args) else name
         return port if port in self.ports else None
 
     def is_parameter(self, port: Port) -> bool:
-        """Whether a parameter comes in at a port, as it is or seen otherwise (transposed, sliced)."""
+        """Return whether a port gets a parameter or a view of one (transposed, sliced)."""
         return parameter_behind(self.ports[port], self.flow) is not None
 
     def mean(self, node: object) -> float:
-        """The mean of an argument against its standard deviation; 0 for what carries no gradient."""
+        """Return the mean of an argument over its standard deviation, 0 for tensors without a gradient."""
         return self.means.get(node.name, 0.0) if isinstance(node, fx.Node) else 0.0
 
     def moment(self, node: object) -> float:
-        """The root of an argument's second moment against its standard deviation."""
+        """Return the root of an argument's second moment over its standard deviation."""
         return (1 + self.mean(node) ** 2) ** 0.5
 
 
-# Operations that show a tensor otherwise, or some of its values, and change none.
+# Operations that rearrange or select values of a tensor, and change none.
 VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten",
@@ -100,14 +100,14 @@ def skipped(site: Site, why: str) -> Ideal:
 
 
 def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
-    """The placeholder of the parameter that a node shows, through views; None where it is no parameter."""
+    """Return the placeholder of the parameter that a node is a view of, or None."""
     while node.op == "call_function" and base_name(node) in VIEWS | {"expand"} and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.name if flow.is_parameter(node.name) else None
 
 
 def following(node: fx.Node, dims: Sequence[int], power: float, value: float = 1.0) -> Factor:
-    """``value * n ** power``, n the product of sizes of a node's tensor: those left open as they come, others fixed."""
+    """Return ``value * n ** power``, n being a product of sizes. Open sizes are read at run time."""
     shape = shape_of(node)
     dims = [dim % len(shape) for dim in dims]
     value *= _power(math.prod(shape[dim] for dim in dims if not is_open(node, dim)), power)
@@ -120,7 +120,7 @@ def _power(n: int, power: float) -> float:
 
 
 def number(factor: Factor, nodes: Mapping[str, fx.Node]) -> float:
-    """A factor's value at the example's sizes."""
+    """Return a factor's value at the example's sizes."""
     if factor.of is None:
         return factor.value
     shape = shape_of(nodes[factor.of])
@@ -128,15 +128,15 @@ def number(factor: Factor, nodes: Mapping[str, fx.Node]) -> float:
 
 
 def times(factor: Factor, value: float) -> Factor:
-    """A factor multiplied by a number."""
+    """Return a factor multiplied by a number."""
     return factor if value == 1 else replace(factor, value=factor.value * value)
 
 
 def mean(constraint: Constraint, factors: Sequence[Factor], nodes: Mapping[str, fx.Node]) -> Factor:
-    """The one factor that stands for several.
+    """Return one factor for several.
 
-    A geometric mean follows the batch as its members do; other means, and members that follow different tensors, are
-    taken at the example's sizes.
+    A geometric mean follows the batch like its members. Other means, and means of members that follow different
+    tensors, are those of the example's sizes.
     """
     if constraint == "to_output_scale" or len(factors) == 1:
         return factors[0]

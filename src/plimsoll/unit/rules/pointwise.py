@@ -1,4 +1,4 @@
-"""Rules of activations that have a formula, normalisations, and what keeps a scale."""
+"""Rules of activations with a formula, of normalizations, and of operations that keep a scale."""
 
 from typing import cast
 
@@ -23,7 +23,7 @@ def _activation(site: Site) -> Ideal:
 
 
 def _norm(site: Site) -> Ideal:
-    """A norm is at unit scale by itself; its parameters' gradients are sums over rows."""
+    """Return the factors of a norm, which is at unit scale. Its parameters' gradients are sums over rows."""
     x = cast("fx.Node", site.node.args[0])
     dims = len(shape_of(x))
     if site.operation in ("layer_norm", "rms_norm"):
