@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 OPTIONAL = (
-    "plotly", "fastapi", "uvicorn", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "duckdb", "ray",
+    "plotly", "fastapi", "uvicorn", "tensorboard", "wandb", "mlflow", "lightning", "transformers", "duckdb",
 )  # fmt: skip
 
 
@@ -172,11 +172,8 @@ def sql(folder: Path) -> None:
 
 
 def lab(_: Path) -> None:
-    """The experiments, and Ray for their sweeps."""
-    from plimsoll_lab.running.engines import carry_out_on
-
+    """The list of experiments."""
     subprocess.run([sys.executable, "-m", "plimsoll", "lab"], check=True, stdout=subprocess.DEVNULL)
-    assert carry_out_on("ray", "json:dumps", [{"a": 1}], device="cpu") == ['{"a": 1}']
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {

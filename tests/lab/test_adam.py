@@ -10,12 +10,11 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
+from plimsoll_lab.bench import Bench, Silent
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Silent
-from plimsoll_lab.experiments.adam.analysis import BOUND, EXPLODES
-from plimsoll_lab.experiments.adam.experiment import ADAM, claims, measure_with
-from plimsoll_lab.experiments.adam.training import KINDS, Data, Net, Setup, setup_for, train
+from plimsoll_lab.experiments.adam import BOUND, EXPLODES, KINDS, Adam, Data, Net, Setup, claims, judged
 from plimsoll_lab.result import Measured
+from plimsoll_lab.study import Job
 from tests.support.cases import each
 
 SMALL = Setup(steps=66, spell=6, opening=48, inputs=8, width=8, batch=16)
@@ -29,7 +28,7 @@ def bench(folder: Path, steps: int | None = None) -> Bench:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_with(bench(tmp_path_factory.mktemp("adam")), SMALL)
+    return Adam().measure_with(bench(tmp_path_factory.mktemp("adam")), SMALL, workers=1)
 
 
 def by_id(found: tuple[Claim, ...]) -> dict[str, Claim]:
@@ -113,12 +112,11 @@ def test_an_end_that_is_no_better_is_told(measured: Measured) -> None:
 
 def test_with_state_in_fp32_nothing_explodes(measured: Measured, tmp_path: Path) -> None:
     """The small epsilon's claims fail where its training keeps FP32 state: it is the state that does it."""
-    from plimsoll_lab.experiments.adam.analysis import judged
-
     kind = dataclasses.replace(KINDS[2], precision="fp32")
-    train(kind, SMALL, tmp_path / "run", seed=0, device="cpu", progress=Silent())
+    job = Job(kind=kind, seed=0, run=tmp_path / "run")
+    Adam().train(job, SMALL, "cpu")
     numbers = [dict(training.numbers) for training in measured.trainings]
-    numbers[2] = dict(judged(kind, SMALL, tmp_path / "run").numbers)
+    numbers[2] = dict(judged(job, SMALL).numbers)
     failed = {claim.id for claim in claims(*numbers) if not claim.holds}
     assert failed >= {"update-explodes", "explosion-ends-it", "found-before"}
 
@@ -138,7 +136,7 @@ def test_the_trunk_is_the_best_linear_one_and_the_branch_opens_by_doubling() -> 
 
 
 def test_settings_for_other_lengths() -> None:
-    assert setup_for(500, full=False).steps == 500 and setup_for(None, full=True).width > Setup().width
-    assert ADAM.settings(bench(Path("x"), 200))["steps"] == 200
+    assert Adam().setup_for(500, full=False).steps == 500 and Adam().setup_for(None, full=True).width > Setup().width
+    assert Adam().settings(bench(Path("x"), 200))["steps"] == 200
     with pytest.raises(ArgumentError, match="lab adam: expected 160 steps or more: the branch .* got 159. Use 220"):
-        ADAM.settings(bench(Path("x"), 159))
+        Adam().settings(bench(Path("x"), 159))

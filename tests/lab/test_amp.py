@@ -13,8 +13,8 @@ from torch import nn
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.amp import experiment
 from plimsoll_lab.experiments.amp.analysis import ends, fell_to, furthest, losses
 from plimsoll_lab.experiments.amp.claims import of_losses, of_memory, of_times

@@ -10,8 +10,8 @@ import torch
 from plimsoll import unit
 from plimsoll.errors import ArgumentError
 from plimsoll_lab import EXPERIMENTS, Bench, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.audit.analysis import claims
 from plimsoll_lab.experiments.audit.cost import _Arithmetic, added_share, operations
 from plimsoll_lab.experiments.audit.experiment import FIGURE, Setup, measure_with, setup_for

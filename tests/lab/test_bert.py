@@ -14,7 +14,7 @@ import torch
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.bert.analysis import Score, behind, judged, nats_over, scored, scores
 from plimsoll_lab.experiments.bert.data import (
     LENGTH,

@@ -12,7 +12,7 @@ import torch
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler
 from plimsoll_lab import Bench, Claim, Measured
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.clip import variants
 from plimsoll_lab.experiments.clip.analysis import judged
 from plimsoll_lab.experiments.clip.data import COLOURS, LENGTH, VOCABULARY, Batch, make_batch, tokens

@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Training
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.clip import experiment
 from plimsoll_lab.experiments.clip.claims import claims
 from plimsoll_lab.experiments.clip.conclusions import said

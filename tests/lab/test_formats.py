@@ -10,7 +10,7 @@ import torch
 
 from plimsoll.formats import get
 from plimsoll_lab import Bench, perform
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.formats.experiment import FORMATS, claims
 from plimsoll_lab.experiments.formats.independent_check import by_witness, disagreements
 from plimsoll_lab.experiments.formats.measured_by_cast import by_cast

@@ -14,8 +14,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.spectrum import measure
 from plimsoll_lab import Bench, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.gradients.experiment import (
     FIGURE,
     GRADIENTS,

@@ -12,7 +12,7 @@ from plimsoll.diagnosis import View
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.layerwise.experiment import (
     KINDS,
     LAYERWISE,

@@ -11,8 +11,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision import Policy
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.clip.data import SHAPES, VOCABULARY, make_batch
 from plimsoll_lab.experiments.levels.analysis import accuracies, behind
 from plimsoll_lab.experiments.levels.experiment import LEVELS, astray, claims, measure_with

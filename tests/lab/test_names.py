@@ -3,11 +3,13 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import plimsoll_lab as lab
+from plimsoll.version import __version__
 from tests.support.patience import HANG_SECONDS
 
 
@@ -32,3 +34,10 @@ def test_a_worker_loads_no_experiment() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     )
     assert told.stdout.split() == ["False"]
+
+
+def test_the_laboratory_needs_the_plimsoll_of_its_own_version() -> None:
+    file = Path(__file__).parents[2] / "lab" / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    assert project["version"] == __version__
+    assert project["dependencies"] == [f"plimsoll[report]=={__version__}"]

@@ -11,8 +11,8 @@ import torch
 
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
+from plimsoll_lab.bench import Bench, Silent
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Silent
 from plimsoll_lab.experiments.t5.analysis import layers_of, overflowing
 from plimsoll_lab.experiments.t5.experiment import T5, claims, measure_with
 from plimsoll_lab.experiments.t5.model import LENGTH, VOCABULARY, Encoder, batch_of

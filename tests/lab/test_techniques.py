@@ -13,8 +13,8 @@ from plimsoll import emulate, prepare
 from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.techniques.experiment import TECHNIQUES, beside, claims, measure_with
 from plimsoll_lab.experiments.techniques.sum_errors import _operands, error_of_sums
 from plimsoll_lab.experiments.techniques.training import (

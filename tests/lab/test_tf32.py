@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from plimsoll_lab.bench import Bench, Silent
 from plimsoll_lab.claim import Claim
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Bench, Silent
 from plimsoll_lab.experiments.tf32.experiment import TF32, claims, measure, trained
 from plimsoll_lab.experiments.tf32.loops import (
     amp_loop,

@@ -14,8 +14,8 @@ from plimsoll.errors import ArgumentError
 from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, Run, RunWriter
 from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.clip.data import make_batch
 from plimsoll_lab.experiments.underflow import training as trains
 from plimsoll_lab.experiments.underflow.analysis import Rate, came_true, early_verdict, rate

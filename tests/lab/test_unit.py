@@ -11,8 +11,8 @@ import torch
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll.runs import Run
 from plimsoll_lab import Bench, Claim, Measured
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.evidence.outcomes import rows_of
-from plimsoll_lab.experiment import Silent
 from plimsoll_lab.experiments.unit.analysis import Scores, scores
 from plimsoll_lab.experiments.unit.experiment import UNIT, claims, jobs_of, measure_with
 from plimsoll_lab.experiments.unit.model import Plain, Unit

@@ -12,7 +12,7 @@ import torch
 
 from plimsoll.errors import ArgumentError, PlimsollError
 from plimsoll_lab import Bench, Claim, Measured, perform
-from plimsoll_lab.experiment import Silent
+from plimsoll_lab.bench import Silent
 from plimsoll_lab.experiments.unit_sweep import experiment
 from plimsoll_lab.experiments.unit_sweep.analysis import Scores, chance, mean, share
 from plimsoll_lab.experiments.unit_sweep.claims import claims
@@ -228,7 +228,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plimsoll_lab.running.engines.workers_for", lambda _: 1)
+        patch.setattr("plimsoll_lab.experiments.unit_sweep.experiment.workers_for", lambda _: 1)
         return experiment.measure_with(bench(folder), SMALL, in_all_ways(DESIGN))
 
 
@@ -257,7 +257,7 @@ def test_it_goes_on_where_it_was_ended(measured: Measured, folder: Path, monkeyp
     assert len(lines) == 1 + len(grid)
     ledger.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])  # killed while it wrote the last line but one
     asked: list[str] = []
-    monkeypatch.setattr("plimsoll_lab.running.engines.workers_for", lambda _: 1)
+    monkeypatch.setattr("plimsoll_lab.experiments.unit_sweep.experiment.workers_for", lambda _: 1)
     tell = experiment.to_task
     monkeypatch.setattr(experiment, "to_task", lambda each, *a, **k: (asked.append(each.name), tell(each, *a, **k))[1])
     again = experiment.swept(bench(folder), SMALL, grid)
@@ -283,13 +283,9 @@ def test_a_folder_of_another_setup_is_refused_before_anything_is_changed(measure
     assert sorted(folder.rglob("*")) == before
 
 
-def test_too_few_steps_and_engines_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_too_few_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="lab unit-sweep: expected 20 steps or more, .*got 5. Use 100."):
         perform(experiment.UNIT_SWEEP, tmp_path / "a", steps=5)
-    with pytest.raises(
-        ArgumentError, match="lab unit-sweep: expected engine to be local or ray.*got 'dask'. Use local"
-    ):
-        perform(experiment.UNIT_SWEEP, tmp_path / "b", engine="dask")  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 

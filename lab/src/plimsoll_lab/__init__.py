@@ -11,23 +11,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plimsoll_lab.bench import Bench as Bench, Progress as Progress
     from plimsoll_lab.claim import Claim as Claim
     from plimsoll_lab.evidence.outcomes import Outcome as Outcome, found_in as found_in, recorded as recorded
     from plimsoll_lab.evidence.rows import ROWS as ROWS, Row as Row
     from plimsoll_lab.evidence.status import Standing as Standing, standings as standings
-    from plimsoll_lab.experiment import Bench as Bench, Experiment as Experiment, Progress as Progress
     from plimsoll_lab.registry import EXPERIMENTS as EXPERIMENTS, experiment_named as experiment_named
     from plimsoll_lab.result import Measured as Measured, Result as Result, Training as Training
     from plimsoll_lab.running.run_all import perform_all as perform_all
     from plimsoll_lab.running.run_experiment import perform as perform
+    from plimsoll_lab.study import Experiment as Experiment, Job as Job, Kind as Kind, Sizes as Sizes, Study as Study
 
 # Where each name lives: the same as the block for type checkers above (a test compares them).
 _HOMES = {
     "perform_all": "running.run_all",
     "Claim": "claim",
-    "Bench": "experiment",
-    "Experiment": "experiment",
-    "Progress": "experiment",
+    "Bench": "bench",
+    "Experiment": "study",
+    "Progress": "bench",
     "Outcome": "evidence.outcomes",
     "found_in": "evidence.outcomes",
     "recorded": "evidence.outcomes",
@@ -39,6 +40,10 @@ _HOMES = {
     "Training": "result",
     "ROWS": "evidence.rows",
     "Row": "evidence.rows",
+    "Job": "study",
+    "Kind": "study",
+    "Sizes": "study",
+    "Study": "study",
     "Standing": "evidence.status",
     "standings": "evidence.status",
 }

@@ -1,30 +1,30 @@
-"""`Claim`: a sentence, the number that was measured for it, and the bound that the number must keep."""
+"""Claims of experiments: a sentence, the number measured for it, and the bounds of that number."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from plimsoll.errors import ArgumentError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
-    """What an experiment says, and whether it is so.
+    """A statement of an experiment, with the number that was measured for it.
 
-    `rows`: those of the evidence base that it is of; none: all of its experiment's.
+    It holds where `measured` is at least `at_least` and at most `at_most`. One of them may be None. A number that could
+    not be measured is NaN, and keeps no bound. `rows` are the rows of the evidence base that it belongs to. None given
+    means all rows of its experiment.
 
-    It holds where `measured` is at least `at_least` and at most `at_most`; one of them may be None. A number that could
-    not be measured is NaN, and keeps no bound.
-
-    >>> Claim(id="scale-falls", says="the scale falls", measured=10.0, at_least=10.0, unit="binades").holds
+    >>> Claim("scale-falls", "the scale falls", 10.0, at_least=10.0, unit="binades").holds
     True
-    >>> Claim(id="scale-falls", says="the scale falls", measured=float("nan"), at_most=1.0).holds
+    >>> Claim("scale-falls", "the scale falls", float("nan"), at_most=1.0).holds
     False
     """
 
     id: str
     says: str
     measured: float
+    _: KW_ONLY
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
@@ -38,13 +38,14 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the number keeps its bounds."""
+        """True if the number keeps its bounds."""
         low = -math.inf if self.at_least is None else self.at_least
         high = math.inf if self.at_most is None else self.at_most
-        return bool(low <= self.measured <= high)  # of NumPy's numbers it would be NumPy's, which JSON has no form for
+        # A comparison of NumPy numbers gives a NumPy bool, which JSON cannot write.
+        return bool(low <= self.measured <= high)
 
     def __str__(self) -> str:
-        """What it says, what was measured, and what was expected, in one line."""
+        """Return the sentence, the number and the bounds in one line."""
         bounds = [
             f"{word} {_number(bound)}"
             for word, bound in (("at least", self.at_least), ("at most", self.at_most))
@@ -54,7 +55,7 @@ class Claim:
         return f"{self.says}: {measured}, expected {' and '.join(bounds)}"
 
     def to_dict(self) -> dict[str, object]:
-        """The claim as JSON-able data; a number that JSON has no form for is its name ("nan", "inf")."""
+        """Return the claim as JSON-able data. NaN and Inf become the strings "nan" and "inf"."""
         measured = float(self.measured) if math.isfinite(self.measured) else str(float(self.measured))
         return {
             "id": self.id,
@@ -69,7 +70,7 @@ class Claim:
 
 
 def of_rows(claims: Iterable[Claim], *rows: str) -> tuple[Claim, ...]:
-    """The same claims, as those of these rows."""
+    """Return the claims with these rows of the evidence base."""
     return tuple(replace(claim, rows=rows) for claim in claims)
 
 

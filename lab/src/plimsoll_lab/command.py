@@ -35,16 +35,12 @@ def lab(
         Literal["cpu", "cuda"], typer.Option("--device", help="cpu emulates FP16; cuda computes in it.")
     ] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="A larger model, for longer.")] = False,
-    engine: Annotated[
-        Literal["local", "ray"],
-        typer.Option("--engine", help="What the trainings run on: processes here, or a Ray cluster (unit-sweep)."),
-    ] = "local",
     output: Annotated[
         Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
     ] = "text",
 ) -> None:
     """The experiments behind the claims. Exit code 0: all claims of it hold; 1: one does not; 2: it was not done."""
-    _check(name, rows, every, steps, engine)
+    _check(name, rows, every, steps)
     folder = folder_here("lab", "--out", out, f"lab-{name or 'all'}")
     if rows:
         list_rows(folder, output)
@@ -53,9 +49,7 @@ def lab(
     elif name is None:
         list_experiments(folder, output)
     else:
-        _one(
-            name, folder or Path(f"lab-{name}"), output, seed=seed, device=device, steps=steps, full=full, engine=engine
-        )
+        _one(name, folder or Path(f"lab-{name}"), output, seed=seed, device=device, steps=steps, full=full)
 
 
 def _one(name: str, folder: Path, output: str, **settings: Any) -> None:
@@ -101,15 +95,11 @@ def _say(outcome: "Outcome") -> None:
         target.print(Text(f"  {said}"), soft_wrap=True)
 
 
-def _check(name: str | None, rows: bool, every: bool, steps: int | None, engine: str) -> None:
+def _check(name: str | None, rows: bool, every: bool, steps: int | None) -> None:
     if (name is not None) + rows + every > 1:
         raise ArgumentError("lab: expected one of NAME, --list and --all; got more than one. Leave out the others.")
     if every and steps is not None:
         raise ArgumentError(
             f"lab: expected --steps with one experiment, since each needs its own; got it with --all ({steps}). "
             "Name the experiment."
-        )
-    if name is None and engine != "local":
-        raise ArgumentError(
-            f"lab: expected --engine with the experiment that runs on it; got {engine!r} and no NAME. Name unit-sweep."
         )

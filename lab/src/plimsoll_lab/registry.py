@@ -2,10 +2,10 @@
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from plimsoll.errors import ArgumentError
-from plimsoll_lab.experiment import Experiment
-from plimsoll_lab.experiments.adam import ADAM
+from plimsoll_lab.experiments.adam import Adam
 from plimsoll_lab.experiments.amp import AMP
 from plimsoll_lab.experiments.audit import AUDIT
 from plimsoll_lab.experiments.bert import BERT
@@ -21,15 +21,16 @@ from plimsoll_lab.experiments.underflow import UNDERFLOW
 from plimsoll_lab.experiments.unit import UNIT
 from plimsoll_lab.experiments.unit_factors import UNIT_FACTORS
 from plimsoll_lab.experiments.unit_sweep import UNIT_SWEEP
+from plimsoll_lab.study import Experiment, Study
 
-_IN_ORDER = (
-    DEMO, CLIP, UNDERFLOW, ADAM, T5, TF32, LAYERWISE, UNIT, UNIT_FACTORS, AUDIT, UNIT_SWEEP, BERT, AMP, TECHNIQUES,
+_IN_ORDER: tuple[Experiment | Study[Any, Any], ...] = (
+    DEMO, CLIP, UNDERFLOW, Adam(), T5, TF32, LAYERWISE, UNIT, UNIT_FACTORS, AUDIT, UNIT_SWEEP, BERT, AMP, TECHNIQUES,
     GRADIENTS, LEVELS, FORMATS,
 )  # fmt: skip
-EXPERIMENTS: Mapping[str, Experiment] = {experiment.name: experiment for experiment in _IN_ORDER}
+EXPERIMENTS: Mapping[str, Experiment | Study[Any, Any]] = {experiment.name: experiment for experiment in _IN_ORDER}
 
 
-def experiment_named(name: str) -> Experiment:
+def experiment_named(name: str) -> Experiment | Study[Any, Any]:
     """The experiment of that name; raises `ArgumentError` with those that there are."""
     found = EXPERIMENTS.get(name)
     if found is not None:

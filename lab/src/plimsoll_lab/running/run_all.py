@@ -3,19 +3,21 @@
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from plimsoll_lab import registry
+from plimsoll_lab.bench import Progress
 from plimsoll_lab.evidence.outcomes import Outcome, save
-from plimsoll_lab.experiment import Experiment, Progress
 from plimsoll_lab.results_folder import made_ready
 from plimsoll_lab.running.run_experiment import check, perform
+from plimsoll_lab.study import Experiment, Study
 
 OUTCOMES = "outcomes.json"
 
 
 def perform_all(
     folder: "str | os.PathLike[str]",
-    experiments: Iterable[Experiment] | None = None,
+    experiments: Iterable[Experiment | Study[Any, Any]] | None = None,
     *,
     seed: int = 0,
     device: str = "cpu",
@@ -47,7 +49,13 @@ def perform_all(
 
 
 def _outcome(
-    experiment: Experiment, folder: Path, *, seed: int, device: str, full: bool, progress: Progress | None
+    experiment: Experiment | Study[Any, Any],
+    folder: Path,
+    *,
+    seed: int,
+    device: str,
+    full: bool,
+    progress: Progress | None,
 ) -> Outcome:
     try:
         return Outcome.of(perform(experiment, folder, seed=seed, device=device, full=full, progress=progress))

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,15 @@ from plimsoll.errors import ArgumentError
 from plimsoll.report import html
 from plimsoll.runs.storage.atomic_files import replacing
 from plimsoll.version import __version__
-from plimsoll_lab.experiment import Bench, Engine, Experiment, Progress, Silent
+from plimsoll_lab.bench import Bench, Progress, Silent
 from plimsoll_lab.registry import experiment_named
 from plimsoll_lab.result import Measured, Result
 from plimsoll_lab.results_folder import RESULT, RUNS, clear
+from plimsoll_lab.study import Experiment, Study
 
 
 def perform(
-    experiment: str | Experiment,
+    experiment: str | Experiment | Study[Any, Any],
     folder: "str | os.PathLike[str]",
     *,
     seed: int = 0,
@@ -29,7 +31,6 @@ def perform(
     steps: int | None = None,
     full: bool = False,
     progress: Progress | None = None,
-    engine: Engine = "local",
 ) -> Result:
     """Carries out an experiment: its runs, a report of each, and ``result.json`` go to the folder.
 
@@ -37,7 +38,6 @@ def perform(
     - `seed`: of everything that is random. `device`: "cpu", where FP16 is emulated, or "cuda".
     - `steps`: how long each training is; None for as long as the experiment needs. `full`: larger models, for longer.
     - `progress`: is told of parts and steps.
-    - `engine`: what the trainings run on: "local" processes, or a "ray" cluster where the experiment can.
 
     torch's random generator, and all of its settings, are afterwards what they were.
 
@@ -45,12 +45,8 @@ def perform(
     """
     chosen = experiment_named(experiment) if isinstance(experiment, str) else experiment
     check(seed, device, steps)
-    _check_engine(chosen, engine)
     target = Path(folder)
-    bench = Bench(
-        runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent(),
-        engine=engine,
-    )  # fmt: skip
+    bench = Bench(runs=target / RUNS, seed=seed, device=device, steps=steps, full=full, progress=progress or Silent())
     settings = chosen.settings(bench)
     clear(target, chosen.name)
     began = time.perf_counter()
@@ -97,11 +93,3 @@ def check(seed: int, device: str, steps: int | None) -> None:
         raise ArgumentError("lab: expected a GPU for device=cuda; got none that torch finds. Use cpu.")
     if steps is not None and steps < 1:
         raise ArgumentError(f"lab: expected 1 step or more; got steps={steps}. Leave it out.")
-
-
-def _check_engine(experiment: Experiment, engine: str) -> None:
-    if engine not in experiment.engines:
-        raise ArgumentError(
-            f"lab {experiment.name}: expected engine to be {' or '.join(experiment.engines)}, where its trainings can "
-            f"run; got {engine!r}. Use local."
-        )

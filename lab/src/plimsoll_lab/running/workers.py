@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 
 from plimsoll.errors import PlimsollError
-from plimsoll_lab.experiment import Progress, Silent
+from plimsoll_lab.bench import Progress, Silent
 
 Task = Mapping[str, Any]
 # Ctrl-C on a terminal reaches all processes of it: a worker leaves it to the program, which ends its workers then.
@@ -88,10 +88,10 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def named(function: str) -> Callable[[Task], Any]:
+def named(function: str) -> Callable[..., Any]:
     """The function of that name, "module:function"."""
     module, _, name = function.partition(":")
-    return cast("Callable[[Task], Any]", getattr(importlib.import_module(module), name))
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
 
 
 def work() -> None:

@@ -30,23 +30,15 @@ def of_memory(memory: Memory, batches: Mapping[str, int], parameters: int) -> tu
 def _of_savings(memory: Memory, batches: Mapping[str, int], parameters: int) -> tuple[Claim, ...]:
     saved = {name: 1.0 - share(memory, name, "amp-fp16", batch) for name, batch in batches.items()}
     return (
-        Claim(
-            id="unet-parameters", says="the UNet has the benchmark's number of parameters", measured=parameters,
-            at_least=UNET_PARAMETERS, at_most=UNET_PARAMETERS, unit="parameters",
-        ),
-        Claim(
-            id="unet-saves-most", says="amp-fp16: the UNet saves the largest part of its memory",
-            measured=saved["unet"] - max(saved["bert"], saved["feed-forward"]), at_least=0.05,
-            unit="of the memory more than the next",
-        ),
-        Claim(
-            id="bert-saves", says="amp-fp16: BERT-base saves memory too",
-            measured=saved["bert"], at_least=0.1, unit="of the memory",
-        ),
-        Claim(
-            id="unet-halves", says="amp-fp16: the UNet's memory about halves",
-            measured=1.0 - saved["unet"], at_most=_HALF, unit="of FP32's",
-        ),
+        Claim("unet-parameters", "the UNet has the benchmark's number of parameters",
+              parameters, at_least=UNET_PARAMETERS, at_most=UNET_PARAMETERS, unit="parameters"),
+        Claim("unet-saves-most", "amp-fp16: the UNet saves the largest part of its memory",
+              saved["unet"] - max(saved["bert"], saved["feed-forward"]),
+              at_least=0.05, unit="of the memory more than the next"),
+        Claim("bert-saves", "amp-fp16: BERT-base saves memory too",
+              saved["bert"], at_least=0.1, unit="of the memory"),
+        Claim("unet-halves", "amp-fp16: the UNet's memory about halves",
+              1.0 - saved["unet"], at_most=_HALF, unit="of FP32's"),
     )  # fmt: skip
 
 
@@ -54,28 +46,20 @@ def _of_parts(memory: Memory, batch: int) -> tuple[Claim, ...]:
     """Static and dynamic memory told apart."""
     bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
     return (
-        Claim(
-            id="masters-cost", says="O2: masters cost what 16-bit weights and gradients save: static memory stays",
-            measured=masters.static / bert.static, at_least=0.99, at_most=1.01, unit="of FP32's",
-        ),
-        Claim(
-            id="activations-dominate", says="BERT-base in FP32: activations take 3 to 4 times the static memory",
-            measured=bert.dynamic(batch) / bert.static, at_least=3, at_most=4, unit="times",
-        ),
-        Claim(
-            id="o2-halves", says="O2: so the total about halves, as activations do",
-            measured=share(memory, "bert", "fp16-master", batch), at_most=_X2_TOTAL, unit="of FP32's",
-        ),
+        Claim("masters-cost", "O2: masters cost what 16-bit weights and gradients save: static memory stays",
+              masters.static / bert.static, at_least=0.99, at_most=1.01, unit="of FP32's"),
+        Claim("activations-dominate", "BERT-base in FP32: activations take 3 to 4 times the static memory",
+              bert.dynamic(batch) / bert.static, at_least=3, at_most=4, unit="times"),
+        Claim("o2-halves", "O2: so the total about halves, as activations do",
+              share(memory, "bert", "fp16-master", batch), at_most=_X2_TOTAL, unit="of FP32's"),
     )  # fmt: skip
 
 
 def _of_inference(memory: Memory) -> tuple[Claim, ...]:
     bert, masters = memory["bert", "fp32"], memory["bert", "fp16-master"]
     return (
-        Claim(
-            id="inference-halves", says="BERT-base for inference: its weights in FP16 take half the memory",
-            measured=masters.weights / bert.weights, at_least=0.5, at_most=0.51, unit="of FP32's",
-        ),
+        Claim("inference-halves", "BERT-base for inference: its weights in FP16 take half the memory",
+              masters.weights / bert.weights, at_least=0.5, at_most=0.51, unit="of FP32's"),
     )  # fmt: skip
 
 
@@ -88,26 +72,20 @@ def of_losses(ends: Ends, fell: Mapping[str, float], times: Times) -> tuple[Clai
     """What is said of losses: they fall, they agree at the end, and one step's agree to begin with."""
     return (
         *(
-            Claim(
-                id=f"{name}-converges", says=f"{name}, FP32: the loss falls",
-                measured=part, at_most=0.8, unit="of where it began",
-            )
+            Claim(f"{name}-converges", f"{name}, FP32: the loss falls",
+                  part, at_most=0.8, unit="of where it began")
             for name, part in fell.items()
         ),
         *(
-            Claim(
-                id=f"{name}-{level}-agrees", says=f"{name}, {level}: the loss ends where FP32's does",
-                measured=furthest(found), at_most=_AGREES, unit="of it apart, at most",
-            )
+            Claim(f"{name}-{level}-agrees", f"{name}, {level}: the loss ends where FP32's does",
+                  furthest(found), at_most=_AGREES, unit="of it apart, at most")
             for (name, level), found in ends.items()
             if level != "fp32"
         ),
         *(
-            Claim(
-                id=f"{name}-step-agrees", says=f"{name}: one step's loss is the same at all levels",
-                measured=largest(abs(each.loss / levels["fp32"].loss - 1.0) for each in levels.values()),
-                at_most=_AGREES, unit="of FP32's apart, at most",
-            )
+            Claim(f"{name}-step-agrees", f"{name}: one step's loss is the same at all levels",
+                  largest(abs(each.loss / levels["fp32"].loss - 1.0) for each in levels.values()),
+                  at_most=_AGREES, unit="of FP32's apart, at most")
             for name, levels in times.items()
         ),
     )  # fmt: skip
@@ -117,18 +95,12 @@ def of_times(times: Times) -> tuple[Claim, ...]:
     """What was published of times on GPUs: no gain, 5 to 30 %, 50 to 60 %."""
     took = {name: ratio(levels["amp-fp16"], levels["fp32"]) for name, levels in times.items()}
     return (
-        Claim(
-            id="feed-forward-no-gain", says="amp-fp16: the feed-forward network gains no time",
-            measured=took["feed-forward"], at_least=0.95, unit="of FP32's time",
-        ),
-        Claim(
-            id="unet-faster", says="amp-fp16: the UNet takes 5 to 30 % less time, or saves more",
-            measured=took["unet"], at_most=0.95, unit="of FP32's time",
-        ),
-        Claim(
-            id="bert-faster", says="amp-fp16: BERT-base takes 50 to 60 % less time, or saves more",
-            measured=took["bert"], at_most=0.5, unit="of FP32's time",
-        ),
+        Claim("feed-forward-no-gain", "amp-fp16: the feed-forward network gains no time",
+              took["feed-forward"], at_least=0.95, unit="of FP32's time"),
+        Claim("unet-faster", "amp-fp16: the UNet takes 5 to 30 % less time, or saves more",
+              took["unet"], at_most=0.95, unit="of FP32's time"),
+        Claim("bert-faster", "amp-fp16: BERT-base takes 50 to 60 % less time, or saves more",
+              took["bert"], at_most=0.5, unit="of FP32's time"),
     )  # fmt: skip
 
 

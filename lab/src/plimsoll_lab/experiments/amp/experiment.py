@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.amp.analysis import against, fell_to, judged, losses
 from plimsoll_lab.experiments.amp.claims import (
     Ends,
@@ -41,6 +41,7 @@ from plimsoll_lab.experiments.amp.training import (
 )
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.study import Experiment
 
 _COUNTED = ("fp32", "amp-fp16", "amp-bf16", "fp8-tensor", "fp16-master")
 _REPORTED = ("fp32", "amp-fp16", FP8)

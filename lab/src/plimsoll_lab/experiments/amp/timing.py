@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.precision import Loop, prepare
-from plimsoll_lab.experiment import Progress
+from plimsoll_lab.bench import Progress
 from plimsoll_lab.experiments.amp.networks import Batch, Network, moved
 
 

@@ -79,68 +79,46 @@ def claims(found: Mapping[str, float]) -> tuple[Claim, ...]:
 def _of_the_beginning(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Before the conversion, and after it."""
     return (
-        Claim(
-            id="before-far", says="before: gradients lie more than 4 binades from unit scale",
-            measured=found["gradients_far_before"], at_least=0.9, unit="of operations",
-        ),
-        Claim(
-            id="before-lost", says="before: E5M2 without a scale loses much of the gradients",
-            measured=found["backward_e5m2_lost_before"], at_least=0.3, unit="of values",
-        ),
-        Claim(
-            id="after-near", says="after: values and gradients of the operations lie within 2 binades of unit scale",
-            measured=found["within_after"], at_least=0.98, unit="of operations, forward and backward",
-        ),
-        Claim(
-            id="after-farthest", says="after: none lies far from it",
-            measured=found["farthest_after"], at_most=3.5, unit="binades",
-        ),
-        Claim(
-            id="after-e4m3", says="after: E4M3 without a scale holds the values",
-            measured=found["forward_e4m3_lost_after"], at_most=0.005, unit="of values lost",
-        ),
-        Claim(
-            id="after-e5m2", says="after: E5M2 without a scale holds the gradients",
-            measured=found["backward_e5m2_lost_after"], at_most=0.005, unit="of values lost",
-        ),
-        Claim(
-            id="after-fp16", says="after: FP16 without a scale holds the gradients",
-            measured=found["backward_fp16_lost_after"], at_most=0.001, unit="of values lost",
-        ),
+        Claim("before-far", "before: gradients lie more than 4 binades from unit scale",
+              found["gradients_far_before"], at_least=0.9, unit="of operations"),
+        Claim("before-lost", "before: E5M2 without a scale loses much of the gradients",
+              found["backward_e5m2_lost_before"], at_least=0.3, unit="of values"),
+        Claim("after-near", "after: values and gradients of the operations lie within 2 binades of unit scale",
+              found["within_after"], at_least=0.98, unit="of operations, forward and backward"),
+        Claim("after-farthest", "after: none lies far from it",
+              found["farthest_after"], at_most=3.5, unit="binades"),
+        Claim("after-e4m3", "after: E4M3 without a scale holds the values",
+              found["forward_e4m3_lost_after"], at_most=0.005, unit="of values lost"),
+        Claim("after-e5m2", "after: E5M2 without a scale holds the gradients",
+              found["backward_e5m2_lost_after"], at_most=0.005, unit="of values lost"),
+        Claim("after-fp16", "after: FP16 without a scale holds the gradients",
+              found["backward_fp16_lost_after"], at_most=0.001, unit="of values lost"),
     )  # fmt: skip
 
 
 def _of_drift(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """In training."""
     return (
-        Claim(
-            id="drift-cuts-nothing", says="in training: no tensor drifts above what FP8 holds",
-            measured=found["cut_off_in_training"], at_most=0.001, unit="of values, in the worst tensor",
-        ),
-        Claim(
-            id="drift-loses-little", says="in training: scales do not drift below what FP8 holds",
-            measured=found["lost_in_training"], at_most=0.02, unit="of values, at the worst step",
-        ),
+        Claim("drift-cuts-nothing", "in training: no tensor drifts above what FP8 holds",
+              found["cut_off_in_training"], at_most=0.001, unit="of values, in the worst tensor"),
+        Claim("drift-loses-little", "in training: scales do not drift below what FP8 holds",
+              found["lost_in_training"], at_most=0.02, unit="of values, at the worst step"),
     )  # fmt: skip
 
 
 def _of_training(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Without a loss scale."""
     return (
-        Claim(
-            id="trains", says="it trains, without a loss scale",
-            measured=found["loss_end"] / found["loss_begin"], at_most=0.75, unit="of the first loss",
-        ),
+        Claim("trains", "it trains, without a loss scale",
+              found["loss_end"] / found["loss_begin"], at_most=0.75, unit="of the first loss"),
     )  # fmt: skip
 
 
 def _of_cost(found: Mapping[str, float]) -> tuple[Claim, ...]:
     """Of the factors."""
     return (
-        Claim(
-            id="costs-little", says="at BERT-large's sizes few operations are added (published: 0.2 %)",
-            measured=found["operations_added"], at_most=_COST, unit="of the step's operations",
-        ),
+        Claim("costs-little", "at BERT-large's sizes few operations are added (published: 0.2 %)",
+              found["operations_added"], at_most=_COST, unit="of the step's operations"),
     )  # fmt: skip
 
 

@@ -21,13 +21,14 @@ from plimsoll.errors import ArgumentError
 from plimsoll.runs import Run
 from plimsoll.unit import audit, convert, optim
 from plimsoll.watch import watch
-from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.experiments.audit.analysis import Audits, claims, numbers, said
 from plimsoll_lab.experiments.audit.cost import BERT_LARGE, added_share
 from plimsoll_lab.experiments.unit.model import Plain
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.source_text import Batch, make_batch, standard_library
 from plimsoll_lab.statistics import columns
+from plimsoll_lab.study import Experiment
 
 FIGURE, FOLDER = "report-audit.html", "audit"
 _FEWEST_STEPS = 20

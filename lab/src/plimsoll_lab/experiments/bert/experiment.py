@@ -15,12 +15,13 @@ each other at rates that were chosen by hand in a few trials of one seed.
 import contextlib
 from collections.abc import Mapping
 
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.bert.analysis import Scores, behind, judged, mean, nats_over, scores
 from plimsoll_lab.experiments.bert.training import KINDS, PHASES, Job, Setup, described, setup_for, to_task
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.study import Experiment
 
 _TRAINED = "plimsoll_lab.experiments.bert.training:trained"
 _POINTS = 3.0  # of F1: what the published differences to FP32 stay within
@@ -72,26 +73,16 @@ def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 def _of_plain(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="fp32-answers", says="FP32: learns to answer; F1 is far above that of any one answer to all",
-            measured=mean(found, "fp32", "f1"), at_least=40.0, unit="points of F1",
-        ),
-        Claim(
-            id="fp16-fails", says="FP16 with no loss scale, masked tokens: trails FP32",
-            measured=nats_over(found, "fp16", "fp32"), at_least=_TRAILS, unit="of FP32's loss",
-        ),
-        Claim(
-            id="fp16-underflow", says="FP16 with no loss scale, masked tokens: most gradients are zero",
-            measured=numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients",
-        ),
-        Claim(
-            id="scaled-masked", says="FP16 with a dynamic loss scale, masked tokens: as FP32",
-            measured=nats_over(found, "fp16-scaled", "fp32"), at_most=_WITHIN, unit="of FP32's loss",
-        ),
-        Claim(
-            id="scaled-answers", says="FP16 with a dynamic loss scale: answers as FP32 does",
-            measured=behind(found, "fp16-scaled", "fp32"), at_most=_POINTS, unit="points of F1 behind",
-        ),
+        Claim("fp32-answers", "FP32: learns to answer; F1 is far above that of any one answer to all",
+              mean(found, "fp32", "f1"), at_least=40.0, unit="points of F1"),
+        Claim("fp16-fails", "FP16 with no loss scale, masked tokens: trails FP32",
+              nats_over(found, "fp16", "fp32"), at_least=_TRAILS, unit="of FP32's loss"),
+        Claim("fp16-underflow", "FP16 with no loss scale, masked tokens: most gradients are zero",
+              numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients"),
+        Claim("scaled-masked", "FP16 with a dynamic loss scale, masked tokens: as FP32",
+              nats_over(found, "fp16-scaled", "fp32"), at_most=_WITHIN, unit="of FP32's loss"),
+        Claim("scaled-answers", "FP16 with a dynamic loss scale: answers as FP32 does",
+              behind(found, "fp16-scaled", "fp32"), at_most=_POINTS, unit="points of F1 behind"),
     )  # fmt: skip
 
 
@@ -100,27 +91,21 @@ _UNIT = (("unit-fp16", "FP16"), ("unit-fp8", "FP8 (OCP)"), ("unit-fp8-fnuz", "FP
 
 def _of_masked(found: Scores) -> tuple[Claim, ...]:
     return tuple(
-        Claim(
-            id=f"{kind}-masked", says=f"unit-scaled {title}, masked tokens: as unit-scaled FP32, with no loss scale",
-            measured=nats_over(found, kind, "unit-fp32"), at_most=_WITHIN, unit="of unit-scaled FP32's loss",
-        )
+        Claim(f"{kind}-masked", f"unit-scaled {title}, masked tokens: as unit-scaled FP32, with no loss scale",
+              nats_over(found, kind, "unit-fp32"), at_most=_WITHIN, unit="of unit-scaled FP32's loss")
         for kind, title in _UNIT
     )  # fmt: skip
 
 
 def _of_answers(found: Scores) -> tuple[Claim, ...]:
     same = (
-        Claim(
-            id=f"{kind}-answers", says=f"unit-scaled {title}: answers as unit-scaled FP32 does, with no loss scale",
-            measured=behind(found, kind, "unit-fp32"), at_most=_POINTS, unit="points of F1 behind",
-        )
+        Claim(f"{kind}-answers", f"unit-scaled {title}: answers as unit-scaled FP32 does, with no loss scale",
+              behind(found, kind, "unit-fp32"), at_most=_POINTS, unit="points of F1 behind")
         for kind, title in _UNIT
     )  # fmt: skip
     plain = (
-        Claim(
-            id=f"{kind}-plain", says=f"unit-scaled {title}: answers as plain FP32 does",
-            measured=behind(found, kind, "fp32"), at_most=_POINTS, unit="points of F1 behind",
-        )
+        Claim(f"{kind}-plain", f"unit-scaled {title}: answers as plain FP32 does",
+              behind(found, kind, "fp32"), at_most=_POINTS, unit="points of F1 behind")
         for kind, title in (("unit-fp32", "FP32"), ("unit-fp16", "FP16"), ("unit-fp8", "FP8 (OCP)"))
     )  # fmt: skip
     return (*same, *plain)
@@ -128,10 +113,8 @@ def _of_answers(found: Scores) -> tuple[Claim, ...]:
 
 def _of_gradients(numbers: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="unit-nothing-lost", says="unit-scaled FP16, masked tokens: nearly no gradient is lost",
-            measured=numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients",
-        ),
+        Claim("unit-nothing-lost", "unit-scaled FP16, masked tokens: nearly no gradient is lost",
+              numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients"),
     )  # fmt: skip
 
 

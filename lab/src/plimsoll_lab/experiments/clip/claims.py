@@ -29,26 +29,18 @@ def claims(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
 def _of_burst(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     """The stock scaler otherwise set. Outside of the ten hard batches no layer spans FP16: 2^24 outlasts them."""
     falls = tuple(
-        Claim(
-            id=f"{name}-falls", says=f"{title}: the scale falls at each hard batch all the same",
-            measured=numbers[f"fp16-{name}"]["scale_fell"],
-            at_least=setup.hard_batches, unit="binades",
-        )
+        Claim(f"{name}-falls", f"{title}: the scale falls at each hard batch all the same",
+              numbers[f"fp16-{name}"]["scale_fell"], at_least=setup.hard_batches, unit="binades")
         for name, title in (
             ("high", "FP16 from 2^24"), ("short", "FP16, doubles every 100 steps"), ("both", "FP16 with both of these"),
         )
     )  # fmt: skip
     return (
         *falls,
-        Claim(
-            id="short-still-lost", says="FP16, doubles every 100 steps: too many gradients are lost after them",
-            measured=numbers["fp16-short"]["lost_after"], at_least=_NEARLY_NONE, unit="of gradients",
-        ),
-        Claim(
-            id="high-outlasts", says="FP16 from 2^24: ten halvings are too few to stop it; it ends where BF16 does",
-            measured=numbers["fp16-high"]["loss_end"] / numbers["bf16"]["loss_end"], at_most=_PARTED,
-            unit="of BF16's loss",
-        ),
+        Claim("short-still-lost", "FP16, doubles every 100 steps: too many gradients are lost after them",
+              numbers["fp16-short"]["lost_after"], at_least=_NEARLY_NONE, unit="of gradients"),
+        Claim("high-outlasts", "FP16 from 2^24: ten halvings are too few to stop it; it ends where BF16 does",
+              numbers["fp16-high"]["loss_end"] / numbers["bf16"]["loss_end"], at_most=_PARTED, unit="of BF16's loss"),
     )  # fmt: skip
 
 
@@ -56,75 +48,49 @@ def _of_scales(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     """Scales for layers by the published rule, for parameters and for elements, over the ten hard batches."""
     bf16, zhao = numbers["bf16"], numbers["fp16-zhao"]
     found = [
-        Claim(
-            id="zhao-falls", says="The published rule for layers raises scales only: the loss scale falls all the same",
-            measured=zhao["scale_fell"], at_least=setup.hard_batches, unit="binades",
-        ),
-        Claim(
-            id="zhao-not-enough", says="The published rule for layers: too many gradients are lost after them",
-            measured=zhao["lost_after"], at_least=_NEARLY_NONE, unit="of gradients",
-        ),
+        Claim("zhao-falls", "The published rule for layers raises scales only: the loss scale falls all the same",
+              zhao["scale_fell"], at_least=setup.hard_batches, unit="binades"),
+        Claim("zhao-not-enough", "The published rule for layers: too many gradients are lost after them",
+              zhao["lost_after"], at_least=_NEARLY_NONE, unit="of gradients"),
     ]  # fmt: skip
     for name, title in (("parameter", "A scale per parameter"), ("element", "A scale per element")):
         these = numbers[f"fp16-{name}"]
         found += [
-            Claim(
-                id=f"{name}-no-batch-lost", says=f"{title}: no batch is lost",
-                measured=these["batches_lost"], at_most=0, unit="batches",
-            ),
-            Claim(
-                id=f"{name}-gradients-whole", says=f"{title}: nearly no gradient is lost",
-                measured=these["lost_after"], at_most=_NEARLY_NONE, unit="of gradients",
-            ),
-            Claim(
-                id=f"{name}-as-bf16", says=f"{title}: it ends where BF16 does",
-                measured=these["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss",
-            ),
-            Claim(
-                id=f"{name}-one-sits-out", says=f"{title}: one parameter sits out, in hard batches only",
-                measured=these["sat_out"], at_least=1, at_most=setup.hard_batches, unit="parameter steps",
-            ),
+            Claim(f"{name}-no-batch-lost", f"{title}: no batch is lost",
+                  these["batches_lost"], at_most=0, unit="batches"),
+            Claim(f"{name}-gradients-whole", f"{title}: nearly no gradient is lost",
+                  these["lost_after"], at_most=_NEARLY_NONE, unit="of gradients"),
+            Claim(f"{name}-as-bf16", f"{title}: it ends where BF16 does",
+                  these["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss"),
+            Claim(f"{name}-one-sits-out", f"{title}: one parameter sits out, in hard batches only",
+                  these["sat_out"], at_least=1, at_most=setup.hard_batches, unit="parameter steps"),
         ]  # fmt: skip
     return tuple(found)
 
 
 def _of_never(these: Mapping[str, float]) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="never-sound-at-first", says="FP16 without hard batches: nearly no gradient is lost at first",
-            measured=these["lost_before"], at_most=_NEARLY_NONE, unit="of gradients",
-        ),
-        Claim(
-            id="never-often-zero", says="FP16 without hard batches: later gradients are often zero",
-            measured=these["lost_after"], at_least=0.1, unit="of gradients",
-        ),
-        Claim(
-            id="never-scale-stays", says="FP16 without hard batches: gradients shrink by more than the scale has grown",
-            measured=these["gradient_fell_binades"] - (these["scale_end"] - these["scale_before"]), at_least=1,
-            unit="binades",
-        ),
-        Claim(
-            id="never-told", says="FP16 without hard batches: a rule tells of the underflow",
-            measured=these["underflow_since"], at_least=0, unit="the step it began at",
-        ),
+        Claim("never-sound-at-first", "FP16 without hard batches: nearly no gradient is lost at first",
+              these["lost_before"], at_most=_NEARLY_NONE, unit="of gradients"),
+        Claim("never-often-zero", "FP16 without hard batches: later gradients are often zero",
+              these["lost_after"], at_least=0.1, unit="of gradients"),
+        Claim("never-scale-stays", "FP16 without hard batches: gradients shrink by more than the scale has grown",
+              these["gradient_fell_binades"] - (these["scale_end"] - these["scale_before"]),
+              at_least=1, unit="binades"),
+        Claim("never-told", "FP16 without hard batches: a rule tells of the underflow",
+              these["underflow_since"], at_least=0, unit="the step it began at"),
     )  # fmt: skip
 
 
 def _of_spans(numbers: Numbers) -> tuple[Claim, ...]:
     burst, always = numbers["bf16"], numbers["bf16-always-hard"]
     return (
-        Claim(
-            id="hard-spans", says="at hard batches a single layer's gradient spans more than FP16",
-            measured=burst["spanning_hard"], at_least=1, unit="layers",
-        ),
-        Claim(
-            id="others-do-not", says="outside of the ten hard batches none does",
-            measured=burst["spanning_others"], at_most=0, unit="layers",
-        ),
-        Claim(
-            id="always-spans", says="where every batch is hard one does all along, as in the published CLIP",
-            measured=always["spanning_hard_share"], at_least=_MOST, unit="of samples",
-        ),
+        Claim("hard-spans", "at hard batches a single layer's gradient spans more than FP16",
+              burst["spanning_hard"], at_least=1, unit="layers"),
+        Claim("others-do-not", "outside of the ten hard batches none does",
+              burst["spanning_others"], at_most=0, unit="layers"),
+        Claim("always-spans", "where every batch is hard one does all along, as in the published CLIP",
+              always["spanning_hard_share"], at_least=_MOST, unit="of samples"),
     )  # fmt: skip
 
 
@@ -133,28 +99,16 @@ def _of_always(numbers: Numbers) -> tuple[Claim, ...]:
     bf16, both = numbers["bf16-always-hard"], numbers["fp16-both-always-hard"]
     layer, parameter = numbers["fp16-layer-always-hard"], numbers["fp16-parameter-always-hard"]
     return (
-        Claim(
-            id="always-falls-at-once", says="all batches hard, from 2^24: the scale falls below 2^16 within 40 steps",
-            measured=both["scale_before"] - both["fell_at_once"], at_most=15, unit="its exponent",
-        ),
-        Claim(
-            id="always-stays-down", says="all batches hard, doubling every 100 steps: it does not come back",
-            measured=both["highest_later"], at_most=15, unit="its exponent",
-        ),
-        Claim(
-            id="always-gradients-zero", says="all batches hard, both of these: most gradients are zero",
-            measured=both["lost_after"], at_least=_MOST, unit="of gradients",
-        ),
-        Claim(
-            id="always-stalls", says="all batches hard, both of these: training stalls",
-            measured=both["loss_end"] / bf16["loss_end"], at_least=_PARTED, unit="of BF16's loss",
-        ),
-        Claim(
-            id="always-layer", says="all batches hard, LayerScaler: it ends where BF16 does",
-            measured=layer["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss",
-        ),
-        Claim(
-            id="always-parameter", says="all batches hard, a scale per parameter: it ends where BF16 does",
-            measured=parameter["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss",
-        ),
+        Claim("always-falls-at-once", "all batches hard, from 2^24: the scale falls below 2^16 within 40 steps",
+              both["scale_before"] - both["fell_at_once"], at_most=15, unit="its exponent"),
+        Claim("always-stays-down", "all batches hard, doubling every 100 steps: it does not come back",
+              both["highest_later"], at_most=15, unit="its exponent"),
+        Claim("always-gradients-zero", "all batches hard, both of these: most gradients are zero",
+              both["lost_after"], at_least=_MOST, unit="of gradients"),
+        Claim("always-stalls", "all batches hard, both of these: training stalls",
+              both["loss_end"] / bf16["loss_end"], at_least=_PARTED, unit="of BF16's loss"),
+        Claim("always-layer", "all batches hard, LayerScaler: it ends where BF16 does",
+              layer["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss"),
+        Claim("always-parameter", "all batches hard, a scale per parameter: it ends where BF16 does",
+              parameter["loss_end"] / bf16["loss_end"], at_most=_PARTED, unit="of BF16's loss"),
     )  # fmt: skip

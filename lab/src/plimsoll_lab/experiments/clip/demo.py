@@ -13,14 +13,15 @@ from collections.abc import Mapping
 
 from plimsoll.runs import Run
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.clip.analysis import TAIL, judged
 from plimsoll_lab.experiments.clip.tasks import train_all
 from plimsoll_lab.experiments.clip.training import Setup, described, setup_for
 from plimsoll_lab.experiments.clip.variants import DEMO_KINDS
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import workers_for
+from plimsoll_lab.study import Experiment
 
 Numbers = Mapping[str, float]
 
@@ -47,88 +48,52 @@ def claims(setup: Setup, fp16: Numbers, bf16: Numbers, spectral: Numbers, layer:
 
 def _of_fp16(setup: Setup, fp16: Numbers, bf16: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="fp16-nan", says="FP16: the gradients of every hard batch are not finite",
-            measured=fp16["nonfinite_steps"], at_least=setup.hard_batches, at_most=setup.hard_batches, unit="steps",
-        ),
-        Claim(
-            id="fp16-scale-falls", says="FP16: the stock scaler halves its scale at each of them",
-            measured=fp16["scale_before"] - fp16["scale_end"], at_least=setup.hard_batches, unit="binades",
-        ),
-        Claim(
-            id="fp16-sound-before", says="FP16: nearly no gradient was lost before",
-            measured=fp16["lost_before"], at_most=0.05, unit="of gradients",
-        ),
-        Claim(
-            id="fp16-gradients-zero", says="FP16: most gradients are zero from then on",
-            measured=fp16["lost_after"], at_least=0.8, unit="of gradients",
-        ),
-        Claim(
-            id="fp16-stalls", says="FP16: training stalls; its loss ends above that of BF16",
-            measured=fp16["loss_end"] / bf16["loss_end"], at_least=1.1, unit="of BF16's loss",
-        ),
-        Claim(
-            id="collapse-found", says="the alarm scale-collapse begins at the hard batches",
-            measured=fp16["scale-collapse_since"] - setup.hard_at, at_least=0, at_most=20, unit="steps after them",
-        ),
-        Claim(
-            id="underflow-found", says="the alarm underflow-high follows",
-            measured=fp16["underflow-high_since"] - setup.hard_at, at_least=0, at_most=50, unit="steps after them",
-        ),
+        Claim("fp16-nan", "FP16: the gradients of every hard batch are not finite",
+              fp16["nonfinite_steps"], at_least=setup.hard_batches, at_most=setup.hard_batches, unit="steps"),
+        Claim("fp16-scale-falls", "FP16: the stock scaler halves its scale at each of them",
+              fp16["scale_before"] - fp16["scale_end"], at_least=setup.hard_batches, unit="binades"),
+        Claim("fp16-sound-before", "FP16: nearly no gradient was lost before",
+              fp16["lost_before"], at_most=0.05, unit="of gradients"),
+        Claim("fp16-gradients-zero", "FP16: most gradients are zero from then on",
+              fp16["lost_after"], at_least=0.8, unit="of gradients"),
+        Claim("fp16-stalls", "FP16: training stalls; its loss ends above that of BF16",
+              fp16["loss_end"] / bf16["loss_end"], at_least=1.1, unit="of BF16's loss"),
+        Claim("collapse-found", "the alarm scale-collapse begins at the hard batches",
+              fp16["scale-collapse_since"] - setup.hard_at, at_least=0, at_most=20, unit="steps after them"),
+        Claim("underflow-found", "the alarm underflow-high follows",
+              fp16["underflow-high_since"] - setup.hard_at, at_least=0, at_most=50, unit="steps after them"),
     )  # fmt: skip
 
 
 def _of_bf16(bf16: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="bf16-gradient-rises", says="BF16, same batches: the gradient rises",
-            measured=bf16["gradient_rise"], at_least=1.2, unit="times the usual norm",
-        ),
-        Claim(
-            id="bf16-goes-on", says="BF16: then training goes on",
-            measured=bf16["progress"], at_least=0.05, unit="of the loss before",
-        ),
-        Claim(
-            id="bf16-nothing-found", says="BF16: no rule tells of underflow or of the scale",
-            measured=bf16["underflow_findings"], at_most=0, unit="findings",
-        ),
+        Claim("bf16-gradient-rises", "BF16, same batches: the gradient rises",
+              bf16["gradient_rise"], at_least=1.2, unit="times the usual norm"),
+        Claim("bf16-goes-on", "BF16: then training goes on",
+              bf16["progress"], at_least=0.05, unit="of the loss before"),
+        Claim("bf16-nothing-found", "BF16: no rule tells of underflow or of the scale",
+              bf16["underflow_findings"], at_most=0, unit="findings"),
     )  # fmt: skip
 
 
 def _of_remedies(fp16: Numbers, bf16: Numbers, spectral: Numbers, layer: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="spectral-no-batch-lost", says="SpectralScaler: no batch is lost",
-            measured=spectral["batches_lost"], at_most=0, unit="batches",
-        ),
-        Claim(
-            id="spectral-recovers", says="SpectralScaler: the scale is back soon",
-            measured=spectral["scale_back_after"], at_most=80, unit="steps",
-        ),
-        Claim(
-            id="spectral-goes-on", says="SpectralScaler: training goes on",
-            measured=spectral["loss_end"] / fp16["loss_end"], at_most=0.92, unit="of stock FP16's loss",
-        ),
-        Claim(
-            id="layer-no-batch-lost", says="LayerScaler: no batch is lost",
-            measured=layer["batches_lost"], at_most=0, unit="batches",
-        ),
-        Claim(
-            id="layer-scale-stays", says="LayerScaler: one layer's scale falls, the loss scale stays",
-            measured=layer["scale_before"] - layer["scale_lowest"], at_most=0, unit="binades",
-        ),
-        Claim(
-            id="layer-gradients-whole", says="LayerScaler: nearly no gradient is lost",
-            measured=layer["lost_after"], at_most=0.05, unit="of gradients",
-        ),
-        Claim(
-            id="layer-as-bf16", says="LayerScaler: it ends where BF16 does",
-            measured=layer["loss_end"] / bf16["loss_end"], at_most=1.1, unit="of BF16's loss",
-        ),
-        Claim(
-            id="layer-no-alarm", says="LayerScaler: nothing grave is found",
-            measured=layer["alarms"], at_most=0, unit="alarms",
-        ),
+        Claim("spectral-no-batch-lost", "SpectralScaler: no batch is lost",
+              spectral["batches_lost"], at_most=0, unit="batches"),
+        Claim("spectral-recovers", "SpectralScaler: the scale is back soon",
+              spectral["scale_back_after"], at_most=80, unit="steps"),
+        Claim("spectral-goes-on", "SpectralScaler: training goes on",
+              spectral["loss_end"] / fp16["loss_end"], at_most=0.92, unit="of stock FP16's loss"),
+        Claim("layer-no-batch-lost", "LayerScaler: no batch is lost",
+              layer["batches_lost"], at_most=0, unit="batches"),
+        Claim("layer-scale-stays", "LayerScaler: one layer's scale falls, the loss scale stays",
+              layer["scale_before"] - layer["scale_lowest"], at_most=0, unit="binades"),
+        Claim("layer-gradients-whole", "LayerScaler: nearly no gradient is lost",
+              layer["lost_after"], at_most=0.05, unit="of gradients"),
+        Claim("layer-as-bf16", "LayerScaler: it ends where BF16 does",
+              layer["loss_end"] / bf16["loss_end"], at_most=1.1, unit="of BF16's loss"),
+        Claim("layer-no-alarm", "LayerScaler: nothing grave is found",
+              layer["alarms"], at_most=0, unit="alarms"),
     )  # fmt: skip
 
 

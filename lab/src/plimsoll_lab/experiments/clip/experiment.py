@@ -12,7 +12,7 @@ The four of `demo`, and on the same weights and batches:
 from dataclasses import replace
 
 from plimsoll.runs import Run
-from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.experiments.clip.analysis import judged
 from plimsoll_lab.experiments.clip.claims import claims
 from plimsoll_lab.experiments.clip.conclusions import said
@@ -24,6 +24,7 @@ from plimsoll_lab.experiments.clip.training import Setup, setup_for
 from plimsoll_lab.experiments.clip.variants import ALL_KINDS, Kind
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import workers_for
+from plimsoll_lab.study import Experiment
 
 _JUDGES = {"burst": judged, "never": judged_never, "always": judged_always}
 

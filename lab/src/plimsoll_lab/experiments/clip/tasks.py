@@ -6,7 +6,7 @@ import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from plimsoll_lab.experiment import Bench, Progress
+from plimsoll_lab.bench import Bench, Progress
 from plimsoll_lab.experiments.clip.training import Setup, train
 from plimsoll_lab.experiments.clip.variants import ALL_KINDS, Kind
 from plimsoll_lab.running.workers import Task, carry_out, one_thread

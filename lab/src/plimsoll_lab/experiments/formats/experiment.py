@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.formats.independent_check import by_witness, disagreements
 from plimsoll_lab.experiments.formats.measured_by_cast import by_cast
 from plimsoll_lab.experiments.formats.published_facts import FACTS, Fact
 from plimsoll_lab.result import Measured
+from plimsoll_lab.study import Experiment
 
 BLOCKS, FULL_BLOCKS = 4, 256
 BLOCK = 2**18  # random bit patterns in a block
@@ -41,11 +42,11 @@ def claims(values: Sequence[tuple[float, float]], differing: Mapping[str, int]) 
     for fact, (cast, witness) in zip(FACTS, values, strict=True):
         low, high = fact.bounds
         for suffix, by, value in (("", "", cast), ("-witness", f", by {fact.witness}", witness)):
-            found.append(Claim(id=f"{fact.id}{suffix}", says=f"{fact.says}{by}", measured=value, at_least=low,
-                               at_most=high, unit=fact.unit))  # fmt: skip
+            found.append(Claim(f"{fact.id}{suffix}", f"{fact.says}{by}",
+                               value, at_least=low, at_most=high, unit=fact.unit))  # fmt: skip
     for name, count in differing.items():
         says = f"{name}: cast rounds every random FP32 pattern as the second witness does"
-        found.append(Claim(id=f"{name}-rounding", says=says, measured=float(count), at_most=0, unit="values differ"))
+        found.append(Claim(f"{name}-rounding", says, float(count), at_most=0, unit="values differ"))
     return tuple(found)
 
 

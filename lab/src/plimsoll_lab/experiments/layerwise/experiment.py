@@ -14,12 +14,13 @@ import numpy as np
 
 from plimsoll.runs import Run
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.layerwise.gradient_spans import spans_of
 from plimsoll_lab.models.detector.analysis import judged, over_seeds, ratio_of, smoothed, steps_to
 from plimsoll_lab.models.detector.training import Job, Kind, Setup, described, jobs_of, sized, train_all
 from plimsoll_lab.result import Measured, Training
+from plimsoll_lab.study import Experiment
 
 _SETUP = Setup(steps=150, share=2.0**-15)
 _AS_GOOD = 1.02  # of a held-out loss: "at least as good", within what three seeds can tell
@@ -96,49 +97,34 @@ def claims(numbers: Numbers) -> tuple[Claim, ...]:
     """What the experiment says. A bound on a mean over seeds is one that it keeps with 95 %."""
     best, worst = best_static(numbers), _worst_static(numbers)
     return (
-        Claim(
-            id="static-has-to-be-tried", says="the worst static scale of the four ends behind the best",
-            measured=numbers[worst]["of_best_low"], at_least=_TRAILS, unit="of its loss, at least",
-        ),
-        Claim(
-            id="static-as-fp32", says="the best static scale ends where FP32 does",
-            measured=numbers[best]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most",
-        ),
+        Claim("static-has-to-be-tried", "the worst static scale of the four ends behind the best",
+              numbers[worst]["of_best_low"], at_least=_TRAILS, unit="of its loss, at least"),
+        Claim("static-as-fp32", "the best static scale ends where FP32 does",
+              numbers[best]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most"),
         *(_as_good(numbers, name) for name in _ADAPTIVE),
         *(_as_fp32(numbers, name) for name in _ADAPTIVE),
         *(_no_batch_lost(numbers, name) for name in ("layer-spectra", "layer-zhao", "spectral")),
-        Claim(
-            id="layer-loses-least", says="LayerScaler loses no more gradients than the best static scale",
-            measured=numbers["layer-spectra"]["lost"] - numbers[best]["lost"], at_most=0.0,
-            unit="of the nonzero ones, more",
-        ),
-        Claim(
-            id="one-scale-could-serve", says="some single scale would serve all layers",
-            measured=_width(numbers["fp32"]), at_least=0.0, unit="binades wide",
-        ),
+        Claim("layer-loses-least", "LayerScaler loses no more gradients than the best static scale",
+              numbers["layer-spectra"]["lost"] - numbers[best]["lost"], at_most=0.0, unit="of the nonzero ones, more"),
+        Claim("one-scale-could-serve", "some single scale would serve all layers",
+              _width(numbers["fp32"]), at_least=0.0, unit="binades wide"),
     )  # fmt: skip
 
 
 def _as_good(numbers: Numbers, name: str) -> Claim:
-    return Claim(
-        id=f"{name}-as-best", says=f"{_title(name)}, nothing tried: at least as good as the best static scale",
-        measured=numbers[name]["of_best_high"], at_most=_AS_GOOD, unit="of its loss, at most",
-    )  # fmt: skip
+    return Claim(f"{name}-as-best", f"{_title(name)}, nothing tried: at least as good as the best static scale",
+                 numbers[name]["of_best_high"], at_most=_AS_GOOD, unit="of its loss, at most")  # fmt: skip
 
 
 def _as_fp32(numbers: Numbers, name: str) -> Claim:
     """FP32 is what all aim at, and is not the best of several."""
-    return Claim(
-        id=f"{name}-as-fp32", says=f"{_title(name)}, nothing tried: ends where FP32 does",
-        measured=numbers[name]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most",
-    )  # fmt: skip
+    return Claim(f"{name}-as-fp32", f"{_title(name)}, nothing tried: ends where FP32 does",
+                 numbers[name]["of_fp32_high"], at_most=_AS_GOOD, unit="of FP32's loss, at most")  # fmt: skip
 
 
 def _no_batch_lost(numbers: Numbers, name: str) -> Claim:
-    return Claim(
-        id=f"{name}-no-batch-lost", says=f"{_title(name)}: no batch is lost",
-        measured=numbers[name]["batches_lost"], at_most=0.0, unit="batches",
-    )  # fmt: skip
+    return Claim(f"{name}-no-batch-lost", f"{_title(name)}: no batch is lost",
+                 numbers[name]["batches_lost"], at_most=0.0, unit="batches")  # fmt: skip
 
 
 def _title(name: str) -> str:

@@ -19,8 +19,8 @@ import torch
 from plimsoll.emulate import OperationLists
 from plimsoll.precision import Policy
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.levels.analysis import accuracies, behind, judged
 from plimsoll_lab.experiments.levels.operations import Dtypes, operations_at, told
 from plimsoll_lab.experiments.levels.training import (
@@ -37,6 +37,7 @@ from plimsoll_lab.experiments.levels.training import (
 from plimsoll_lab.result import Measured
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import largest
+from plimsoll_lab.study import Experiment
 
 _EQUAL = 0.02  # of the pictures held out: two points
 _TRAILS = 0.05
@@ -88,10 +89,8 @@ def claims(found: Accuracies, numbers: Numbers, ran: Mapping[str, Dtypes]) -> tu
 def _of_levels(found: Accuracies) -> tuple[Claim, ...]:
     titles = {kind.name: kind.title for kind in OF_LEVELS}
     return tuple(
-        Claim(
-            id=f"{name}-as-fp32", says=f"{titles[name]}: as accurate as FP32", at_most=_EQUAL,
-            measured=behind(found[name], found["fp32"]), unit="of the pictures behind, at most",
-        )
+        Claim(f"{name}-as-fp32", f"{titles[name]}: as accurate as FP32",
+              behind(found[name], found["fp32"]), at_most=_EQUAL, unit="of the pictures behind, at most")
         for name in _EQUALS
     )  # fmt: skip
 
@@ -99,35 +98,20 @@ def _of_levels(found: Accuracies) -> tuple[Claim, ...]:
 def _of_formats(numbers: Numbers, ran: Mapping[str, Dtypes]) -> tuple[Claim, ...]:
     first, second, changed = numbers["amp-fp16"], numbers["fp16-master"], numbers["changed-lists"]
     return (
-        Claim(
-            id="o1-by-the-lists", says="O1: every operation runs in the dtype that its list says",
-            measured=astray(ran["O1"], Policy().operations), at_most=0, unit="operations in another",
-        ),
-        Claim(
-            id="o1-convolutions", says="O1: the outputs of all convolutions are recorded in FP16, weights in FP32",
-            measured=min(first.get("convolutions_fp16", 0.0), first.get("weights_fp32", 0.0)), at_least=3,
-            unit="layers",
-        ),
-        Claim(
-            id="o2-norms", says="O2: batch norm stays in FP32",
-            measured=second.get("norms_fp32", 0.0) - 6, at_least=0, at_most=0, unit="of its 6 parameters otherwise",
-        ),
-        Claim(
-            id="o2-weights", says="O2: all other weights are in FP16",
-            measured=5 - second.get("weights_fp16", 0.0), at_least=0, at_most=0, unit="of 5 otherwise",
-        ),
-        Claim(
-            id="lists-changed", says="lists changed by the user: convolutions are recorded in FP32",
-            measured=changed.get("convolutions_fp32", 0.0), at_least=3, unit="layers",
-        ),
-        Claim(
-            id="lists-obeyed", says="lists changed by the user: every operation runs in the dtype that they say",
-            measured=astray(ran["changed"], CHANGED.operations), at_most=0, unit="operations in another",
-        ),
-        Claim(
-            id="lists-train", says="lists changed by the user: it trains",
-            measured=changed["behind_fp32"], at_most=_TRAILS, unit="of the pictures behind FP32",
-        ),
+        Claim("o1-by-the-lists", "O1: every operation runs in the dtype that its list says",
+              astray(ran["O1"], Policy().operations), at_most=0, unit="operations in another"),
+        Claim("o1-convolutions", "O1: the outputs of all convolutions are recorded in FP16, weights in FP32",
+              min(first.get("convolutions_fp16", 0.0), first.get("weights_fp32", 0.0)), at_least=3, unit="layers"),
+        Claim("o2-norms", "O2: batch norm stays in FP32",
+              second.get("norms_fp32", 0.0) - 6, at_least=0, at_most=0, unit="of its 6 parameters otherwise"),
+        Claim("o2-weights", "O2: all other weights are in FP16",
+              5 - second.get("weights_fp16", 0.0), at_least=0, at_most=0, unit="of 5 otherwise"),
+        Claim("lists-changed", "lists changed by the user: convolutions are recorded in FP32",
+              changed.get("convolutions_fp32", 0.0), at_least=3, unit="layers"),
+        Claim("lists-obeyed", "lists changed by the user: every operation runs in the dtype that they say",
+              astray(ran["changed"], CHANGED.operations), at_most=0, unit="operations in another"),
+        Claim("lists-train", "lists changed by the user: it trains",
+              changed["behind_fp32"], at_most=_TRAILS, unit="of the pictures behind FP32"),
     )  # fmt: skip
 
 
@@ -136,31 +120,19 @@ def _of_scales(numbers: Numbers) -> tuple[Claim, ...]:
     by_scale = [numbers[kind.name]["lost_after"] for kind in SCALES]
     last = SCALES[-1].name
     return (
-        Claim(
-            id="no-scale-loses", says="no loss scale: FP16 loses most gradients of activations",
-            measured=by_scale[0], at_least=_MANY, unit="of gradients",
-        ),
-        Claim(
-            id="no-scale-trails", says="no loss scale: the same training falls behind the dynamic scale's",
-            measured=dynamic["accuracy"] - numbers["scale-1"]["accuracy"], at_least=_TRAILS, unit="of the pictures",
-        ),
-        Claim(
-            id="each-scale-saves", says="each higher scale, from none to 2^15, loses fewer",
-            measured=largest(after - before for before, after in itertools.pairwise(by_scale)), at_most=0,
-            unit="of gradients more than the scale below, at most",
-        ),
-        Claim(
-            id="high-scale-saves", says="a scale of 2^15 loses few",
-            measured=by_scale[-1], at_most=_FEW, unit="of gradients",
-        ),
-        Claim(
-            id="dynamic-saves", says="the dynamic scale finds its place: it loses few",
-            measured=dynamic["lost_after"], at_most=_FEW, unit="of gradients",
-        ),
-        Claim(
-            id="static-as-dynamic", says="a scale of 2^15 serves as well as the dynamic one",
-            measured=dynamic["accuracy"] - numbers[last]["accuracy"], at_most=_TRAILS, unit="of the pictures behind it",
-        ),
+        Claim("no-scale-loses", "no loss scale: FP16 loses most gradients of activations",
+              by_scale[0], at_least=_MANY, unit="of gradients"),
+        Claim("no-scale-trails", "no loss scale: the same training falls behind the dynamic scale's",
+              dynamic["accuracy"] - numbers["scale-1"]["accuracy"], at_least=_TRAILS, unit="of the pictures"),
+        Claim("each-scale-saves", "each higher scale, from none to 2^15, loses fewer",
+              largest(after - before for before, after in itertools.pairwise(by_scale)),
+              at_most=0, unit="of gradients more than the scale below, at most"),
+        Claim("high-scale-saves", "a scale of 2^15 loses few",
+              by_scale[-1], at_most=_FEW, unit="of gradients"),
+        Claim("dynamic-saves", "the dynamic scale finds its place: it loses few",
+              dynamic["lost_after"], at_most=_FEW, unit="of gradients"),
+        Claim("static-as-dynamic", "a scale of 2^15 serves as well as the dynamic one",
+              dynamic["accuracy"] - numbers[last]["accuracy"], at_most=_TRAILS, unit="of the pictures behind it"),
     )  # fmt: skip
 
 

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.t5.analysis import judged, layers_of, overflowing
 from plimsoll_lab.experiments.t5.model import LENGTH
 from plimsoll_lab.experiments.t5.training import KINDS, Setup, setup_for, task_of
 from plimsoll_lab.result import Measured
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.study import Experiment
 
 Numbers = Mapping[str, float]
 _AGREE = 0.99  # of places: clamping is said to have a negligible effect on results
@@ -68,74 +69,48 @@ def _of_overflow(setup: Setup, fp16: Numbers, fault: Mapping[str, str]) -> tuple
     added = _is_sum(setup, fault)
     depth = (layers_of(setup).index(_place(fault)) + 1) / (2 * setup.layers) if added else 0.0
     return (
-        Claim(
-            id="overflows", says="FP16: in training, not at its beginning, the residual stream comes to Inf",
-            measured=fp16["overflow_at"], at_least=1, at_most=setup.steps - 1, unit="steps",
-        ),
-        Claim(
-            id="in-the-sum", says="locate: the first Inf is the sum of the stream and a branch",
-            measured=float(added), at_least=1, unit="operation",
-        ),
-        Claim(
-            id="in-deep-layers", says="locate: in the deeper half of the layers", measured=depth, at_least=0.5,
-            unit="of the depth",
-        ),
-        Claim(
-            id="stops", says="FP16: from then on most steps are skipped",
-            measured=fp16["skipped_since"], at_least=0.5, unit="of the steps",
-        ),
+        Claim("overflows", "FP16: in training, not at its beginning, the residual stream comes to Inf",
+              fp16["overflow_at"], at_least=1, at_most=setup.steps - 1, unit="steps"),
+        Claim("in-the-sum", "locate: the first Inf is the sum of the stream and a branch",
+              float(added), at_least=1, unit="operation"),
+        Claim("in-deep-layers", "locate: in the deeper half of the layers",
+              depth, at_least=0.5, unit="of the depth"),
+        Claim("stops", "FP16: from then on most steps are skipped",
+              fp16["skipped_since"], at_least=0.5, unit="of the steps"),
     )  # fmt: skip
 
 
 def _of_warnings(fp16: Numbers, fault: Mapping[str, str], foretold: Mapping[str, int]) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="told-before", says="the alarm overflow-ahead is raised before the first Inf",
-            measured=fp16["overflow_at"] - fp16["told_at"], at_least=1, unit="steps before",
-        ),
-        Claim(
-            id="foretold-by-bf16", says="whatif of the BF16 run names the layer that overflows first in FP16",
-            measured=float(foretold.get(_place(fault), 0)), at_least=1, unit="samples",
-        ),
+        Claim("told-before", "the alarm overflow-ahead is raised before the first Inf",
+              fp16["overflow_at"] - fp16["told_at"], at_least=1, unit="steps before"),
+        Claim("foretold-by-bf16", "whatif of the BF16 run names the layer that overflows first in FP16",
+              float(foretold.get(_place(fault), 0)), at_least=1, unit="samples"),
     )  # fmt: skip
 
 
 def _of_outputs(forward: Mapping[str, Numbers]) -> tuple[Claim, ...]:
     fp32, clamped = forward["fp32"], forward["fp16-clamped"]
     return (
-        Claim(
-            id="outputs-lost", says="same weights, FP16 without clamps: outputs are NaN",
-            measured=1 - forward["fp16"]["finite"], at_least=0.01, unit="of the outputs",
-        ),
-        Claim(
-            id="clamped-outputs-agree", says="same weights, FP16 with clamps: predictions are FP32's",
-            measured=clamped["agreement"], at_least=_AGREE, unit="of the places",
-        ),
-        Claim(
-            id="clamped-outputs-near", says="same weights, FP16 with clamps: logits are near FP32's",
-            measured=clamped["error"], at_most=0.05, unit="of their norm",
-        ),
-        Claim(
-            id="clamped-accuracy", says="same weights, FP16 with clamps: as accurate as FP32",
-            measured=clamped["accuracy"] - fp32["accuracy"], at_least=-0.01, unit="of the places",
-        ),
+        Claim("outputs-lost", "same weights, FP16 without clamps: outputs are NaN",
+              1 - forward["fp16"]["finite"], at_least=0.01, unit="of the outputs"),
+        Claim("clamped-outputs-agree", "same weights, FP16 with clamps: predictions are FP32's",
+              clamped["agreement"], at_least=_AGREE, unit="of the places"),
+        Claim("clamped-outputs-near", "same weights, FP16 with clamps: logits are near FP32's",
+              clamped["error"], at_most=0.05, unit="of their norm"),
+        Claim("clamped-accuracy", "same weights, FP16 with clamps: as accurate as FP32",
+              clamped["accuracy"] - fp32["accuracy"], at_least=-0.01, unit="of the places"),
     )  # fmt: skip
 
 
 def _of_training(clamped: Numbers, bf16: Numbers, fp32: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="clamps-act", says="FP16 with clamps: values are clamped in training, and they are few",
-            measured=clamped["clamped"], at_least=1e-6, at_most=0.01, unit="of the stream",
-        ),
-        Claim(
-            id="clamped-trains", says="trained in FP16 with clamps: held-out loss as in FP32",
-            measured=clamped["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss",
-        ),
-        Claim(
-            id="bf16-trains", says="trained in BF16, without clamps: likewise",
-            measured=bf16["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss",
-        ),
+        Claim("clamps-act", "FP16 with clamps: values are clamped in training, and they are few",
+              clamped["clamped"], at_least=1e-6, at_most=0.01, unit="of the stream"),
+        Claim("clamped-trains", "trained in FP16 with clamps: held-out loss as in FP32",
+              clamped["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss"),
+        Claim("bf16-trains", "trained in BF16, without clamps: likewise",
+              bf16["held_out_loss"] / fp32["held_out_loss"], at_most=_LOSS, unit="of FP32's loss"),
     )  # fmt: skip
 
 

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.techniques.sum_errors import error_of_sums
 from plimsoll_lab.experiments.techniques.training import KINDS, Kind, Setup, described, setup_for, task_of
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
 from plimsoll_lab.statistics import columns, largest, lost
+from plimsoll_lab.study import Experiment
 
 _TRAINED = "plimsoll_lab.experiments.techniques.training:trained"
 _ON_THE_CURVE = 1.01  # of FP32's bits
@@ -117,66 +118,42 @@ def _of_curves(numbers: Numbers) -> tuple[Claim, ...]:
     everything, unscaled = numbers["all"], numbers["unscaled"]
     gap_first, gap_last = abs(unscaled["ratio_first"] - 1.0), unscaled["ratio_last"] - 1.0
     return (
-        Claim(
-            id="all-on-the-curve", says="FP16 with all three techniques: ends on FP32's curve",
-            measured=everything["of_fp32"], at_least=2 - _ON_THE_CURVE, at_most=_ON_THE_CURVE, unit="of FP32's bits",
-        ),
-        Claim(
-            id="all-along-the-curve", says="FP16 with all three techniques: and lies along it, in each eighth",
-            measured=everything["furthest"], at_most=_ON_THE_CURVE - 1, unit="of FP32's bits apart, at most",
-        ),
-        Claim(
-            id="unscaled-leaves", says="without loss scaling: leaves FP32's curve",
-            measured=unscaled["of_fp32"], at_least=_LEAVES, unit="of FP32's bits",
-        ),
-        Claim(
-            id="unscaled-further", says="without loss scaling: gets further from it as training goes on",
-            measured=gap_last / gap_first if gap_first else math.inf * gap_last, at_least=1.5,
-            unit="times the gap in the first eighth",
-        ),
-        Claim(
-            id="unscaled-lost", says="without loss scaling: most gradients of activations are zero in FP16",
-            measured=unscaled["lost_after"], at_least=0.5, unit="of gradients",
-        ),
+        Claim("all-on-the-curve", "FP16 with all three techniques: ends on FP32's curve",
+              everything["of_fp32"], at_least=2 - _ON_THE_CURVE, at_most=_ON_THE_CURVE, unit="of FP32's bits"),
+        Claim("all-along-the-curve", "FP16 with all three techniques: and lies along it, in each eighth",
+              everything["furthest"], at_most=_ON_THE_CURVE - 1, unit="of FP32's bits apart, at most"),
+        Claim("unscaled-leaves", "without loss scaling: leaves FP32's curve",
+              unscaled["of_fp32"], at_least=_LEAVES, unit="of FP32's bits"),
+        Claim("unscaled-further", "without loss scaling: gets further from it as training goes on",
+              gap_last / gap_first if gap_first else math.inf * gap_last,
+              at_least=1.5, unit="times the gap in the first eighth"),
+        Claim("unscaled-lost", "without loss scaling: most gradients of activations are zero in FP16",
+              unscaled["lost_after"], at_least=0.5, unit="of gradients"),
     )  # fmt: skip
 
 
 def _of_updates(setup: Setup, numbers: Numbers) -> tuple[Claim, ...]:
     wide, everything, without = numbers["fp32"], numbers["all"], numbers["no-masters"]
     return (
-        Claim(
-            id="masters-gain", says="at a low rate, with master weights: gains what FP32 gains",
-            measured=everything["gained"] / wide["gained"], at_least=0.8, at_most=1.2, unit="of FP32's gain",
-        ),
-        Claim(
-            id="no-masters-stalls", says="at a low rate, without master weights: gains less than half of it",
-            measured=without["gained"] / wide["gained"], at_most=_STALLS, unit="of FP32's gain",
-        ),
-        Claim(
-            id="no-masters-swallowed", says="without master weights: most updates are swallowed",
-            measured=without["unmoved"], at_least=0.5, unit="of weights with a gradient",
-        ),
-        Claim(
-            id="no-masters-told", says="without master weights: an alarm tells of it as soon as the rate is low",
-            measured=without["swallowed_since"] - setup.low_at, at_least=0, at_most=4 * setup.every, unit="steps after",
-        ),
+        Claim("masters-gain", "at a low rate, with master weights: gains what FP32 gains",
+              everything["gained"] / wide["gained"], at_least=0.8, at_most=1.2, unit="of FP32's gain"),
+        Claim("no-masters-stalls", "at a low rate, without master weights: gains less than half of it",
+              without["gained"] / wide["gained"], at_most=_STALLS, unit="of FP32's gain"),
+        Claim("no-masters-swallowed", "without master weights: most updates are swallowed",
+              without["unmoved"], at_least=0.5, unit="of weights with a gradient"),
+        Claim("no-masters-told", "without master weights: an alarm tells of it as soon as the rate is low",
+              without["swallowed_since"] - setup.low_at, at_least=0, at_most=4 * setup.every, unit="steps after"),
     )  # fmt: skip
 
 
 def _of_sums(numbers: Numbers, sums: Mapping[int, float]) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="narrow-sums-err", says=f"sums of {_LONG:,} products in FP16: off by many roundings of one",
-            measured=sums[_LONG] / 2.0**-12, at_least=16.0, unit="roundings to FP16",
-        ),
-        Claim(
-            id="narrow-sums-grow", says="without FP32 accumulation: the error grows with the length of the sums",
-            measured=sums[_LONG] / sums[_SHORT], at_least=4.0, unit=f"times that of {_SHORT} products",
-        ),
-        Claim(
-            id="narrow-sums-leave", says="without FP32 accumulation: leaves FP32's curve",
-            measured=numbers["narrow-sums"]["of_fp32"], at_least=_LEAVES, unit="of FP32's bits",
-        ),
+        Claim("narrow-sums-err", f"sums of {_LONG:,} products in FP16: off by many roundings of one",
+              sums[_LONG] / 2.0**-12, at_least=16.0, unit="roundings to FP16"),
+        Claim("narrow-sums-grow", "without FP32 accumulation: the error grows with the length of the sums",
+              sums[_LONG] / sums[_SHORT], at_least=4.0, unit=f"times that of {_SHORT} products"),
+        Claim("narrow-sums-leave", "without FP32 accumulation: leaves FP32's curve",
+              numbers["narrow-sums"]["of_fp32"], at_least=_LEAVES, unit="of FP32's bits"),
     )  # fmt: skip
 
 

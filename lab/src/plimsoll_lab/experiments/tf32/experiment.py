@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.tf32.loops import (
     Batches,
     LoopOf,
@@ -35,6 +35,7 @@ from plimsoll_lab.experiments.tf32.rates import rates
 from plimsoll_lab.result import Measured
 from plimsoll_lab.running.workers import one_thread
 from plimsoll_lab.statistics import largest
+from plimsoll_lab.study import Experiment
 
 PRODUCTS, FULL_PRODUCTS = 4, 16
 SIZE, FULL_SIZE = 256, 2048
@@ -97,26 +98,16 @@ def claims(
 def _of_digits(found: Errors) -> tuple[Claim, ...]:
     error = {name: found.error[name, 0] for name in FORMATS}
     return (
-        Claim(
-            id="inputs-rounded", says="a TF32 product is FP32's of inputs rounded to 19 bits, to the last bit",
-            measured=found.differing, at_most=0, unit="values differ",
-        ),
-        Claim(
-            id="only-inputs", says="its error is that of the rounded inputs",
-            measured=error["tf32"] / found.inputs["tf32"], at_least=0.95, at_most=1.05, unit="of their error",
-        ),
-        Claim(
-            id="digits-of-fp16", says="TF32 has FP16's digits: products of inputs within FP16's range err alike",
-            measured=error["tf32"] / error["fp16"], at_least=0.95, at_most=1.05, unit="of FP16's error",
-        ),
-        Claim(
-            id="digits-over-bf16", says="BF16 has three bits fewer: its products err eight times as much",
-            measured=error["bf16"] / error["tf32"], at_least=7.6, at_most=8.4, unit="of TF32's error",
-        ),
-        Claim(
-            id="digits-under-fp32", says="FP32 has thirteen bits more: TF32's error is far above its",
-            measured=error["tf32"] / error["fp32"], at_least=2.0**8, unit="of FP32's error",
-        ),
+        Claim("inputs-rounded", "a TF32 product is FP32's of inputs rounded to 19 bits, to the last bit",
+              found.differing, at_most=0, unit="values differ"),
+        Claim("only-inputs", "its error is that of the rounded inputs",
+              error["tf32"] / found.inputs["tf32"], at_least=0.95, at_most=1.05, unit="of their error"),
+        Claim("digits-of-fp16", "TF32 has FP16's digits: products of inputs within FP16's range err alike",
+              error["tf32"] / error["fp16"], at_least=0.95, at_most=1.05, unit="of FP16's error"),
+        Claim("digits-over-bf16", "BF16 has three bits fewer: its products err eight times as much",
+              error["bf16"] / error["tf32"], at_least=7.6, at_most=8.4, unit="of TF32's error"),
+        Claim("digits-under-fp32", "FP32 has thirteen bits more: TF32's error is far above its",
+              error["tf32"] / error["fp32"], at_least=2.0**8, unit="of FP32's error"),
     )  # fmt: skip
 
 
@@ -128,46 +119,33 @@ def _of_range(found: Errors) -> tuple[Claim, ...]:
         for name in ("tf32", "bf16")
     }
     return (
-        Claim(
-            id="range-of-bf16", says="TF32 has FP32's range: inputs times 2^100 or 2^-50 err as they do without",
-            measured=kept["tf32"], at_most=1e-3, unit="of the error",
-        ),
-        Claim(
-            id="bf16-range", says="so has BF16",
-            measured=kept["bf16"], at_most=1e-3, unit="of the error",
-        ),
-        Claim(
-            id="fp16-overflows", says="FP16 has not: times 2^100 the product is no longer finite",
-            measured=float(found.error["fp16", high] == math.inf), at_least=1, unit="products",
-        ),
-        Claim(
-            id="fp16-underflows", says="FP16: times 2^-50 nothing is left",
-            measured=found.error["fp16", low], at_least=1.0, unit="of the product",
-        ),
+        Claim("range-of-bf16", "TF32 has FP32's range: inputs times 2^100 or 2^-50 err as they do without",
+              kept["tf32"], at_most=1e-3, unit="of the error"),
+        Claim("bf16-range", "so has BF16",
+              kept["bf16"], at_most=1e-3, unit="of the error"),
+        Claim("fp16-overflows", "FP16 has not: times 2^100 the product is no longer finite",
+              float(found.error["fp16", high] == math.inf), at_least=1, unit="products"),
+        Claim("fp16-underflows", "FP16: times 2^-50 nothing is left",
+              found.error["fp16", low], at_least=1.0, unit="of the product"),
     )  # fmt: skip
 
 
 def _of_text() -> tuple[Claim, ...]:
     added, removed = changed_lines(fp32_loop, tf32_loop)
     return (
-        Claim(
-            id="bf16-one-argument", says="from FP16 to BF16 one argument of the loop changes",
-            measured=changed_tokens(fp16_loop, bf16_loop), at_least=1, at_most=1, unit="tokens",
-        ),
-        Claim(
-            id="tf32-two-lines", says="from FP32 to TF32 two lines are added", measured=added, at_least=2, at_most=2,
-            unit="lines",
-        ),
-        Claim(id="tf32-nothing-else", says="and none is changed", measured=removed, at_most=0, unit="lines"),
+        Claim("bf16-one-argument", "from FP16 to BF16 one argument of the loop changes",
+              changed_tokens(fp16_loop, bf16_loop), at_least=1, at_most=1, unit="tokens"),
+        Claim("tf32-two-lines", "from FP32 to TF32 two lines are added",
+              added, at_least=2, at_most=2, unit="lines"),
+        Claim("tf32-nothing-else", "and none is changed",
+              removed, at_most=0, unit="lines"),
     )  # fmt: skip
 
 
 def _of_amp() -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="amp-five-lines", says="from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
-            measured=changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines",
-        ),
+        Claim("amp-five-lines", "from FP32 to automatic mixed precision five lines are new: a scaler, autocast",
+              changed_lines(fp32_loop, amp_loop, indents=False)[0], at_least=5, at_most=5, unit="lines"),
     )  # fmt: skip
 
 
@@ -176,40 +154,28 @@ def _of_loops(losses: Mapping[str, Sequence[float]], settings: int) -> tuple[Cla
     worst = largest(abs(each - 1) for each in last.values())
     differing = sum(a != b for a, b in zip(losses["plimsoll"], losses["fp32"], strict=True))
     return (
-        Claim(
-            id="settings-made", says="the two lines, run, set torch's products and convolutions to TF32",
-            measured=settings, at_least=2, at_most=2, unit="settings",
-        ),
-        Claim(
-            id="loops-train", says="all loops, run, end where FP32 does",
-            measured=worst, at_most=0.05, unit="of FP32's loss",
-        ),
-        Claim(
-            id="level-computes", says="level tf32 of plimsoll.prepare computes in TF32 here: losses are not FP32's",
-            measured=differing, at_least=1, unit="losses",
-        ),
+        Claim("settings-made", "the two lines, run, set torch's products and convolutions to TF32",
+              settings, at_least=2, at_most=2, unit="settings"),
+        Claim("loops-train", "all loops, run, end where FP32 does",
+              worst, at_most=0.05, unit="of FP32's loss"),
+        Claim("level-computes", "level tf32 of plimsoll.prepare computes in TF32 here: losses are not FP32's",
+              differing, at_least=1, unit="losses"),
     )  # fmt: skip
 
 
 def _of_rates(rate: Mapping[str, float]) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="rate-half-of-fp16", says="TF32's rate is half of FP16's",
-            measured=rate["tf32"] / rate["fp16"], at_least=0.4, at_most=0.6, unit="of FP16's rate",
-        ),
-        Claim(
-            id="rate-above-fp32", says="TF32's rate is well above FP32's",
-            measured=rate["tf32"] / rate["fp32"], at_least=2.0, unit="of FP32's rate",
-        ),
+        Claim("rate-half-of-fp16", "TF32's rate is half of FP16's",
+              rate["tf32"] / rate["fp16"], at_least=0.4, at_most=0.6, unit="of FP16's rate"),
+        Claim("rate-above-fp32", "TF32's rate is well above FP32's",
+              rate["tf32"] / rate["fp32"], at_least=2.0, unit="of FP32's rate"),
     )  # fmt: skip
 
 
 def _of_device(found: Errors, own: float) -> Claim:
     """Tensor cores that cut the bits instead of rounding them err up to twice as much: both are TF32."""
-    return Claim(
-        id="device-agrees", says="the device's own TF32 products err as the emulated ones, or as cut bits do",
-        measured=own / found.error["tf32", 0], at_least=0.9, at_most=2.2, unit="of the emulated error",
-    )  # fmt: skip
+    return Claim("device-agrees", "the device's own TF32 products err as the emulated ones, or as cut bits do",
+                 own / found.error["tf32", 0], at_least=0.9, at_most=2.2, unit="of the emulated error")  # fmt: skip
 
 
 def _said(found: Errors, losses: Mapping[str, Sequence[float]], rate: Mapping[str, float] | None) -> tuple[str, ...]:

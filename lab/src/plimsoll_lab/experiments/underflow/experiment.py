@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.underflow.analysis import CHANGE, STAY, judged
 from plimsoll_lab.experiments.underflow.training import KINDS, TRAINED, Job, Setup, described, setup_for
 from plimsoll_lab.result import Measured
 from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
+from plimsoll_lab.study import Experiment
 
 _MOST = 0.20  # T5: 5 to 20 % of CLIP's layers
 _AS_GOOD = 1.05  # times BF16's loss; batches and weights are the same
@@ -67,15 +68,10 @@ def claims(found: Found) -> tuple[Claim, ...]:
 
 def _of_clip(seeds: Sequence[Mapping[str, float]]) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="clip-fp16-underflows", says="CLIP, FP16: so many layers underflow, over all steps and seeds",
-            measured=sum(numbers["rate"] for numbers in seeds) / len(seeds), at_least=CHANGE, at_most=_MOST,
-            unit="of layers",
-        ),
-        Claim(
-            id="clip-fp16-rises", says="CLIP, FP16: their share rises",
-            measured=_least(seeds, "rise"), at_least=STAY, unit="of layers, from beginning to end",
-        ),
+        Claim("clip-fp16-underflows", "CLIP, FP16: so many layers underflow, over all steps and seeds",
+              sum(numbers["rate"] for numbers in seeds) / len(seeds), at_least=CHANGE, at_most=_MOST, unit="of layers"),
+        Claim("clip-fp16-rises", "CLIP, FP16: their share rises",
+              _least(seeds, "rise"), at_least=STAY, unit="of layers, from beginning to end"),
     )  # fmt: skip
 
 
@@ -84,14 +80,10 @@ def _of_others(found: Found, kinds: Sequence[tuple[str, str]]) -> tuple[Claim, .
         claim
         for name, title in kinds
         for claim in (
-            Claim(
-                id=f"{name}-sound", says=f"{title}: nearly no layer underflows",
-                measured=_most(found[name], "rate"), at_most=STAY, unit="of layers",
-            ),
-            Claim(
-                id=f"{name}-flat", says=f"{title}: and their share does not rise",
-                measured=_most(found[name], "rise"), at_most=STAY, unit="of layers, from beginning to end",
-            ),
+            Claim(f"{name}-sound", f"{title}: nearly no layer underflows",
+                  _most(found[name], "rate"), at_most=STAY, unit="of layers"),
+            Claim(f"{name}-flat", f"{title}: and their share does not rise",
+                  _most(found[name], "rise"), at_most=STAY, unit="of layers, from beginning to end"),
         )
     )  # fmt: skip
 
@@ -101,27 +93,17 @@ def _of_verdicts(found: Found, sound: Sequence[str]) -> tuple[Claim, ...]:
     stayed = [numbers for name in sound for numbers in found[name]]
     pairs = zip(found["detector-fp16"], found["detector-bf16"], strict=True)
     return (
-        Claim(
-            id="clip-fp16-told-early", says="CLIP, FP16: the early verdict is to change to BF16",
-            measured=_share(found["clip-fp16"], "told_change"), at_least=1.0, unit="of trainings",
-        ),
-        Claim(
-            id="clip-fp16-rises-early", says="CLIP, FP16: and it is sure by then that their share rises",
-            measured=_least(found["clip-fp16"], "rise_early"), at_least=STAY, unit="of layers, in the early part",
-        ),
-        Claim(
-            id="others-told-early", says="the others: the early verdict is to stay",
-            measured=_share(stayed, "told_stay"), at_least=1.0, unit="of trainings",
-        ),
-        Claim(
-            id="verdicts-come-true", says="the rate at the end is what the early verdict said",
-            measured=_share(everything, "came_true"), at_least=1.0, unit="of trainings",
-        ),
-        Claim(
-            id="stay-is-safe", says="detector, told to stay in FP16: its loss ends where BF16's does",
-            measured=float(np.max([fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs])), at_most=_AS_GOOD,
-            unit="of BF16's loss",
-        ),
+        Claim("clip-fp16-told-early", "CLIP, FP16: the early verdict is to change to BF16",
+              _share(found["clip-fp16"], "told_change"), at_least=1.0, unit="of trainings"),
+        Claim("clip-fp16-rises-early", "CLIP, FP16: and it is sure by then that their share rises",
+              _least(found["clip-fp16"], "rise_early"), at_least=STAY, unit="of layers, in the early part"),
+        Claim("others-told-early", "the others: the early verdict is to stay",
+              _share(stayed, "told_stay"), at_least=1.0, unit="of trainings"),
+        Claim("verdicts-come-true", "the rate at the end is what the early verdict said",
+              _share(everything, "came_true"), at_least=1.0, unit="of trainings"),
+        Claim("stay-is-safe", "detector, told to stay in FP16: its loss ends where BF16's does",
+              float(np.max([fp16["loss_end"] / bf16["loss_end"] for fp16, bf16 in pairs])),
+              at_most=_AS_GOOD, unit="of BF16's loss"),
     )  # fmt: skip
 
 

@@ -15,13 +15,14 @@ import contextlib
 from collections.abc import Mapping
 
 from plimsoll.text import percent
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim, of_rows
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.unit.analysis import Scores, judged, scores
 from plimsoll_lab.experiments.unit.tasks import train_all
 from plimsoll_lab.experiments.unit.training import KINDS, Job, Setup, described, setup_for
 from plimsoll_lab.result import Measured, Training
 from plimsoll_lab.running.workers import one_thread, workers_for
+from plimsoll_lab.study import Experiment
 
 _WITHIN = 1.01  # of FP32's bits per character
 _TRAILS = 1.05
@@ -72,22 +73,14 @@ def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 
 def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="fp16-fails", says="FP16 with no loss scale, at the same learning rate: fails, or trails FP32",
-            measured=found.at_same("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least",
-        ),
-        Claim(
-            id="fp16-fails-best", says="FP16 with no loss scale: so it does at its best learning rate",
-            measured=found.at_best("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least",
-        ),
-        Claim(
-            id="fp16-underflow", says="FP16 with no loss scale: most gradients of activations are zero",
-            measured=numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients",
-        ),
-        Claim(
-            id="fp16-told", says="FP16 with no loss scale: an alarm tells of the underflow",
-            measured=numbers["fp16"]["underflow_alarms"], at_least=1, unit="alarms",
-        ),
+        Claim("fp16-fails", "FP16 with no loss scale, at the same learning rate: fails, or trails FP32",
+              found.at_same("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least"),
+        Claim("fp16-fails-best", "FP16 with no loss scale: so it does at its best learning rate",
+              found.at_best("fp16", "fp32").low, at_least=_TRAILS, unit="of FP32's bits, at least"),
+        Claim("fp16-underflow", "FP16 with no loss scale: most gradients of activations are zero",
+              numbers["fp16"]["lost_after"], at_least=0.5, unit="of gradients"),
+        Claim("fp16-told", "FP16 with no loss scale: an alarm tells of the underflow",
+              numbers["fp16"]["underflow_alarms"], at_least=1, unit="alarms"),
     )  # fmt: skip
 
 
@@ -114,33 +107,25 @@ def _of_quality(found: Scores) -> tuple[Claim, ...]:
 
 
 def _within(name: str, says: str, high: float) -> Claim:
-    return Claim(id=name, says=says, measured=high, at_most=_WITHIN, unit="of FP32's bits, at most")
+    return Claim(name, says, high, at_most=_WITHIN, unit="of FP32's bits, at most")
 
 
 def _of_fp16_at_unit_scale(numbers: Numbers) -> tuple[Claim, ...]:
     return (
-        Claim(
-            id="unit-nothing-lost", says="unit-scaled FP16: nearly no gradient is lost",
-            measured=numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients",
-        ),
+        Claim("unit-nothing-lost", "unit-scaled FP16: nearly no gradient is lost",
+              numbers["unit-fp16"]["lost_after"], at_most=_SOUND, unit="of gradients"),
     )  # fmt: skip
 
 
 def _of_headroom(numbers: Numbers) -> tuple[Claim, ...]:
     eight = numbers["unit-fp8"]
     return (
-        Claim(
-            id="fp8-overflow", says="unit-scaled FP8: nearly no operand of a product overflows, at any time",
-            measured=eight["operands_overflow"], at_most=1e-3, unit="of values, in the worst tensor",
-        ),
-        Claim(
-            id="fp8-lost", says="unit-scaled FP8: few gradients of a product lie below E5M2's range, at any time",
-            measured=eight["gradients_lost"], at_most=0.05, unit="of values, in the worst tensor",
-        ),
-        Claim(
-            id="drift", says="unit-scaled FP8: scales stay near where they began",
-            measured=eight["drift_median"], at_most=3.0, unit="binades, the median tensor",
-        ),
+        Claim("fp8-overflow", "unit-scaled FP8: nearly no operand of a product overflows, at any time",
+              eight["operands_overflow"], at_most=1e-3, unit="of values, in the worst tensor"),
+        Claim("fp8-lost", "unit-scaled FP8: few gradients of a product lie below E5M2's range, at any time",
+              eight["gradients_lost"], at_most=0.05, unit="of values, in the worst tensor"),
+        Claim("drift", "unit-scaled FP8: scales stay near where they began",
+              eight["drift_median"], at_most=3.0, unit="binades, the median tensor"),
     )  # fmt: skip
 
 

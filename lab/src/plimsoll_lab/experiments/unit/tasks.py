@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from plimsoll_lab.experiment import Progress
+from plimsoll_lab.bench import Progress
 from plimsoll_lab.experiments.unit.training import KINDS, Job, Setup, train
 from plimsoll_lab.running.workers import Task, carry_out
 

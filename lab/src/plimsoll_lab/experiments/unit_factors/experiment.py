@@ -14,11 +14,12 @@ from torch import Tensor
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.factors.measured import Scale, measure_scales
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.claim import Claim
-from plimsoll_lab.experiment import Bench, Experiment
 from plimsoll_lab.experiments.unit_factors.cases import Case, Direction, cases
 from plimsoll_lab.result import Measured
 from plimsoll_lab.statistics import largest
+from plimsoll_lab.study import Experiment
 
 RUNS, FULL_RUNS = 96, 960
 _DOUBT = 1e-6  # how often a sound row exceeds its bound
@@ -92,17 +93,13 @@ def claims(rows: list[Row]) -> tuple[Claim, ...]:
     operations = dict.fromkeys(row.case.operation for row in rows)
     return (
         *(
-            Claim(
-                id=f"factors-{name.replace('_', '-')}", says=f"{name}: every factor by formula is the one measured",
-                measured=largest(row.of_bound for row in rows if row.case.operation == name), at_most=1.0,
-                unit="of the bound",
-            )
+            Claim(f"factors-{name.replace('_', '-')}", f"{name}: every factor by formula is the one measured",
+                  largest(row.of_bound for row in rows if row.case.operation == name),
+                  at_most=1.0, unit="of the bound")
             for name in operations
         ),
-        Claim(
-            id="bounds-narrow", says="every bound is narrow enough for a wrong formula to exceed it",
-            measured=largest(row.bound for row in rows), at_most=_WIDEST, unit="of the factor",
-        ),
+        Claim("bounds-narrow", "every bound is narrow enough for a wrong formula to exceed it",
+              largest(row.bound for row in rows), at_most=_WIDEST, unit="of the factor"),
     )  # fmt: skip
 
 

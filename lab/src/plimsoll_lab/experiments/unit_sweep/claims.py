@@ -21,22 +21,14 @@ def claims(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
 def _of_fp16(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
     pairs = found.pairs(FP16, FP32)
     return (
-        Claim(
-            id="fp16-fails", says="FP16 with no loss scale, each at its best learning rate: fails, or trails FP32",
-            measured=mean(pairs).low, at_least=TRAILS, unit="of FP32's bits, in the mean",
-        ),
-        Claim(
-            id="fp16-fails-widely", says="FP16 with no loss scale: so it does in most designs",
-            measured=share(pairs, at_least=TRAILS), at_least=_MOST, unit="of the designs",
-        ),
-        Claim(
-            id="fp16-underflow", says="FP16 with no loss scale: most gradients of activations are zero",
-            measured=numbers[FP16]["lost_after"], at_least=0.5, unit="of gradients",
-        ),
-        Claim(
-            id="fp16-told", says="FP16 with no loss scale: an alarm tells of the underflow",
-            measured=numbers[FP16]["underflow_alarms"], at_least=1, unit="alarms",
-        ),
+        Claim("fp16-fails", "FP16 with no loss scale, each at its best learning rate: fails, or trails FP32",
+              mean(pairs).low, at_least=TRAILS, unit="of FP32's bits, in the mean"),
+        Claim("fp16-fails-widely", "FP16 with no loss scale: so it does in most designs",
+              share(pairs, at_least=TRAILS), at_least=_MOST, unit="of the designs"),
+        Claim("fp16-underflow", "FP16 with no loss scale: most gradients of activations are zero",
+              numbers[FP16]["lost_after"], at_least=0.5, unit="of gradients"),
+        Claim("fp16-told", "FP16 with no loss scale: an alarm tells of the underflow",
+              numbers[FP16]["underflow_alarms"], at_least=1, unit="alarms"),
     )  # fmt: skip
 
 
@@ -44,26 +36,16 @@ def _of_remedies(found: Scores, numbers: Numbers) -> tuple[Claim, ...]:
     """At the learning rate that is best in FP32: nothing but the precision is changed."""
     static, unit = found.pairs_at_same(STATIC, FP32), found.pairs_at_same(UNIT_FP16, UNIT_FP32)
     return (
-        Claim(
-            id="static-repairs", says="FP16 with a loss scale of 2,048: as FP32, at the same learning rate",
-            measured=mean(static).high, at_most=_WITHIN, unit="of FP32's bits, in the mean",
-        ),
-        Claim(
-            id="static-repairs-widely", says="FP16 with a loss scale of 2,048: so it is in most designs",
-            measured=share(static, at_most=_WITHIN), at_least=_MOST, unit="of the designs",
-        ),
-        Claim(
-            id="unit-repairs", says="unit-scaled FP16: as unit-scaled FP32, at the same learning rate",
-            measured=mean(unit).high, at_most=_WITHIN, unit="of its bits, in the mean",
-        ),
-        Claim(
-            id="unit-repairs-widely", says="unit-scaled FP16: so it is in most designs",
-            measured=share(unit, at_most=_WITHIN), at_least=_MOST, unit="of the designs",
-        ),
-        Claim(
-            id="unit-nothing-lost", says="unit-scaled FP16: nearly no gradient is lost",
-            measured=numbers[UNIT_FP16]["lost_after"], at_most=_SOUND, unit="of gradients",
-        ),
+        Claim("static-repairs", "FP16 with a loss scale of 2,048: as FP32, at the same learning rate",
+              mean(static).high, at_most=_WITHIN, unit="of FP32's bits, in the mean"),
+        Claim("static-repairs-widely", "FP16 with a loss scale of 2,048: so it is in most designs",
+              share(static, at_most=_WITHIN), at_least=_MOST, unit="of the designs"),
+        Claim("unit-repairs", "unit-scaled FP16: as unit-scaled FP32, at the same learning rate",
+              mean(unit).high, at_most=_WITHIN, unit="of its bits, in the mean"),
+        Claim("unit-repairs-widely", "unit-scaled FP16: so it is in most designs",
+              share(unit, at_most=_WITHIN), at_least=_MOST, unit="of the designs"),
+        Claim("unit-nothing-lost", "unit-scaled FP16: nearly no gradient is lost",
+              numbers[UNIT_FP16]["lost_after"], at_most=_SOUND, unit="of gradients"),
     )  # fmt: skip
 
 
@@ -71,16 +53,10 @@ def _of_quality(found: Scores) -> tuple[Claim, ...]:
     """Unit-scaled against unscaled, each at its best learning rate."""
     pairs = found.pairs(UNIT_FP32, FP32)
     return (
-        Claim(
-            id="unit-as-good", says="unit-scaled FP32: as good as FP32, or better, each at its best learning rate",
-            measured=mean(pairs).high, at_most=_WITHIN, unit="of FP32's bits, in the mean",
-        ),
-        Claim(
-            id="unit-as-good-widely", says="unit-scaled FP32: so it is in most designs",
-            measured=share(pairs, at_most=_WITHIN), at_least=_MOST, unit="of the designs",
-        ),
-        Claim(
-            id="unit-fp16-as-good", says="unit-scaled FP16: as good as plain FP32, or better",
-            measured=mean(found.pairs(UNIT_FP16, FP32)).high, at_most=_WITHIN, unit="of FP32's bits, in the mean",
-        ),
+        Claim("unit-as-good", "unit-scaled FP32: as good as FP32, or better, each at its best learning rate",
+              mean(pairs).high, at_most=_WITHIN, unit="of FP32's bits, in the mean"),
+        Claim("unit-as-good-widely", "unit-scaled FP32: so it is in most designs",
+              share(pairs, at_most=_WITHIN), at_least=_MOST, unit="of the designs"),
+        Claim("unit-fp16-as-good", "unit-scaled FP16: as good as plain FP32, or better",
+              mean(found.pairs(UNIT_FP16, FP32)).high, at_most=_WITHIN, unit="of FP32's bits, in the mean"),
     )  # fmt: skip

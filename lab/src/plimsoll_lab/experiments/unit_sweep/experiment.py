@@ -18,7 +18,7 @@ import torch
 from plimsoll.diagnosis import View, diagnose
 from plimsoll.runs import Run
 from plimsoll.version import __version__
-from plimsoll_lab.experiment import Bench, Experiment
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.experiments.unit_sweep.analysis import Scores, mean, scores, unlearned
 from plimsoll_lab.experiments.unit_sweep.claims import TRAILS, claims
 from plimsoll_lab.experiments.unit_sweep.figure import TITLES, figure, table
@@ -38,11 +38,10 @@ from plimsoll_lab.experiments.unit_sweep.grid import (
 from plimsoll_lab.experiments.unit_sweep.ledger import LEDGER, Ledger, results
 from plimsoll_lab.experiments.unit_sweep.training import TRAINED, Setup, rate_of, setup_for, to_task, train
 from plimsoll_lab.result import Measured, Training
-from plimsoll_lab.running.engines import carry_out_on
-from plimsoll_lab.running.ray_engine import imported_ray
-from plimsoll_lab.running.workers import one_thread
+from plimsoll_lab.running.workers import carry_out, one_thread, workers_for
 from plimsoll_lab.source_text import standard_library
 from plimsoll_lab.statistics import columns, lost
+from plimsoll_lab.study import Experiment
 
 FIGURE, TABLE = "report-sweep.html", "sweep.txt"
 WATCHED = (FP16, STATIC, UNIT_FP16, FP32)
@@ -74,9 +73,9 @@ def swept(bench: Bench, setup: Setup, grid: Sequence[Configuration]) -> Mapping[
     names = {configuration.name for configuration in grid}
     with Ledger(ledger_of(bench), identity(bench, setup), names) as ledger:
         left = [configuration for configuration in grid if configuration.name not in ledger.found]
-        carry_out_on(
-            bench.engine, TRAINED, [to_task(each, setup, seed=bench.seed, device=bench.device) for each in left],
-            device=bench.device, progress=bench.progress,
+        carry_out(
+            TRAINED, [to_task(each, setup, seed=bench.seed, device=bench.device) for each in left],
+            workers=workers_for(bench.device), progress=bench.progress,
             done=lambda number, answer: ledger.add(left[number].name, answer),
         )  # fmt: skip
         return ledger.found
@@ -161,12 +160,10 @@ def _said(found: Scores, count: int) -> tuple[str, ...]:
 def _settings(bench: Bench) -> Mapping[str, object]:
     """Refuses a folder whose results are of another setup, before anything in it is changed."""
     setup, grid = setup_for(bench.steps, full=bench.full), grid_for(bench.full)
-    if bench.engine == "ray":
-        imported_ray()
     told = identity(bench, setup)
     results(ledger_of(bench), told, {configuration.name for configuration in grid})
     fp16 = "emulated" if bench.device == "cpu" else "the device's own"
-    return {**told, "fp16": fp16, "configurations": len(grid), "engine": bench.engine}
+    return {**told, "fp16": fp16, "configurations": len(grid)}
 
 
 UNIT_SWEEP = Experiment(
@@ -175,5 +172,4 @@ UNIT_SWEEP = Experiment(
     source="U6",
     settings=_settings,
     measure=measure,
-    engines=("local", "ray"),
 )

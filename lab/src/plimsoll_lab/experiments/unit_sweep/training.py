@@ -1,4 +1,4 @@
-"""One training of the sweep: from a configuration to bits per character; and as a task for whichever engine.
+"""One training of the sweep: from a configuration to bits per character; and as a task for workers.
 
 What FP16 needs to fail is stated, not hidden, and is what `lab unit` does: the loss that is computed is a micro-batch's
 share of a step over 2^19 characters, as in gradient accumulation. One micro-batch alone is computed, as if all were

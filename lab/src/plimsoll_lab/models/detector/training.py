@@ -15,7 +15,7 @@ from plimsoll.errors import ArgumentError
 from plimsoll.precision import Loop, prepare
 from plimsoll.scaling import DynamicScaler, LayerScaler, SpectralScaler, StaticScaler
 from plimsoll.watch import watch
-from plimsoll_lab.experiment import Bench
+from plimsoll_lab.bench import Bench
 from plimsoll_lab.models.detector.data import held_out, scenes
 from plimsoll_lab.models.detector.model import Detector, detection_loss
 from plimsoll_lab.models.detector.scores import mean_average_precision
