@@ -74,7 +74,7 @@ def _element_arguments(spec: list[int], *numbers: Any) -> CastArguments[CastSpec
 
 
 def _block_arguments(spec: list[int], tensor_scale: Tensor | None, *numbers: Any) -> CastArguments[BlockSpec]:
-    return CastArguments(BlockSpec.from_ints(spec), *numbers, tensor_scale)
+    return CastArguments(BlockSpec.from_ints(spec), *numbers)._replace(tensor_scale=tensor_scale)
 
 
 def _cast_out(x: Tensor, *arguments: Any) -> None:
