@@ -183,5 +183,5 @@ def test_what_cannot_be_opened_is_refused(path: str, filesystem: Any, error: typ
 
 
 def test_runs_are_found_on_this_machine_only() -> None:
-    with pytest.raises(ArgumentError, match="expected a folder of this machine; got s3://bucket"):
+    with pytest.raises(ArgumentError, match="expected a local folder; got s3://bucket"):
         Run.find("s3://bucket")

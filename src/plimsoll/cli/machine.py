@@ -1,4 +1,4 @@
-"""What this machine offers to Plimsoll, as plain records: versions, devices, backends, caches, optional parts."""
+"""Facts of this machine as plain records: versions, devices, backends, caches, optional parts."""
 
 import importlib.metadata
 import os
@@ -39,7 +39,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """Where Numba keeps compiled kernels; no folder where it is absent or finds none that it can write to."""
+    """Folder of Numba's compiled kernels; None without Numba or without a writable folder."""
 
     folder: str | None
     writable: bool

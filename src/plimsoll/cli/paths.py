@@ -1,4 +1,4 @@
-"""Where commands read and write: a run lies anywhere that `plimsoll.Run` reads, what is written on this machine only.
+"""Paths of commands: runs may be anywhere that `plimsoll.Run` reads, output is local only.
 
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """

@@ -1,4 +1,4 @@
-"""What the terminal can show: its console, and characters to draw with.
+"""Abilities of the terminal: its console, and characters to draw with.
 
 All that a command prints goes through here. Names, settings and texts of a run are somebody else's: they are shown
 without what would move the cursor, hide a line or turn its direction (`plimsoll.text.printable`).

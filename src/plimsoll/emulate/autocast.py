@@ -1,4 +1,4 @@
-"""`Autocast`: operation lists in force, with any low dtype, on any device.
+"""`Autocast`: operation lists with any low dtype, on any device.
 
 It casts where torch's own autocast does, in front of autograd, and for the same calls, also those that a composite
 operation makes in C++. What differs: the lists are the caller's; a weight's kept cast ends when the weight changes or
@@ -65,7 +65,7 @@ class Autocast(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def casting(lists: OperationLists | None, low: torch.dtype, *, cache: bool = True) -> Generator[Frame]:
-    """The lists in force over whatever the contexts around ask for; None takes those around out of force."""
+    """Activate lists in place of those of outer contexts. None deactivates the outer ones."""
     around = thread_frame.current() or Frame()
     if lists is None:
         frame = replace(around, lists=OperationLists())

@@ -32,7 +32,7 @@ _MADE_OF_PRODUCTS = (
 
 
 class Emulation(contextlib.ContextDecorator):
-    """What `emulate` gives: a context, re-entrant, and a decorator. `operations` says what ran in all its uses."""
+    """Context returned by `emulate`, re-entrant, and a decorator. `operations` counts what ran in it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Emulation(contextlib.ContextDecorator):
 
     @property
     def operations(self) -> Operations:
-        """How often each operation ran inside: which were emulated, and which ran on torch's own 16-bit kernels."""
+        """Number of runs of each operation inside: emulated ones, and those on torch's own 16-bit kernels."""
         return self._counts.total()
 
     def __enter__(self) -> "Emulation":

@@ -1,4 +1,4 @@
-"""What ran while an emulation was open: which operations were emulated, and which ran on torch's own 16-bit kernels."""
+"""Counts of operations inside an emulation: emulated ones, and those on torch's own 16-bit kernels."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from plimsoll.notebook_repr import NotebookRepr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations(NotebookRepr):
-    """How often each operation ran, by name, in the forward and in a backward inside the context.
+    """Number of runs of each operation, by name, in the forward and in a backward inside the context.
 
     - `emulated`: computed as the emulation says.
     - `native`: computed by the machine's own kernel, with a 16-bit result.
@@ -28,7 +28,7 @@ class Operations(NotebookRepr):
 
     @property
     def counted(self) -> str:
-        """How many operations ran, in a few words."""
+        """Return the number of operations in a few words."""
         return f"{sum(self.emulated.values()):,} emulated and {sum(self.native.values()):,} native operations"
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Counts:
         return result
 
     def total(self) -> Operations:
-        """What was counted until now."""
+        """Return all counts so far."""
         return Operations(emulated=dict(self.by_rule), native=dict(self.by_torch))
 
 

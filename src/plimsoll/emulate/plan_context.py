@@ -33,7 +33,7 @@ _MULTIPLY_NOTHING = frozenset((
 
 
 class PlannedEmulation(Emulation):
-    """What `emulate` gives for a plan: a context, re-entrant, and a decorator, on one model."""
+    """Context returned by `emulate` for a plan, re-entrant, and a decorator, on one model."""
 
     def __init__(self, plan: Plan, model: nn.Module, enter: Callable[[ModulePlan], Emulation]) -> None:
         root = unwrapped(model)
@@ -52,7 +52,7 @@ class PlannedEmulation(Emulation):
 
     @property
     def operations(self) -> Operations:
-        """How often each operation ran in the modules of the plan."""
+        """Number of runs of each operation in the modules of the plan."""
         emulated, native = Counter[str](), Counter[str]()
         for emulation in self._made.values():
             emulated.update(emulation.operations.emulated)
@@ -115,7 +115,7 @@ def plan_of(operation: str, given: "Plan | str | os.PathLike[str]") -> Plan:
 
 
 def rules_of(plan: Plan, root: nn.Module, operation: str) -> dict[str, ModulePlan]:
-    """What a plan says of each module of the model, by its (first) name; the root's is empty.
+    """Return the plan's rule for each module of the model, by its (first) name; the root's is empty.
 
     Raises `ArgumentError` for names that match none, and for what no module could do.
     """
@@ -156,7 +156,7 @@ def check_matches(operation: str, what: str, glob: str, names: Iterable[str]) ->
 
 
 def check_alone(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Raise for other arguments beside a plan."""
+    """Raise for further arguments next to a plan."""
     strange = [name for name, value in given.items() if value is not usual.get(name)]
     if strange:
         raise ArgumentError(

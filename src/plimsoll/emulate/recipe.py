@@ -1,4 +1,4 @@
-"""What an emulation of a format does to numbers: how operands and gradients are rounded, how products are summed."""
+"""Arithmetic of an emulated format: rounding of operands and gradients, summation of products."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether operands depend on the axis that is summed over: then each product rounds them anew."""
+        """Whether operands depend on the axis that is summed over, so that each product rounds them again."""
         return isinstance(self.forward, BlockFormat)
 
     def anywhere(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from plimsoll.kernels.operators.fp8_cast import Layout
 
 
 class Constants(NamedTuple):
-    """What a call's products are multiplied by, and what is known before it runs."""
+    """Factors of a call's products, and the settings known before it runs."""
 
     output: float
     input: float
@@ -33,7 +33,7 @@ class Constants(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What the backward writes to, and the step that it belongs to; None for what the layer does not have.
+    """Buffers that the backward writes to, and the number of its step; None for those that the layer lacks.
 
     These tensors are kept beside what autograd saves: a second forward may change them before the first one's backward.
     """
@@ -128,7 +128,7 @@ def _scale_gradient(gradient: Tensor, marks: Marks, constants: Constants) -> Ten
 
 
 def _inverse(scale: Tensor | None, factor: float, like: Tensor) -> Tensor:
-    """What a product is multiplied by for an operand that was multiplied by `scale`, a power of two; times `factor`."""
+    """Return the factor of a product for an operand multiplied by `scale`, a power of two, times `factor`."""
     if scale is None:
         return torch.full((), factor, dtype=torch.float32, device=like.device)
     return _times(scale.reciprocal(), factor)

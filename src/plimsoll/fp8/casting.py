@@ -55,7 +55,7 @@ def by_formula(
 
 
 class Counting(NamedTuple):
-    """Where casts count what they read: activations and weights in the one bank, gradients in the other."""
+    """Banks and rows in which casts count: one bank for activations and weights, one for gradients."""
 
     forward: Tensor | None
     backward: Tensor | None
@@ -71,7 +71,7 @@ class Counting(NamedTuple):
 def check_counting(
     forward: Tensor | None, backward: Tensor | None, rows: Mapping[Role, int], device: torch.device
 ) -> Counting | None:
-    """Where to count, None for no rows; `ArgumentError` for rows that a bank lacks, and for one bank in both places."""
+    """Return the counting, or None without rows. Raise `ArgumentError` for missing rows, or one bank for both sides."""
     unknown = [role for role in rows if role not in ROLES]
     if unknown:
         raise ArgumentError(

@@ -86,7 +86,7 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def _recipe(name: str, module: nn.Linear, scaling: Scaling, history: int, margin: int) -> Recipe:
-    """What the layer is to follow; `StateError` where it follows another recipe already."""
+    """Return the recipe of a layer. Raise `StateError` if it follows another one already."""
     if isinstance(module, Linear):
         recipe = Recipe(scaling=scaling, history=history, margin=margin, factors=module.fp8_recipe.factors)
         if recipe != module.fp8_recipe:

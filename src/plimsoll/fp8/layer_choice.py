@@ -1,4 +1,4 @@
-"""Which layers a conversion takes, and why it leaves the others."""
+"""Choice of the layers that a conversion takes, with the reason for each that it leaves."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Left(NotebookRepr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Globs:
-    """What the user chose: globs to include (None: all) and to exclude."""
+    """Globs of the user: modules to include (None: all) and to exclude."""
 
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]

@@ -105,7 +105,7 @@ class Linear(nn.Linear):
             delayed_scaling.add_buffers(self, recipe.history, device)
 
     def casts(self) -> dict[Role, tuple[str, float | Tensor]]:
-        """What is cast, by role: the format's name, and the scale that values are multiplied by before.
+        """Casts by role: name of the format, and the scale that values are multiplied by before.
 
         The scale is a float where it is constant; else a 0-d tensor that follows the data: it holds the last one used.
         """
@@ -116,7 +116,7 @@ class Linear(nn.Linear):
         return {role: (FORMATS[role].name, scale) for role, scale in zip(ROLES, scales, strict=True)}
 
     def count_into(self, forward: Tensor | None, backward: Tensor | None, rows: Mapping[Role, int]) -> None:
-        """From now on casts also count what they read, at no extra read: a spectrum of each role in `rows`.
+        """Count the values of casts from now on: a spectrum of each role in `rows`, without an extra read.
 
         Activations and weights are counted into rows of the bank `forward`, gradients into one of `backward`, before
         they are multiplied by their scale. Each cast empties its row first: a row holds the last call's tensor, as it
@@ -130,7 +130,7 @@ class Linear(nn.Linear):
         self.fp8_counting = check_counting(forward, backward, rows, self.weight.device)
 
     def reset_parameters(self) -> None:
-        """Draw parameters anew: as torch.nn.Linear does, or for unit scaling normal of unit variance, the bias zero.
+        """Reinitialize parameters: as torch.nn.Linear, or with unit scaling normal of unit variance and zero bias.
 
         Buffers of scaling begin anew, too: call this after `to_empty`.
         """

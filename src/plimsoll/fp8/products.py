@@ -99,7 +99,7 @@ def has_units(device: torch.device) -> bool:
 
 
 def check(a: Tensor, b: Tensor) -> None:
-    """Raise unless FP8 units can multiply `a` by `b`; the same on every device, whatever it could do besides.
+    """Raise unless FP8 units can multiply `a` by `b`. The result is the same on every device.
 
     Both are matrices of FP8 codes on one device: `a` (M, K) in E4M3 or E5M2, row after row; `b` (K, N), column after
     column (the transpose of a contiguous matrix); not both in E5M2; K and N divisible by 16. Raises

@@ -1,4 +1,4 @@
-"""What a layer does in FP8, as data: how its tensors are scaled, and the constants of unit scaling."""
+"""Settings of a layer in FP8: how its tensors are scaled, and the constants of unit scaling."""
 
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -15,7 +15,7 @@ NO_FACTORS = Factors(output=1.0, inputs=(1.0,), weight=1.0)  # of a layer that i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a layer's tensors become FP8.
+    """Recipe for the scales of a layer's tensors.
 
     - `scaling`: "unit": as they are, times 1; "tensor": times a power of two from their largest magnitude.
     - `history`: with "tensor": 0 takes the magnitude of the tensor itself, N that of the last N steps.

@@ -63,7 +63,7 @@ BACKWARD = ("fp8_gradient_history", "fp8_gradient_absmax", "fp8_gradient_step")
 
 
 def add_buffers(module: nn.Module, steps: int, device: torch.device) -> None:
-    """Give the module the buffers of delayed scaling, which its state keeps; a call anew empties them."""
+    """Add the buffers of delayed scaling to a module, which its state keeps. A second call empties them."""
     module.register_buffer("fp8_history", torch.zeros(2, steps, device=device))
     module.register_buffer("fp8_absmax", torch.zeros(2, device=device))
     module.register_buffer("fp8_step", torch.zeros((), dtype=torch.int64, device=device))
@@ -73,7 +73,7 @@ def add_buffers(module: nn.Module, steps: int, device: torch.device) -> None:
 
 
 def begin(history: Tensor, absmax: Tensor, new: Tensor) -> None:
-    """Where `new` is true, moves the last step's magnitudes into the history and forgets them."""
+    """Move the last step's magnitudes into the history where `new` is true, and reset them."""
     moved = torch.cat((absmax[:, None], history[:, :-1]), dim=1)
     history.copy_(torch.where(new, moved, history))
     absmax.copy_(torch.where(new, 0.0, absmax))

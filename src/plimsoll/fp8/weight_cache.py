@@ -43,7 +43,7 @@ def cached_weights(model: nn.Module) -> Generator[None]:
 
 
 def version_of(weight: Tensor) -> int:
-    """How often the weight was changed in place, as far as can be seen: not by compilers, nor in inference mode."""
+    """Return how often the weight was visibly changed in place. Compilers and inference mode hide changes."""
     return -1 if torch.compiler.is_compiling() or weight.is_inference() else weight._version  # noqa: SLF001
 
 

@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 def use_scaler(accelerator: Accelerator, scaler: Any) -> None:
-    """Has an accelerator scale its losses with this scaler from now on; call it before `prepare` of the optimizer.
+    """Make an accelerator scale its losses with this scaler. Call it before `prepare` of the optimizer.
 
     The scaler is saved and restored with the accelerator's state, and skipped steps are told as its own scaler's are.
     Raises `ArgumentError` for what is no loss scaler, and where the accelerator trains without one (only at fp16 it has

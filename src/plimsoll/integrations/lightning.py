@@ -72,7 +72,7 @@ class WatchCallback(Callback):
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found at the end of the last training, by the process that is the first."""
+        """Findings at the end of the last training, in the first process."""
         return self._session.findings
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -20,7 +20,7 @@ _THEIRS = frozenset({"model", "optimizer", "scaler", "start_step"})  # what the 
 
 
 class Session:
-    """What every callback does; they differ in when.
+    """Common part of all callbacks, which differ in when they call it.
 
     - `settings`: keyword arguments of `plimsoll.watch`. `guard`: those of `plimsoll.Guard`, None for no guard.
     - `verdict`: whether `diagnose` judges the run at its end, and alarms are warned of.

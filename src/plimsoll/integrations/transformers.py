@@ -57,7 +57,7 @@ class WatchCallback(TrainerCallback):
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found at the end of the last training, by the process that is the first."""
+        """Findings at the end of the last training, in the first process."""
         return self._session.findings
 
     def on_train_begin(

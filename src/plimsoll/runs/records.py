@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from plimsoll.spectrum import Spectrum
 
-# What a spectrum's entry may carry beside it, each a column of the run; merged by addition but for `weight_norm`.
+# Further numbers of a spectrum's entry, each a column of the run. They add up, except for `weight_norm`.
 EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural")
 
 

@@ -152,7 +152,7 @@ def _print(judged: _Judged, target: Console) -> None:
 
 
 def _early_end(view: "View") -> "Ending | None":
-    """How the run ended early; None where it ended in order, or goes on."""
+    """Return how the run ended early; None if it ended properly or is still running."""
     ending = view.ending
     return None if ending is None or view.last_step > ending.step else ending
 

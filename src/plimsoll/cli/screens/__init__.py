@@ -1,1 +1,1 @@
-"""What subcommands print that takes more than a few lines."""
+"""Output of subcommands that takes more than a few lines."""

@@ -1,4 +1,4 @@
-"""Where `plimsoll run` writes if it is not told: ``runs/SCRIPT-DATE-TIME``, the same on every rank.
+"""Default folder of `plimsoll run`: ``runs/SCRIPT-DATE-TIME``, the same on every rank.
 
 Ranks agree through the store of their process group, which the first of them to come tells its choice: nobody waits.
 Without a process group, the workers of one torchrun share its process, and take the time at which that began.

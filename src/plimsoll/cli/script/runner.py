@@ -159,7 +159,7 @@ def _run_file(script: str, main: ModuleType) -> None:
 
 
 def _run_as_main(name: str, alter_argv: bool) -> None:
-    """What the interpreter itself calls for ``-m``, folders and archives."""
+    """Run ``-m``, a folder or an archive as the interpreter itself does."""
     cast("Any", runpy)._run_module_as_main(name, alter_argv)  # noqa: SLF001
 
 

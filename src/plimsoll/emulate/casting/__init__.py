@@ -1,1 +1,1 @@
-"""Which operations cast their arguments, and to what."""
+"""Casts of operations' arguments, and the lists of operations that cast."""

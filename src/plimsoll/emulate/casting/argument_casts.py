@@ -77,7 +77,7 @@ def _may_keep(x: Tensor) -> bool:
 
 
 def promoted(low: torch.dtype, arguments: Any) -> torch.dtype:
-    """What a promoting operation computes in: the low dtype if all are of it, else FP32."""
+    """Return the dtype of a promoting operation: the low dtype if all arguments are of it, else FP32."""
     return torch.float32 if any(x.dtype is not low for x in tensors(arguments)) else low
 
 

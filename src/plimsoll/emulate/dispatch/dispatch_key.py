@@ -1,4 +1,4 @@
-"""How calls of torch's operations are heard: a dispatch key that no backend uses, included on one thread at a time.
+"""Interception of torch's operations by a dispatch key that no backend uses, per thread.
 
 torch runs an operation by the highest dispatch key that is set for the call. Its own autocast is such a key, above
 autograd, and off for a thread until that thread turns it on; each backend has one, also backends that no build of torch
@@ -64,7 +64,7 @@ class Key:
                     self._library.impl(op, torch.library.fallthrough_kernel, self.name)
 
     def hear(self, op: Any, kernel: Callable[..., Any]) -> None:
-        """From now on calls of the overload `op` go to ``kernel(keys, *args, **kwargs)``, wherever the key is on."""
+        """Send calls of the overload `op` to ``kernel(keys, *args, **kwargs)`` wherever the key is on."""
         with _lock:
             if str(op) not in self._heard:
                 self._heard.add(str(op))

@@ -1,4 +1,4 @@
-"""Entering a frame, and leaving it: what is set for the thread, and what is put back."""
+"""Entering and leaving a frame: setting and restoring the state of a thread."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ _dispatch_modes: Callable[[], int] = cast("Any", torch)._C._len_torch_dispatch_s
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Generator[Frame]:
-    """The frame holds on this thread, until the end, however that comes."""
+    """Activate the frame on this thread until the end of the block."""
     before, silent = local.frame, local.silent
     if frame.witness is not None and _dispatch_modes():
         frame = _without_witness(frame)

@@ -44,7 +44,7 @@ def _everything(key: Key, keys: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def hear(key: Key, lists: OperationLists, rules: tuple[str, ...]) -> None:
-    """Has the key hear what is on a list or has a rule."""
+    """Make the key intercept the operations that are on a list or have a rule."""
     for name in {*categories_of(lists), *rules}:
         for op in overloads(name):
             key.hear(op, functools.partial(_kernel, key, name, op, _place_of_dtype(op)))
@@ -71,7 +71,7 @@ def _place_of_dtype(op: Any) -> int | None:
 
 
 def _kernel(key: Key, name: str, op: Any, dtype_at: int | None, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """What runs in the place of a heard operation."""
+    """Return the kernel that runs in place of an intercepted operation."""
     frame = local.frame
     if frame is None or local.silent:
         return key.below(keys, op, args, kwargs)

@@ -1,4 +1,4 @@
-"""What holds on a thread now: the innermost context's `Frame`.
+"""State of a thread: the innermost context's `Frame`.
 
 A frame has lists (what to cast before an operation) and rules (what to run in the operation's place). Lists belong to
 the forward: in a backward they do nothing, unless the frame itself was entered in that backward, as a checkpoint's
@@ -30,7 +30,7 @@ NO_LISTS = OperationLists()
 
 
 class OperationTracer(Protocol):
-    """What hears of every operation."""
+    """Protocol of an observer of every operation."""
 
     def ruled(self, op: Any) -> None:
         """A rule has stood in for an operation."""
@@ -43,7 +43,7 @@ class OperationTracer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
-    """What one context, with those around it, asks for."""
+    """Settings of one context, combined with those of its outer contexts."""
 
     lists: OperationLists = NO_LISTS
     low: torch.dtype = torch.float16

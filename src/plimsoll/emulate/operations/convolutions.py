@@ -29,7 +29,7 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Where the windows lie: one number a dimension."""
+    """Geometry of the windows: one number per dimension."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where in a model which format lives, and the casts at the borders between formats.
+"""Placement of formats in a model, and the casts at the borders between formats.
 
 A level keeps the weights in one format and those of normalisation layers perhaps in another; a policy may name further
 modules. Parameters and buffers are cast where they are (a Parameter stays the object that the optimizer has), and a

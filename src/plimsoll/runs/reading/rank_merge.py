@@ -22,7 +22,7 @@ from plimsoll.runs.columns.spectrum_columns import digests, numbers
 from plimsoll.runs.reading.module_casts import PREFIX
 from plimsoll.tensor_collections import OF_MODULES
 
-# What must agree, beside the binades.
+# Columns of replicas that must agree, in addition to the binades.
 COMPARED = (*COUNTS, *EXTREMES, *SUMS, "format", "scale")
 
 

@@ -69,7 +69,7 @@ class Run:
         """Return the sorted folders of all runs in a local folder and below it."""
         if is_elsewhere(folder):
             raise ArgumentError(
-                f"Run.find: expected a folder of this machine; got {folder}. List the storage by its own means."
+                f"Run.find: expected a local folder; got {folder}. List remote storage with its own tools."
             )
         return runs_below(folder)
 

@@ -57,15 +57,15 @@ def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
     """Yield the merged rows in tables of whole row groups, except for the last one."""
     schema = WIDE if any("block" in source.file.schema_arrow.names for source in sources) else SCHEMAS[kind]
-    held = pa.Table.from_batches([], schema)
+    pending = pa.Table.from_batches([], schema)
     for low, high in _ranges(sources):
         joined = _joined(sources, kind, keep, (low, high), schema)
-        held = joined if not len(held) else pa.concat_tables([held, joined])
-        whole = len(held) // parquet.ROW_GROUP * parquet.ROW_GROUP
+        pending = joined if not len(pending) else pa.concat_tables([pending, joined])
+        whole = len(pending) // parquet.ROW_GROUP * parquet.ROW_GROUP
         if whole:
-            yield held.slice(0, whole)
-            held = held.slice(whole)
-    yield held
+            yield pending.slice(0, whole)
+            pending = pending.slice(whole)
+    yield pending
 
 
 def _ranges(sources: Sequence["_Source"]) -> Iterator[tuple[Key, Key]]:
@@ -104,7 +104,7 @@ class _Source:
     keys: list[Key]
     starts: list[int]
     bounds: list[int]
-    held: dict[int, Table] = field(default_factory=dict[int, Table])
+    groups: dict[int, Table] = field(default_factory=dict[int, Table])
 
     @classmethod
     def opened(cls, folder: Path, part: Part) -> "_Source":
@@ -119,10 +119,10 @@ class _Source:
         stop = self.starts[bisect.bisect_right(self.keys, high)]
         if start == stop:
             return pa.Table.from_batches([], schema)
-        groups = range(bisect.bisect_right(self.bounds, start) - 1, bisect.bisect_left(self.bounds, stop))
-        self.held = {i: self.held.get(i) or self._decoded(i, schema) for i in groups}
-        offset = self.bounds[groups[0]]
-        return pa.concat_tables(self.held.values()).slice(start - offset, stop - start)
+        numbers = range(bisect.bisect_right(self.bounds, start) - 1, bisect.bisect_left(self.bounds, stop))
+        self.groups = {i: self.groups.get(i) or self._decoded(i, schema) for i in numbers}
+        offset = self.bounds[numbers[0]]
+        return pa.concat_tables(self.groups.values()).slice(start - offset, stop - start)
 
     def _decoded(self, group: int, schema: Schema) -> Table:
         there = {*SCHEMAS[self.part.kind].names, *self.file.schema_arrow.names}  # only block records may be lacking

@@ -60,8 +60,8 @@ class DroppedRecords:
     def unreported(self) -> dict[str, int]:
         """Return the records dropped since the last call."""
         with self._guard:
-            found, self._unreported = self._unreported, {}
-        return found
+            records, self._unreported = self._unreported, {}
+        return records
 
     def after_fork(self) -> None:
         """Replace the lock: one that another thread held at the fork is never released in the child."""
@@ -187,7 +187,7 @@ class PartFlusher:
     def __init__(self, log: RankFolder, dropped: DroppedRecords) -> None:
         self._folder, self._dropped = log, dropped
         self._last_step = log.last_step or 0  # of this session, once it has one
-        self._events: list[Event] = [self.event(*found) for found in self._taken()]
+        self._events: list[Event] = [self.event(*facts) for facts in self._folder_events()]
         self._failing: str | None = None
         self._started = False  # whether this session has recorded a step
         self._compacting: threading.Thread | None = None
@@ -204,12 +204,12 @@ class PartFlusher:
 
     def events(self) -> list[Event]:
         """Return the events that writing has caused since the last call."""
-        found, self._events = self._events + [self.event(*found) for found in self._taken()], []
-        return found
+        events, self._events = self._events + [self.event(*facts) for facts in self._folder_events()], []
+        return events
 
-    def _taken(self) -> list[tuple[str, str, dict[str, object]]]:
-        found, self._folder.found = self._folder.found, []
-        return found
+    def _folder_events(self) -> list[tuple[str, str, dict[str, object]]]:
+        events, self._folder.found = self._folder.found, []
+        return events
 
     def change(self, entries: dict[str, Any]) -> None:
         """Change entries of the manifest. The next attempt to write writes them."""
@@ -221,15 +221,15 @@ class PartFlusher:
         buffer.tried()
         try:
             if self._folder.renew():
-                self._events.append(self.event("folder lost", "the run's folder was removed, and made anew"))
+                self._events.append(self.event("folder lost", "the run's folder was removed, and created again"))
             if not len(buffer) and not self._changed:
                 return True
             self._prepare(buffer, series)
             self._write(buffer, series)
         except (OSError, PlimsollError) as error:
-            self._tell_failure(error)
+            self._report_failure(error)
             return False
-        self._tell_recovery()
+        self._report_recovery()
         self._compact()
         return True
 
@@ -270,12 +270,12 @@ class PartFlusher:
         try:
             return buffer.table(kind, series)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other records are worth more)
-            message = f"plimsoll: {kind} of {self.path} cannot be made a table and are lost: {error!r}"
+            message = f"plimsoll: {kind} of {self.path} cannot be converted to a table and are dropped: {error!r}"
             self._dropped.count("invalid record", 1, message)
             buffer.clear(kind)
             return None
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         self._failing = f"{error}"
         name = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
         message = (
@@ -283,7 +283,7 @@ class PartFlusher:
         )
         self._dropped.warn_once(f"write: {name}", message)
 
-    def _tell_recovery(self) -> None:
+    def _report_recovery(self) -> None:
         lost = self._dropped.unreported()
         if self._failing is not None or lost:
             why = f"writing failed ({self._failing}) and works again" if self._failing else "records were dropped"

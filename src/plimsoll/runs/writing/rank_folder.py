@@ -68,7 +68,7 @@ _CLOSING_BYTES = 32 << 20
 # The list of parts is written after a flush where that takes this share of the time at most: of very many series the
 # manifest is long.
 _LISTING_SHARE = 0.05
-# No folder beside it could be written to either.
+# After these errors a folder next to this one could not be written to either.
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -132,7 +132,7 @@ class RankFolder:
         self._next = max([0, *(p.last for p in self._parts), *(s.first_flush for s in self._sessions)]) + 1
         self._sessions.append(manifest.new_session(self._sessions, self._next, resume_from))
         if former:
-            self._tell_continued(resume_from)
+            self._note_continued(resume_from)
         elif self._parts and not self.found:
             name = manifest.file_name(self.rank)
             message = f"{name}: was missing; what lay there and its settings are not known"
@@ -142,7 +142,7 @@ class RankFolder:
         self.write_manifest()
         self._remove_replaced()
 
-    def _tell_continued(self, resume_from: int | None) -> None:
+    def _note_continued(self, resume_from: int | None) -> None:
         details: dict[str, object] = {"session": len(self._sessions), "last_step": self.last_step}
         replaced = "" if resume_from is None else f"; what lay at step {resume_from} and after is replaced"
         message = f"continued by session {len(self._sessions)} after step {self.last_step}{replaced}"
