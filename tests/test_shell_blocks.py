@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from plimsoll.extras import EXTRAS
 from tests.support.cases import each
 
 ROOT = Path(__file__).parents[1]
-_LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SHELLS = {"bash", "sh", "shell", "console"}
@@ -72,9 +70,9 @@ def problem(words: list[str]) -> str | None:
 def _installs(requirement: str) -> bool:
     if (checkout := re.fullmatch(r"(?:\.|\./plimsoll)(?:\[([a-z,]+)\])?", requirement)) is not None:
         return set((checkout[1] or "report").split(",")) <= {*EXTRAS, "all", "dev", "bench"}
-    if (lab := re.fullmatch(r"\./lab(?:\[([a-z,]+)\])?", requirement)) is not None:
-        return set((lab[1] or "sweep").split(",")) <= set(_LAB)
-    return any(requirement in held for held in (*EXTRAS.values(), *_LAB.values())) or requirement == "adlfs"
+    if requirement == "./lab":
+        return True
+    return any(requirement in held for held in EXTRAS.values()) or requirement == "adlfs"
 
 
 def _cli_problem(arguments: list[str]) -> str | None:

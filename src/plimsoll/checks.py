@@ -37,7 +37,7 @@ def integer(
     10
     >>> integer("watch", "every", 0, low=1, remedy="Use 100.")
     Traceback (most recent call last):
-    plimsoll.errors.ArgumentError: watch: expected every to be an integer of at least 1; got every=0. Use 100.
+    plimsoll.ArgumentError: watch: expected every to be an integer of at least 1; got every=0. Use 100.
     """
     try:
         result = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
@@ -84,7 +84,7 @@ def number(
     1.0
     >>> number("prepare", "clip_norm", -1.0, above=0, remedy="Use 1.0.")
     Traceback (most recent call last):
-    plimsoll.errors.ArgumentError: prepare: expected clip_norm to be a number above 0; got clip_norm=-1.0. Use 1.0.
+    plimsoll.ArgumentError: prepare: expected clip_norm to be a number above 0; got clip_norm=-1.0. Use 1.0.
     """
     result = _as_float(value)
     fits = (
@@ -118,7 +118,7 @@ def one_of(operation: str, name: str, value: object, choices: Collection[Choice]
     'all'
     >>> one_of("watch", "ranks", "sum", ("all", "reduce"))
     Traceback (most recent call last):
-    plimsoll.errors.ArgumentError: watch: expected ranks to be 'all' or 'reduce'; got ranks='sum'. Use 'all'.
+    plimsoll.ArgumentError: watch: expected ranks to be 'all' or 'reduce'; got ranks='sum'. Use 'all'.
     """
     for choice in choices:
         # A bool equals 0 or 1, and a tensor equals nothing: types are compared first.

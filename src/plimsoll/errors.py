@@ -54,3 +54,7 @@ class MissingExtraError(PlimsollError, ImportError):
 
 class GuardStop(PlimsollError, RuntimeError):  # noqa: N818  (as StopIteration: nothing is wrong with the program)
     """A `plimsoll.Guard` has stopped the training; the message names the finding, and the report if there is one."""
+
+
+for _error in [PlimsollError, *PlimsollError.__subclasses__()]:
+    _error.__module__ = "plimsoll"  # tracebacks and pickles name the public module, whatever was imported first

@@ -31,7 +31,7 @@ def tables() -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
-FEATURES = [(head, rows) for head, rows in tables() if "Plimsoll" in head]
+FEATURES = [(head, rows) for head, rows in tables() if head[:2] == ["capability", "Plimsoll"]]
 BACKING = next(rows for head, rows in tables() if head == ["capability", "tests"])
 
 

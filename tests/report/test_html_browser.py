@@ -15,7 +15,7 @@ from plimsoll.runs import Run
 from tests.support.browser import address, needs_browser, open_page
 from tests.support.diagnosis.faults import FAULTS
 from tests.support.report import hostile_run as hostile
-from tests.support.report.served import expect
+from tests.support.report.served import expect, wait_for_title
 
 pytestmark = needs_browser
 
@@ -102,8 +102,7 @@ def test_the_systems_theme_is_followed(browser: Any, file: Path) -> None:
 def test_a_heat_map_is_chosen(shown: Any) -> None:
     shown.get_by_label("Show", exact=True).select_option(label="Norm of weights")
     plot = shown.locator("section.pictures").first.locator("> .picture")
-    plot.scroll_into_view_if_needed()
-    expect(plot.locator(".picture-title")).to_have_text(re.compile("Weights: .*norm", re.IGNORECASE))
+    wait_for_title(plot, "Weights: ")
     expect(plot.locator(".main-svg").first).to_be_visible()
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("playwright", reason="pages are tested through playwright: p
 from plimsoll.diagnosis import diagnose
 from plimsoll.diagnosis.wording import layer_name
 from tests.support.browser import needs_browser
-from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_of
+from tests.support.report.served import LAYER, Served, at, drawn, expect, hash_of, wait_for_title
 
 pytestmark = needs_browser
 
@@ -146,7 +146,7 @@ def test_the_pictures_are_there_and_a_row_of_the_heat_map_opens_its_layer(page: 
     heat = page.locator(".layers-figure")
     expect(heat.locator("h3")).to_contain_text("Activation gradients")  # the finding shows those of parameters
     heat.get_by_label("Show").select_option(label="Underflow of parameter gradients")
-    expect(heat.locator("h3")).to_contain_text("Parameter gradients")
+    wait_for_title(heat, "Parameter gradients")
     plot = heat.locator(".heatmaplayer").first.bounding_box()
     rows = heat.evaluate("node => node.querySelector('.js-plotly-plot').layout.meta.rows")
     row = rows.index(LAYER)
@@ -163,7 +163,7 @@ def test_heat_maps_of_other_numbers(page: Any, site: Served) -> None:
     at(page, site, "#/run/low")
     heat = drawn(page, ".layers-figure")
     heat.get_by_label("Show").select_option(label="Norm of weights")
-    expect(heat.locator("h3")).to_contain_text("Weights")
+    wait_for_title(heat, "Weights")
 
 
 def test_tensors_are_searched_and_walked_through(page: Any, site: Served) -> None:

@@ -27,7 +27,7 @@ from plimsoll.formats import (
     Format,
     get,
 )
-from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
+from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec
 from plimsoll.kernels.torch_backend import casting
 from plimsoll.spectrum import Fit, Interval, Source, Spectrum, measure
 from tests.support.cases import each
@@ -74,8 +74,9 @@ def mx_truth(x: torch.Tensor, fmt: BlockFormat, shift: int) -> Truth:
 def block_truth(values: torch.Tensor, fmt: BlockFormat, tensor_scale: torch.Tensor | None) -> Truth:
     spec = BlockSpec.of(fmt, 0, 0)
     out = torch.empty_like(values)
-    casting.block_cast(values, out, spec, tensor_scale, 1.0, None, 0, None)
-    _, _, divisor = casting._quantize_blocks(values, spec, tensor_scale, 1.0, 0, None)
+    arguments = CastArguments(spec, tensor_scale=tensor_scale)
+    casting.block_cast(values, out, arguments)
+    _, _, divisor = casting._quantize_blocks(values, arguments)
     width = values.shape[1]
     per_value = divisor.expand(-1, -1, fmt.block).flatten(1)[:, :width]
     element, scaled = fmt.element, (values / per_value).abs()
@@ -194,7 +195,7 @@ def test_estimates_and_noise_come_close_on_even_values(fmt: Format, shift: int, 
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=0.01)
     scaled = x.double() * 2.0**shift
     held = torch.empty_like(scaled)
-    casting.cast(scaled, held, CastSpec.of(fmt, 0, saturate=True), 1.0, None, 0, None)
+    casting.cast(scaled, held, CastArguments(CastSpec.of(fmt, 0, saturate=True)))
     truth_db = noise_db(scaled, held)
     # Above 100 dB a handful of values makes all the noise; rounding to FP8 leaves no even spread over its few numbers.
     tolerance = 3.5 if truth_db > 100 else 1.0 if dtype == torch.float8_e5m2 else 0.35
@@ -213,7 +214,7 @@ def test_estimates_and_noise_come_close_in_blocks(
     for name in ("lost", "subnormal", "overflow"):
         assert getattr(fit, name).estimate == pytest.approx(getattr(truth, name), abs=fraction)
     held = torch.empty_like(x)
-    casting.block_cast(x, held, BlockSpec.of(fmt, 0, 0), tensor_scale, 1.0, None, 0, None)
+    casting.block_cast(x, held, CastArguments(BlockSpec.of(fmt, 0, 0), tensor_scale=tensor_scale))
     assert fit.snr_db == pytest.approx(noise_db(x, held), abs=decibels)
 
 

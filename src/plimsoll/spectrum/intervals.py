@@ -30,7 +30,7 @@ class Interval(NotebookRepr):
     >>> lost > 0.4
     Traceback (most recent call last):
         ...
-    plimsoll.errors.ArgumentError: Interval: expected a comparison that the interval decides; got 0.3 (0.25 to 0.5) >
+    plimsoll.ArgumentError: Interval: expected a comparison that the interval decides; got 0.3 (0.25 to 0.5) >
     0.4. Compare .low or .high, or float(...) for the estimate.
     """
 

@@ -116,3 +116,18 @@ def drawn(page: Any, figure: str) -> Any:
     found.scroll_into_view_if_needed()
     expect(found.locator(".main-svg").first).to_be_visible()
     return found
+
+
+def wait_for_title(figure: Any, text: str) -> None:
+    """Wait until the title of a figure contains a text.
+
+    The figure is kept in view: one that is out of view is not drawn again, and figures above it may still grow and push it away.
+    """
+    figure.page.wait_for_function(
+        """([figure, text]) => {
+            figure.scrollIntoView({ block: "nearest" });
+            return figure.querySelector(".picture-title").textContent.toLowerCase().includes(text.toLowerCase());
+        }""",
+        arg=[figure.element_handle(), text],
+        timeout=1000 * HANG_SECONDS,
+    )
