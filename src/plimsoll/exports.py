@@ -62,7 +62,7 @@ def make_callable(package: str, function: Callable[..., Any]) -> None:
 def _show_in(package: str, value: object) -> None:
     if not isinstance(value, type) or not value.__module__.startswith(f"{package}."):
         return
-    # A class that names a package already keeps it: `pl.Interval` is `plimsoll.spectrum.Interval` in every order of imports.
+    # A class that names a package keeps it: `pl.Interval` is `plimsoll.spectrum.Interval` in every order of imports.
     if not hasattr(sys.modules.get(value.__module__), "__path__"):
         value.__module__ = package
 

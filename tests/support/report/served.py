@@ -121,7 +121,7 @@ def drawn(page: Any, figure: str) -> Any:
 def wait_for_title(figure: Any, text: str) -> None:
     """Wait until the title of a figure contains a text.
 
-    The figure is kept in view: one that is out of view is not drawn again, and figures above it may still grow and push it away.
+    The figure is kept in view: one out of view is not drawn again, and figures above it may grow and push it away.
     """
     figure.page.wait_for_function(
         """([figure, text]) => {
