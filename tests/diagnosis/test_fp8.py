@@ -20,6 +20,7 @@ from plimsoll.diagnosis.rules.casts import UnitDrift
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.runs import Run
 from tests.support.diagnosis.faults import eight
+from tests.support.diagnosis.guarded import wait_for_look
 from tests.support.diagnosis.stories import constant
 
 CASTS = ["cast-*", "codes-unused", "unit-drift"]
@@ -197,5 +198,6 @@ def test_a_guard_may_take_a_module_out_of_fp8(tmp_path: Path) -> None:
                 with loop.forward():
                     loss = loss_of(net(x * 400.0).float(), x[:, :4].argmax(1))
                 loop.step(loss)
+                wait_for_look(guard)
         assert "up" in loop.fp8_left and loop.fp8_left["up"] == "the policy has it in bf16"
         assert loop.precision == "fp8-unit" and "down" not in loop.fp8_left

@@ -14,7 +14,17 @@ import plimsoll as pl
 from plimsoll.diagnosis import Guard, Limits
 from plimsoll.errors import ArgumentError, GuardStop, PlimsollError
 from plimsoll.watch.hooks import torch_hooks
-from tests.support.diagnosis.guarded import NEVER, acts, by_hand, by_loop, guard_events, looking, net, scaler_at
+from tests.support.diagnosis.guarded import (
+    NEVER,
+    acts,
+    by_hand,
+    by_loop,
+    guard_events,
+    looking,
+    net,
+    scaler_at,
+    wait_for_look,
+)
 from tests.support.patience import HANG_SECONDS
 
 ALL = ("lower_scale", "raise_scale", "to_bf16", "clamp", "skip", "rollback", "stop")
@@ -72,11 +82,7 @@ def test_looks_happen_in_the_background_and_acts_on_the_training_thread(tmp_path
     guard._looker._look = lambda step: (looked.append((threading.current_thread().name, step)), look(step))[1]
     guard._remedies["raise_scale"].carry_out = lambda o: (acted.append(threading.current_thread().name), carry_out(o))
 
-    def wait(step: int) -> None:
-        if guard._looker._thread is not None:
-            guard._looker._thread.join()
-
-    train(model, optimizer, scaler, range(12), between=wait)
+    train(model, optimizer, scaler, range(12), between=lambda step: wait_for_look(guard))
     watch.close()
     assert looked == [("plimsoll-guard", 5), ("plimsoll-guard", 10)]
     assert acted == ["MainThread"]

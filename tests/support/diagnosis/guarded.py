@@ -15,6 +15,12 @@ NEVER = 10**6  # steps between looks in the background, where a test looks by it
 Between = Callable[[int], object]
 
 
+def wait_for_look(guard: Guard) -> None:
+    """Wait until a check in the background has ended: on a busy machine a short training is over before it."""
+    if guard._looker._thread is not None:
+        guard._looker._thread.join()
+
+
 class Faint(nn.Linear):
     """A linear layer whose gradients are `small` times as large as they should be."""
 
