@@ -154,3 +154,42 @@ def test_a_copy_of_weights_that_have_settled_is_not(follow: Follow, tmp_path: Pa
 @pytest.mark.parametrize("follow", [in_place(0.999), by_data], ids=["in place", "by .data"])
 def test_averages_in_fp32_move(follow: Follow, tmp_path: Path) -> None:
     assert train(tmp_path / "run", follow, torch.float32) == []
+
+
+class Counting(nn.Module):
+    """A model with a 16-bit buffer that a forward changes."""
+
+    def __init__(self, dtype: torch.dtype, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.change = nn.Linear(4, 2), change
+        self.register_buffer("seen", torch.zeros((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self.seen)
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "steps", "stuck"),
+    [
+        (torch.bfloat16, lambda seen: seen.add_(1), 300, True),
+        (torch.bfloat16, lambda seen: seen.add_(1), 200, False),  # it counts to 256
+        (torch.bfloat16, lambda seen: seen.add_(8), 300, True),  # from 2,048 on
+        (torch.float16, lambda seen: seen.add_(1), 300, False),  # it counts to 2,048
+        (torch.bfloat16, lambda seen: seen.fill_(256), 300, False),  # a constant that is written at each step
+        (torch.bfloat16, lambda seen: seen.mul_(0.9).add_(0.1), 300, False),  # an average that has arrived
+        (torch.bfloat16, lambda seen: seen.copy_((seen + 1).clamp(max=50)), 300, False),  # a limit
+    ],
+)
+def test_a_counter_in_16_bits_is_named_once_it_has_stopped(
+    dtype: torch.dtype, change: Callable[[Tensor], object], steps: int, stuck: bool, tmp_path: Path
+) -> None:
+    model = Counting(dtype, change)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=100):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    found = diagnose(tmp_path / "run", rules=["average-stuck"])
+    assert [finding.where for finding in found] == ([("seen",)] if stuck else [])

@@ -140,6 +140,20 @@ def test_a_loss_that_may_be_below_zero_is_not(name: str, tmp_path: Path) -> None
     assert diagnose(recorded(tmp_path / "run", BOUNDED[name]), rules=["loss-unbounded"]) == []
 
 
+def test_a_divergence_names_the_backwards_that_a_step_adds_up(tmp_path: Path) -> None:
+    model, data = torch.nn.Linear(4, 1), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    with pl.watch(model, optimizer, run=tmp_path / "run", every=10):
+        for _ in range(60):
+            optimizer.zero_grad()
+            for _ in range(8):
+                model(torch.randn(16, 4, generator=data)).square().mean().backward()
+            optimizer.step()
+    found = next(f for f in diagnose(tmp_path / "run") if f.rule == "loss-spike")
+    assert found.severity == "alarm" and found.evidence["accumulated"] == 8
+    assert "divide their loss by 8" in found.advice
+
+
 @pytest.mark.parametrize("of", ["one feature", "the targets"])
 def test_an_input_that_grew_as_the_loss_rose_is_named(of: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -116,6 +116,7 @@ def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
     run = only_run(tmp_path / "run")
     assert list(run.steps) == [0, 1]
     assert run.spectrum("activations", "0:output", 0).count == 2 * 64
+    assert [event.details["accumulated"] for event in run.events() if event.kind == "loss"] == [2]
     assert run.spectrum("activation_gradients", "0:output", 1).count == 2 * 64
     assert run.spectrum("gradients", "0.weight", 0).count == 128
     assert run.scalars("loss")[1] == pytest.approx([sum(losses[:2]), sum(losses[2:])])

@@ -64,7 +64,6 @@ def times_zero(run: Training) -> None:
 @fault(
     "vanishing-gradients",
     named=r"vanish|gradients? [^.]*(tiny|too small|shrink)|updates-swallowed|moves? nothing|not move",
-    held_back=True,
 )
 def vanishing(run: Training) -> None:
     """Twelve sigmoid layers of small weights: the first layers' gradients are 10^-12 of the last one's."""

@@ -169,7 +169,6 @@ def growing(run: Training) -> None:
     "step-count-in-bf16",
     named=r"(count|steps?|buffer).*(move|rounding|stays|stuck|stop|swallow)|cannot move",
     precision="bf16",
-    held_back=True,
 )
 def counter(run: Training) -> None:
     """A count of steps in BF16 that a schedule uses: it stops at 256."""

@@ -142,7 +142,7 @@ def early(run: Training) -> None:
     run.train(model, optimizer, loss, 200)
 
 
-@fault("rate-ten-times-too-high", named=TOO_HIGH, held_back=True)
+@fault("rate-ten-times-too-high", named=TOO_HIGH)
 def language_rate(run: Training) -> None:
     """A language model at a rate of 0.3 from the start: it never learns."""
     model = Transformer()
@@ -185,7 +185,6 @@ def never_zeroed(run: Training) -> None:
 @fault(
     "accumulated-undivided",
     named=r"accumulat|micro-batch|not divided|undivided|divide the loss|summed over",
-    held_back=True,
 )
 def undivided(run: Training) -> None:
     """Sixteen micro-batches are added up and not divided: sixteen times the rate, and it diverges."""

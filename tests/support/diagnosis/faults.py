@@ -1,4 +1,4 @@
-"""Forty faults, each with the rule that must name it, the layer it must name, and the steps within which it must be.
+"""Faults, each with the rule that must name it, the layer it must name, and the steps within which it must be.
 
 A new fault is a new line. `rule` must be found with at least `severity`, its first spot (or any, where several layers
 have it) must be `layer`, and `since_step` must lie from `first` to `last`. A new rule has an entry in `WORDS` too.
@@ -210,12 +210,20 @@ FAULTS = [
           "loss-spike", "warning", first=90, last=90),
     fault("the loss falls without bound", told(loss=lambda s: 2.0 + 0.01 * (s % 7) - (s / 20.0) ** 4), "loss-unbounded",
           "warning", first=130, last=140),
+    fault("a rate too high at the start",
+          told(loss=lambda s: 3.6 if s == 0 else 3.3 + 3.0 * 0.95**s,
+               update_ratio=lambda name, s: 0.9 if s < 10 else 0.01),
+          "rate-too-high", "warning"),
     fault("an update explodes", told(update_ratio=lambda name, s: 2.0 ** (-4 if (name, s) == (B, 125) else -10)),
           "spike-forerunner", "warning", B, first=125, last=125),
     # -- layers
     fault("dead ReLU layer", told(change_activation=zeroed(A, 80)), "dead-layer", "warning", f"{A}:output",
           first=80, last=80),
     fault("layer cut off", told(change_gradient=zeroed(B, 60)), "dead-layer", "warning", B, first=60, last=60),
+    fault("gradients vanish in one layer",
+          told(gradient_fmt="fp32", scale=lambda step: None, gradient_std=of_layer(A, constant(2.0**-40), QUIET),
+               update_ratio=of_layer(A, constant(2.0**-30), constant(2.0**-10))),
+          "gradients-vanish", "warning", A),
     fault("weights drift", told(weight_std=of_layer(B, growing(0.03, -5), constant(2.0**-5))), "distribution-drift",
           "warning", B, first=90, last=199),
     fault("activations shrink", told(activation_fmt="bf16", activation_std=of_layer(A, growing(-0.04), constant(1.0))),
@@ -235,6 +243,9 @@ FAULTS = [
     fault("an average stuck in BF16",
           told(events=(wired("average stuck", 128, parameters=[f"average.{B}.weight"], format="bf16"),)),
           "average-stuck", "warning", f"average.{B}", first=128, last=128),
+    fault("a counter stuck in BF16",
+          told(events=(wired("counter stuck", 150, parameters=["steps_seen"], format="bf16"),)),
+          "average-stuck", "warning", "steps_seen", first=150, last=150),
     # -- ranks
     fault("a rank with other labels", told(losses={1: lambda s: 4.0 + 0.1 * (s % 3), 2: SOUND.loss}), "rank-differs",
           "warning", first=0, last=60),
@@ -298,15 +309,17 @@ WORDS: Mapping[str, str] = {
     "epsilon-dominates": r"Adam has divided by its epsilon",
     "nonfinite": r"NaN or Inf|gradients overflowed at \d+ steps",
     "loss-spike": r"the loss (spiked|rose)",
+    "rate-too-high": r"the update at step 0 moved the weights by \d+ % of their size",
     "loss-unbounded": r"the loss falls without bound, from .* to -",
     "spike-forerunner": r"an update of .* was \d+ times its usual size",
     "dead-layer": r"all (outputs|parameter gradients) of .* have been zero",
+    "gradients-vanish": r"gradients vanish in .*: .* against .*",
     "distribution-drift": r"have (grown|shrunk) by \d+ binades",
     "untrained-parameters": r"parameters of .* are in no optimizer",
     "optimizer-idle": r"of AdamW, its learning rate is NaN",
     "gradients-mishandled": r"gradients are never (set to zero|unscaled)",
     "decay-lost": r"rounding has undone the weight decay of",
-    "average-stuck": r"rounding to BF16 keeps the average .* where it was",
+    "average-stuck": r"rounding to BF16 (keeps the average .* where it was|has stopped the count in)",
     "rank-differs": r"the loss of rank 1 has stayed away",
     "run-ended": r"an exception ended the training at step \d+, KeyError",
 }

@@ -15,6 +15,7 @@ from plimsoll.diagnosis.tables.cells import Cells, Floats
 from plimsoll.diagnosis.tables.trend import goes_on, looks, trend
 from plimsoll.diagnosis.view import View, log2
 from plimsoll.tensor_collections import FORWARD, UNDERFLOW_ORDER
+from plimsoll.text import number
 
 _SAMPLES = "layers that begin at zero (a zero-initialised residual branch) leave it after a step or two"
 
@@ -90,6 +91,72 @@ class DeadLayer(Rule):
             if unknown else None,
             advice="Take a shadow step (shadow_every): it tells which." if unknown else None,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsVanish(Rule):
+    """Gradients that shrink from layer to layer until the first layers are not trained.
+
+    A layer counts if its gradient is many times smaller than the model's largest, and its updates are too small to
+    move its weights. Adam moves layers with small gradients as far as others, so it rarely applies there.
+    """
+
+    id = "gradients-vanish"
+    says = "gradients shrink towards the first layers until these are not trained"
+    meaning = "The gradient shrinks on its way back through the layers: these weights hardly move."
+    advice = "Use residual connections, normalisation or another activation, or initialise with larger weights."
+    figure = "spectrogram"
+    explained_by = {Nonfinite.id: "anywhere", CastFlushes.id: "same module", UnderflowHigh.id: "same module"}
+    items = {"largest": EvidenceItem("Largest gradient (RMS)"), "worst_rms": EvidenceItem("Smallest gradient (RMS)")}
+    location_item = EvidenceItem("Of the largest gradient")
+
+    smaller: float = threshold(1e-6, "times the largest RMS of a gradient; sound networks stay within 1e-4")
+    moved: float = threshold(1e-7, "of a weight's norm in one step: a million steps would be needed to change it")
+    samples: float = threshold(5, _SAMPLES)
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the gradients."""
+        gradients, updates = view.cells("gradients"), view.cells("updates")
+        if gradients is None or updates is None:
+            return
+        rms = np.where(gradients.total(gradients.nonzero) > 0, gradients.rms, np.nan)  # zeros are left to other rules
+        with np.errstate(all="ignore"):
+            ratio = updates.norm / np.sqrt(updates.total(updates.column("weight_norm") ** 2))
+        place = {name: i for i, name in enumerate(updates.names)}
+        common, mine, theirs = np.intersect1d(gradients.steps, updates.steps, return_indices=True)
+        if len(common) < self.samples:
+            return
+        largest = np.nanmax(np.where(np.isnan(rms), 0.0, rms), axis=0)
+        still = np.full(gradients.shape, np.nan)
+        for layer, name in enumerate(gradients.names):
+            if name in place:
+                still[layer, mine] = ratio[place[name], theirs]
+        main = set(Modules.of(gradients).main_layers(gradients))
+        judged = ~np.isnan(rms) & ~np.isnan(still) & ~view.solved(gradients.steps)[None, :]
+        judged &= np.array([name in main for name in gradients.names])[:, None]
+        holds = judged & (rms <= self.smaller * largest[None, :]) & (still <= self.moved)
+        found = [span for span in spells(holds, judged, self.samples) if holds[span[0]][judged[span[0]]].mean() > 0.5]
+        if not found:
+            return
+        with np.errstate(all="ignore"):
+            shares = rms / largest[None, :]
+        spots = sorted(worst(gradients, found, shares), key=lambda spot: spot.value)
+        smallest = gradients.names.index(spots[0].name)
+        evidence = {
+            "layers": len(spots), "worst": spots[0].name, "largest": float(largest[mine[-1]]),
+            "worst_rms": float(np.nanmedian(rms[smallest])),
+        }  # fmt: skip
+        until = last_of(gradients, found)
+        yield self.finding("warning", spots, evidence, until_step=until, collection="gradients")
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return where gradients vanish, and by how much."""
+        smallest, largest = context.number("worst_rms"), context.number("largest")
+        return Phrase(
+            what=f"gradients vanish in {context.layers} {context.since}: {number(smallest)} against {number(largest)}",
+            effect="and these weights hardly move",
+            remedy="add residual connections or normalisation",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

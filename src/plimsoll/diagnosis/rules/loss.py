@@ -18,7 +18,7 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.loss_rises import Rise, beginning, comes_back, falls, gradual_rise, levels, rises
 from plimsoll.diagnosis.view import View
-from plimsoll.text import number
+from plimsoll.text import number, percent
 
 _EARLY = 50  # steps within which a blow-up belongs to the beginning
 _AT_ONCE = 3  # losses on end that no single bad batch explains
@@ -72,6 +72,7 @@ class LossSpike(Rule):
         "level": EvidenceItem("Called a spike above"),
         "began_at": EvidenceItem("Loss at the start"),
         "now": EvidenceItem("Median of the last losses"),
+        "accumulated": EvidenceItem("Backwards added up in a step"),
     }
 
     deviations: float = threshold(10, "median absolute deviations, as the flight recorder has it")
@@ -166,6 +167,9 @@ class LossSpike(Rule):
         if course == "never learned":
             until = len(loss) - 1
         advice = _TOO_HIGH if course == "never learned" else _ADVICE[severity]
+        if severity == "alarm" and (micro := _accumulated(view)) > 1:
+            evidence["accumulated"] = micro
+            advice = f"{advice} {micro} backwards are added up in each step: divide their loss by {micro} if not done."
         grown = None if severity == "info" else self._grown_input(view, int(steps[since]))
         if grown is not None:
             evidence |= {"input": grown[0], "input_times": grown[1]}
@@ -280,6 +284,73 @@ class LossSpike(Rule):
 def _unit(began: float) -> float:
     """Return the unit of rises: the first loss, or 1 if that is less, as before an agent's first reward."""
     return max(abs(began), 1.0)
+
+
+def _accumulated(view: View) -> int:
+    """Return how many backwards a step adds up, as the watch has recorded it. 1 if it has recorded nothing of it."""
+    counts = [event.details.get("accumulated") for event in view.events if event.kind == "loss"]
+    return max((count for count in counts if isinstance(count, int)), default=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateTooHigh(Rule):
+    """First updates as large as the weights, after which the loss stays near where it began, or above.
+
+    Adam moves every weight by the learning rate at its first step. If that is a good part of the weights' own size, the
+    initialisation is lost. Sound trainings do not do this, or recover from it.
+    """
+
+    id = "rate-too-high"
+    says = "the first updates replace the weights, and the loss does not recover"
+    meaning = "The learning rate is too high at the start: the first updates replaced the initial weights."
+    advice = _TOO_HIGH
+    actions = ("stop",)
+    figure = "loss_and_scale"
+    explained_by = {LossSpike.id: "anywhere", Nonfinite.id: "anywhere"}
+    items = {
+        "moved": EvidenceItem("Of the weights' norm, moved in one step", "share"),
+        "began_at": EvidenceItem("Loss at the start"),
+        "now": EvidenceItem("Median of the last losses"),
+    }
+
+    share: float = threshold(0.3, "of the norm of all weights in one step; usual rates move 0.001 to 0.03")
+    early: float = threshold(20, "steps: the beginning of a run")
+    rise: float = threshold(0.1, "of the first loss: the median of the losses of that beginning is above it by so much")
+    learned: float = threshold(0.3, "of the first loss: a run that has learned more than this has recovered")
+    least: float = threshold(50, "losses before it is judged")
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding, of the whole run."""
+        updates = view.cells("updates")
+        steps, loss = view.scalar("loss")
+        steps, loss = steps[np.isfinite(loss)], loss[np.isfinite(loss)]
+        if updates is None or len(loss) < self.least or loss[0] <= 0:
+            return
+        with np.errstate(all="ignore"):
+            moved = np.sqrt(np.nansum(updates.norm**2, axis=0) / np.nansum(self._squared_weights(updates), axis=0))
+        early = (updates.steps < self.early) & (np.nan_to_num(moved) >= self.share)
+        if not early.any():
+            return
+        began, now = float(loss[0]), float(np.median(loss[-int(self.early) :]))
+        after = loss[1 : int(self.early)]
+        if np.median(after) < began * (1 + self.rise) or now < began * (1 - self.learned):
+            return
+        at = int(np.flatnonzero(early)[0])
+        evidence = {"moved": float(moved[at]), "began_at": began, "now": now}
+        yield self.finding("warning", (), evidence, since_step=int(updates.steps[at]), until_step=int(steps[-1]))
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return how far the first update moved the weights, and the loss since."""
+        began, now = number(context.number("began_at")), number(context.number("now"))
+        return Phrase(
+            what=f"the update {context.at} moved the weights by {percent(context.number('moved'))} of their size",
+            effect=f"and the loss is {now}, after {began} at the start",
+            remedy="start again with a much lower learning rate or a warm-up",
+        )
+
+    @staticmethod
+    def _squared_weights(updates: Cells) -> Floats:
+        return updates.total(updates.column("weight_norm") ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)

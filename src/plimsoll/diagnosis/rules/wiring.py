@@ -304,14 +304,14 @@ class DecayLost(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageStuck(Rule):
-    """A moving average of the weights, kept in 16 bits, whose steps are smaller than its rounding.
+    """A moving average of the weights or a counter, kept in 16 bits, whose steps are smaller than its rounding.
 
     The fact is exact for averages with a decay of 0.9999 or less: kept in FP32, most of these values would have moved.
     One that is slower, or that is brought up every few steps only, moves in the end, and is named no more.
     """
 
     id = "average-stuck"
-    says = "a moving average of the weights, kept in a 16-bit format, moves by less than its rounding"
+    says = "an average of the weights or a counter, kept in a 16-bit format, moves by less than its rounding"
     meaning = "The average follows the weights by less than half a unit in its last place: it stays where it was."
     advice = "Keep the average in FP32, and cast a copy of it where 16 bits are needed."
     figure = "loss_and_scale"
@@ -319,7 +319,21 @@ class AverageStuck(Rule):
     copies: float = threshold(1, "the facts are exact")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of all averages."""
+        """Yield one finding of all averages, one of all counters."""
+        counters = [
+            (name, event.step) for event in _all(view, "counter stuck") for name in _listed(event, "parameters")
+        ]
+        if counters:
+            evidence: dict[str, float | int | str] = {
+                "counters": len(counters),
+                "format": str(_all(view, "counter stuck")[0].details.get("format", "")),
+            }
+            spots = [Spot(name=name, since_step=step, value=_NEVER) for name, step in counters]
+            yield self.finding(
+                "warning", spots, evidence, until_step=max(view.last_step, *(step for _, step in counters)),
+                meaning="The counter has reached a value at which adding one more is rounded away: it stays there.",
+                advice="Keep counters as integers (torch.long), and exclude them from casts of the model.",
+            )  # fmt: skip
         moving = _names_of(view, "average moves")
         events = _all(view, "average stuck")
         since = {name: event.step for event in events for name in _listed(event, "parameters") if name not in moving}
@@ -330,7 +344,12 @@ class AverageStuck(Rule):
         yield self.finding("warning", spots, evidence, until_step=max(view.last_step, *since.values()))
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return the format and which averages."""
+        """Return the format and which averages or counters."""
+        if "counters" in context.finding.evidence:
+            return Phrase(
+                what=f"rounding to {context.format} has stopped the count in {context.place} {context.since}",
+                remedy="keep counters as integers",
+            )
         whose, was = f"{len(context.finding.where)} averages of weights", "they were"
         if context.is_single:
             whose, was = f"the average {context.layer}", "it was"

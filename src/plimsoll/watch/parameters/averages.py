@@ -1,4 +1,4 @@
-"""Averages of trained weights that a 16-bit format keeps from moving.
+"""Averages of trained weights, and counters, that a 16-bit format keeps from moving.
 
 A moving average takes a small part of its distance to the weights at every step. Where that part is less than half a
 unit in the last place, rounding gives back the value that it was, however far away the weights are. That shows in no
@@ -8,6 +8,9 @@ At most 4,096 values of each are compared with a slow average of the same weight
 is stuck if the slow average has left it by a unit in the last place, and it is still the same: any faster average in
 FP32 would have moved it, too. A copy whose values are stuck while others of it move (those near zero are free to) is an
 average. One that does not move at all is frozen, or copied anew from time to time, and not meant.
+
+A counter is a buffer of one value that has grown by the same amount with each change in place. Where adding that amount
+once more gives the value back, it counts no further: BF16 stops at 256, FP16 at 2,048.
 
 There is a look after 1, 2, 4, 8, ... steps and then every 256. Nothing here waits for a device.
 """
@@ -43,6 +46,7 @@ class Averages:
         self._looked = 0  # after so many steps
         self._stuck: set[str] = set()  # names, as said
         self._moving: set[str] = set()  # those of them that were seen to move later
+        self._counters: list[_Counter] = []
 
     def step_ends(self, steps: int, owned: Callable[[], Collection[int]]) -> None:
         """An optimizer has made so many steps; `owned`: the parameters of all optimizers, by identity."""
@@ -55,9 +59,12 @@ class Averages:
         passed, self._looked = steps - self._looked, steps
         if self._copies is None:
             self._copies = _chosen(self.core, owned)
+            self._counters = _counters(self.core)
             return
         if not passed:
             return
+        for counter in self._counters:
+            self._read_counter(counter)
         looks: dict[torch.device, list[tuple[_Copy, Tensor]]] = {}
         for copy in list(self._copies):
             counts = copy.look(passed, owned)
@@ -67,6 +74,18 @@ class Averages:
                 looks.setdefault(counts.device, []).append((copy, counts))
         for seen in looks.values():
             self._hand_over([copy for copy, _ in seen], DeviceValue(torch.stack([counts for _, counts in seen])))
+
+    def _read_counter(self, counter: "_Counter") -> None:
+        read, step = counter.read(), self.core.step
+        if read is None:
+            return
+
+        def produce() -> list[Record]:
+            if counter.is_stuck(*read):
+                return [_event(step, "counter stuck", [counter.name], format=counter.format)]
+            return []
+
+        self.core.writer.submit(produce, 100, numbers=True)
 
     def _hand_over(self, copies: "list[_Copy]", counts: DeviceValue) -> None:
         step, of = self.core.step, len(copies)
@@ -133,6 +152,46 @@ class _Copy:
         return x.detach().view(-1)[:: self._stride].to(torch.float32, copy=True)
 
 
+class _Counter:
+    """A 16-bit buffer of one value, and its value at the last look."""
+
+    def __init__(self, name: str, x: Tensor) -> None:
+        self.name, self.format = name, _FORMATS[x.dtype]
+        self._buffer, self._dtype = weakref.ref(x), x.dtype
+        self._last: tuple[float, int] | None = None  # the value, and the version that had it
+        self._increments: list[float] = []  # of each change in place, at the first two looks that found a change
+        self._reported = False
+
+    def read(self) -> tuple[DeviceValue, int] | None:
+        """Return the value, which the device may still compute, and its version."""
+        x = self._buffer()
+        return None if x is None else (DeviceValue(x.float()), x._version)  # noqa: SLF001
+
+    def is_stuck(self, value: DeviceValue, version: int) -> bool:
+        """Return whether the value has stopped since the last look, though it was changed. True once."""
+        now, last = value.value(), self._last
+        self._last = now, version
+        if last is None or version == last[1] or self._reported:
+            return False
+        if now != last[0]:
+            if len(self._increments) < 2:
+                self._increments.append((now - last[0]) / (version - last[1]))
+            return False
+        if len(self._increments) < 2 or self._increments[0] != self._increments[1]:  # an average, or a constant
+            return False
+        following = float(torch.tensor(now + self._increments[0]).to(self._dtype))
+        self._reported = following == now
+        return self._reported
+
+
+def _counters(core: WatchSession) -> list[_Counter]:
+    """Return the first of the model's 16-bit buffers of one value."""
+    model = core.model()
+    buffers = list[tuple[str, Tensor]]() if model is None else list(model.named_buffers())
+    single = [(clean(raw), x) for raw, x in buffers if x.dtype in _FORMATS and x.numel() == 1 and _is_plain(x)]
+    return [_Counter(name, x) for name, x in single[:_FOLLOWED]]
+
+
 def _chosen(core: WatchSession, owned: Collection[int]) -> list[_Copy]:
     """Some of the model's 16-bit tensors in no optimizer, each with the trained weight that its name is most like."""
     model = core.model()
@@ -175,7 +234,13 @@ def _shared_end(a: str, b: str) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
+_MESSAGES = {
+    "average stuck": "{} averages of weights in a 16-bit format do not move",
+    "average moves": "{} averages of weights in a 16-bit format have moved",
+    "counter stuck": "{} counter in a 16-bit format no longer counts",
+}
+
+
 def _event(step: int, fact: str, names: list[str], **details: object) -> Event:
-    what = "do not move" if fact == "average stuck" else "have moved"
-    message = f"{len(names)} averages of weights in a 16-bit format {what}: {', '.join(names[:3])}"
+    message = f"{_MESSAGES[fact].format(len(names))}: {', '.join(names[:3])}"
     return Event(step=step, kind="wiring", message=message, details={"fact": fact, "parameters": names, **details})

@@ -213,6 +213,10 @@ class Losses:
         """The step's losses by name, until the next one starts; a pipeline's are means over so many micro-batches."""
         taken = self._taken
         main = taken.get(MAIN)
+        if main is not None and len(main) > 1:
+            count = len(main)
+            message = f"{count} backwards make up a step: the loss is the sum of theirs, as the gradients are"
+            self.core.say("loss", message, once="accumulated", accumulated=count)
         found: dict[str, float | DeviceValue] = {}
         for name, losses in taken.items():
             value = total([loss.value for loss in losses if loss.value is not None], microbatches)
