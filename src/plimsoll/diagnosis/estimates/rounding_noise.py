@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 
+from plimsoll import row_layout
 from plimsoll.diagnosis.estimates.element_counts import Populations
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import Format
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.fit.population import BINADE, overflow_point
 
 _BINADES: Ints = np.arange(row_layout.BINADES, dtype=np.int64) + row_layout.LOWEST_BINADE

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix  # pyright: ignore[reportMissingTypeStubs]
 
+from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints, from_table
-from plimsoll.kernels import row_layout
 from plimsoll.runs import Run
 from plimsoll.runs.columns.spectrum_columns import blocks_of, integers, list_items
 
