@@ -47,7 +47,7 @@ def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Pat
 
 
 def test_json_has_everything(ill: Path) -> None:
-    result = run("check", ill, "--format", "json")
+    result = run("check", ill, "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert (
@@ -76,7 +76,7 @@ def test_the_rules_are_listed_with_their_thresholds_and_sources() -> None:
     assert listed.exit_code == 0
     assert all(rule.id in listed.stdout for rule in RULES)
     assert "0.125" in listed.stdout and all(len(line) <= 80 for line in listed.stdout.splitlines())
-    data = json.loads(run("check", "--rules", "--format", "json").stdout)
+    data = json.loads(run("check", "--rules", "--json").stdout)
     assert [each["rule"] for each in data] == [rule.id for rule in RULES]
 
 
@@ -107,8 +107,8 @@ def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
 
 
 COMMANDS = (
-    ["check"], ["check", "--format", "json"], ["whatif", "--format", "fp16"], ["plan", "--target", "fp16"],
-    ["report", "--format", "json"], ["report", "--format", "markdown"], ["report", "-o", "out.html"], ["diff"],
+    ["check"], ["check", "--json"], ["whatif", "--format", "fp16"], ["plan", "--target", "fp16"],
+    ["report", "--json"], ["report", "--output-format", "markdown"], ["report", "-o", "out.html"], ["diff"],
 )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_a_folder_of_a_script_is_one_answer_and_its_exit_code_the_worst(gan: Pat
     result = run("check", gan)
     assert result.exit_code == 1
     assert f"{gan}/G: healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
-    data = json.loads(run("check", gan, "--format", "json").stdout)
+    data = json.loads(run("check", gan, "--json").stdout)
     assert data["state"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
     assert [each["state"] for each in data["runs"]] == ["healthy", "alarm"]
     assert run("check", gan, "--select", "loss-*").exit_code == 0
@@ -183,14 +183,14 @@ def test_the_first_model_may_be_the_folder_itself(gan: Path, tmp_path: Path) -> 
 
 def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = json.loads(run("whatif", gan, "--format", "fp16", "--output", "json").stdout)
+    asked = json.loads(run("whatif", gan, "--format", "fp16", "--json").stdout)
     assert [each["model"] for each in asked["runs"]] == ["G", "D"]
     assert "gan/G" in run("whatif", gan, "--format", "fp16").stdout
     assert run("report", gan, "-o", "page.html").exit_code == 0
     assert sorted(p.name for p in tmp_path.glob("page*")) == ["page-D.html", "page-G.html"]
-    told_of = json.loads(run("report", gan, "--format", "json").stdout)
+    told_of = json.loads(run("report", gan, "--json").stdout)
     assert [each["state"] for each in told_of["runs"]] == ["healthy", "alarm"]
-    assert run("report", gan, "--format", "markdown").stdout.count("## ") >= 2
+    assert run("report", gan, "--output-format", "markdown").stdout.count("## ") >= 2
     alike = run("diff", gan, gan)
     assert alike.exit_code == 0 and alike.stdout.count("do not part") == 2
     shutil.copytree(gan / "G", tmp_path / "one" / "G")
