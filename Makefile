@@ -46,7 +46,7 @@ $(BENCH_READY): $(READY)
 
 # Idle threads sleep and do not spin: on a machine that is busy with other work this is ten times as fast.
 demo: $(READY)
-	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab demo --out demo
+	@OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab demo -o demo
 
 quick: $(READY)
 	$(PYTEST) -m "not slow" tests/$(ROOM) $(PYTEST_ARGS)
@@ -83,7 +83,7 @@ bench: $(BENCH_READY)
 
 # Exit code 1 is a claim that does not hold: that is recorded too.
 lab: $(READY)
-	OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab --all --out lab-all || [ $$? = 1 ]
+	OMP_WAIT_POLICY=passive $(BIN)/plimsoll lab --all -o lab-all || [ $$? = 1 ]
 	cp lab-all/outcomes.json lab/src/plimsoll_lab/recorded.json
 	$(BIN)/python docs/evidence.py
 

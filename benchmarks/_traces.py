@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 
 LOWEST = -64  # what lies below is counted there: FP16 loses it at every scale up to 2^38
 FOLDER = Path(__file__).parent / "traces"

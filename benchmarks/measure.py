@@ -135,7 +135,7 @@ def check(x: Tensor, device: str) -> None:
     bank = new_bank(1, device=device)
     measure_into([x], bank, [0], accumulate=False)
     theirs = statistics_by_torch(x)
-    from plimsoll.kernels import row_layout
+    from plimsoll import row_layout
 
     assert torch.equal(bank[0, row_layout.HISTOGRAM : row_layout.HISTOGRAM + _BINADES], theirs["binades"])
     assert bank[0, row_layout.ZEROS] == theirs["zeros"]

@@ -23,7 +23,7 @@ from _harness import Results, Timing, interleave
 from numpy.typing import NDArray
 from scipy.special import erf
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.runs import Batch, Run, RunWriter, Scalars
 from plimsoll.runs.columns.schema import Series
 from plimsoll.runs.columns.spectrum_columns import columns_of, spectra_table

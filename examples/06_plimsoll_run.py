@@ -33,7 +33,7 @@ print(f"done after {args.steps} steps, loss {loss:.3f}")
 """
 
 Path("train.py").write_text(SCRIPT)
-command = ["plimsoll", "run", "--every", "10", "--out", "runs/first", "train.py", "--steps", "41"]
+command = ["plimsoll", "run", "--every", "10", "--output", "runs/first", "train.py", "--steps", "41"]
 print("$", *command)
 ended = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
 print(ended.stdout + ended.stderr)

@@ -80,7 +80,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mypackage" / "__init__.py").touch()
     for script in ("train.py", "mypackage/train.py"):
         (folder / script).write_text(_SCRIPT)
-    carry_out("plimsoll run --out recorded train.py", folder)
+    carry_out("plimsoll run -o recorded train.py", folder)
     return folder
 
 
@@ -114,5 +114,5 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("five-minutes")
     tutorial = (ROOT / "docs/tutorial/five-minutes.md").read_text("utf-8")
     (folder / "train.py").write_text(re.findall(r"^```python\n(.*?)^```", tutorial, re.MULTILINE | re.DOTALL)[0])
-    carry_out("plimsoll run --out runs/first train.py", folder)
+    carry_out("plimsoll run -o runs/first train.py", folder)
     return processes.python("-m", "plimsoll", "check", "runs/first", cwd=folder).stdout

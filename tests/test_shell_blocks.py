@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from plimsoll.cli import app
+from plimsoll.cli import app, old_spellings
 from plimsoll.extras import EXTRAS
 from tests.support.cases import each
 
@@ -81,7 +81,9 @@ def _cli_problem(arguments: list[str]) -> str | None:
     name, *rest = arguments
     found = command.get_command(context, name)
     if found is None:
-        return None if name in ("--help", "--version") else f"no command {name}"
+        return None if name in ("--help", "--version", "help", "--install-completion") else f"no command {name}"
+    if old_spellings.rewritten(name, rest, found.params, name != "run") != rest:
+        return "a former spelling"
     try:
         found.make_context(name, rest, parent=context)
     except Exception as error:  # noqa: BLE001  (typer carries its own copy of click's errors in some versions)
@@ -112,6 +114,8 @@ def test_a_checkout_is_installed_where_the_text_says_so(page: Path) -> None:
     [
         "plimsoll report runs/first --out x.html",
         "plimsoll check runs/first --format yaml",
+        "plimsoll check runs/first --format json",
+        "plimsoll run --out runs/first train.py",
         "plimsoll diff runs/first",
         "plimsoll judge runs/first",
         "PLIMSOLL_BACKEND=torch python -m plimsoll whatif --every",

@@ -2,7 +2,7 @@
 
 python docs/images/terminal.py formats.svg "plimsoll formats e4m3" plimsoll formats e4m3
 python docs/images/terminal.py tour.svg "python examples/00_tour.py" python examples/00_tour.py
-python docs/images/terminal.py demo.svg "make demo" plimsoll lab demo --out demo
+python docs/images/terminal.py demo.svg "make demo" plimsoll lab demo -o demo
 """
 
 import os

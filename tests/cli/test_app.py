@@ -1,13 +1,21 @@
 """The command line as a whole: entry points, the version, and what may not happen."""
 
+import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from plimsoll import __version__
-from plimsoll.cli import app
+from plimsoll.cli import app, commands
+from plimsoll.cli.registry import COMMANDS, Command
+from tests.support.cases import each
+from tests.support.patience import HANG_SECONDS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +39,101 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
     assert "formats" in result.stderr
 
 
+GROUP = typer.main.get_command(app)
+
+
 def test_only_commands_that_exist_are_offered() -> None:
-    names = sorted(command.callback.__name__ for command in app.registered_commands)
-    assert names == ["check", "diff", "doctor", "formats", "lab", "plan", "report", "run", "serve", "whatif"]
+    folder = Path(commands.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {command.name for command in COMMANDS} == modules
+    assert list(GROUP.commands) == [*(command.name for command in COMMANDS), "lab"]
+
+
+@each("command", COMMANDS, ids=lambda command: command.name)
+def test_the_registry_has_the_first_line_of_the_docstring(command: Command) -> None:
+    function = GROUP.commands[command.name].callback
+    assert function is not None and (function.__doc__ or "").splitlines()[0] == command.summary
+    assert command.summary.endswith(".") and len(command.summary) <= 60
+
+
+@each("name", [command.name for command in COMMANDS] + ["lab"])
+def test_every_command_speaks_one_grammar(name: str) -> None:
+    options = {option: p for p in GROUP.commands[name].params for option in p.opts if p.param_type_name == "option"}
+    assert options["--json"].is_flag and options["--quiet"].is_flag and "-q" in options
+    assert ("-o" in options) == ("--output" in options)
+    form = options.get("--format")
+    assert form is None or form.metavar == "FORMAT"  # a number format, wherever it stands
+
+
+@each("name", [command.name for command in COMMANDS] + ["lab"])
+def test_help_shows_flags_as_flags(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "-h"])
+    assert result.exit_code == 0 and result.stdout.startswith("Usage: plimsoll")
+    assert "<" not in result.stdout and "Print JSON instead of text." in result.stdout
+    for parameter in GROUP.commands[name].params:
+        if parameter.param_type_name == "option" and parameter.multiple:
+            words = " ".join(result.stdout.split("Options:")[1].split())
+            assert re.search(rf"{parameter.opts[-1]} \S+ ((?! --).)*Repeatable\.", words), parameter.opts
+
+
+def test_help_lists_all_commands_and_needs_none_of_them() -> None:
+    code = (
+        "import sys; from plimsoll.cli import app; app(['--help'], standalone_mode=False); "
+        "print(*(name for name in sys.modules if name.startswith('plimsoll.cli.commands.')), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == ""
+    assert all(f"  {command.name} " in result.stdout and command.summary in result.stdout for command in COMMANDS)
+    assert CliRunner().invoke(app, ["help"]).stdout == CliRunner().invoke(app, ["-h"]).stdout
+    assert CliRunner().invoke(app, ["help", "check"]).stdout == CliRunner().invoke(app, ["check", "--help"]).stdout
+
+
+def test_the_version_has_a_short_form() -> None:
+    assert CliRunner().invoke(app, ["-V"]).stdout == f"plimsoll {__version__}\n"
+
+
+def test_quiet_leaves_json_errors_and_the_exit_code() -> None:
+    assert CliRunner().invoke(app, ["formats", "-q"]).output == CliRunner().invoke(app, ["-q", "formats"]).output == ""
+    assert json.loads(CliRunner().invoke(app, ["-q", "formats", "fp16", "--json"]).stdout)["bits"] == 16
+    refused = CliRunner().invoke(app, ["formats", "fp17", "-q"])
+    assert refused.exit_code == 2 and "Nearest: fp16" in refused.stderr
+    assert CliRunner().invoke(app, ["formats", "fp16"]).stdout  # of one command only
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_the_shell(shell: str) -> None:
+    shown = CliRunner().invoke(app, ["--show-completion", shell], prog_name="plimsoll")
+    assert shown.exit_code == 0 and "_PLIMSOLL_COMPLETE" in shown.stdout
+
+
+def completed(*words: str) -> list[str]:
+    environment = {
+        "_PLIMSOLL_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": f"{len(words) - 1}",
+    }
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'plimsoll'; from plimsoll.cli import main; main()"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}, timeout=HANG_SECONDS
+    )
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("plimsoll", "wh"), ["whatif"]),
+        (("plimsoll", "check", "--fail"), ["--fail-on"]),
+        (("plimsoll", "check", "--fail-on", "w"), ["warning"]),
+        (("plimsoll", "check", "--select", "scale-c"), ["scale-collapse"]),
+        (("plimsoll", "whatif", "runs", "--format", "e4m"), ["e4m3", "e4m3fnuz"]),
+        (("plimsoll", "formats", "mxfp8"), ["mxfp8_e4m3", "mxfp8_e5m2"]),
+        (("plimsoll", "whatif", "runs", "--collection", "act"), ["activations", "activation_gradients"]),
+        (("plimsoll", "plan", "runs", "--target", "nv"), ["nvfp4", "nvfp4_single"]),
+    ],
+)
+def test_words_are_completed(words: tuple[str, ...], found: list[str]) -> None:
+    assert sorted(completed(*words)) == sorted(found)
 
 
 @pytest.mark.parametrize("command", [["formats"], ["formats", "nvfp4"], ["--help"], ["formats", "--json"]])

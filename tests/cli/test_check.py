@@ -47,7 +47,7 @@ def test_an_alarm_exits_with_1_and_says_where_since_when_and_what_to_do(ill: Pat
 
 
 def test_json_has_everything(ill: Path) -> None:
-    result = run("check", ill, "--format", "json")
+    result = run("check", ill, "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert (
@@ -76,7 +76,7 @@ def test_the_rules_are_listed_with_their_thresholds_and_sources() -> None:
     assert listed.exit_code == 0
     assert all(rule.id in listed.stdout for rule in RULES)
     assert "0.125" in listed.stdout and all(len(line) <= 80 for line in listed.stdout.splitlines())
-    data = json.loads(run("check", "--rules", "--format", "json").stdout)
+    data = json.loads(run("check", "--rules", "--json").stdout)
     assert [each["rule"] for each in data] == [rule.id for rule in RULES]
 
 
@@ -107,8 +107,8 @@ def test_a_run_of_a_newer_schema_exits_with_2(tmp_path: Path) -> None:
 
 
 COMMANDS = (
-    ["check"], ["check", "--format", "json"], ["whatif", "--format", "fp16"], ["plan", "--target", "fp16"],
-    ["report", "--format", "json"], ["report", "--format", "markdown"], ["report", "-o", "out.html"], ["diff"],
+    ["check"], ["check", "--json"], ["whatif", "--format", "fp16"], ["plan", "--target", "fp16"],
+    ["report", "--json"], ["report", "--output-format", "markdown"], ["report", "-o", "out.html"], ["diff"],
 )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_a_folder_of_a_script_is_one_answer_and_its_exit_code_the_worst(gan: Pat
     result = run("check", gan)
     assert result.exit_code == 1
     assert f"{gan}/G: healthy" in result.stdout.replace("\n", "") and "scale-collapse" in result.stdout
-    data = json.loads(run("check", gan, "--format", "json").stdout)
+    data = json.loads(run("check", gan, "--json").stdout)
     assert data["state"] == "alarm" and [each["model"] for each in data["runs"]] == ["G", "D"]
     assert [each["state"] for each in data["runs"]] == ["healthy", "alarm"]
     assert run("check", gan, "--select", "loss-*").exit_code == 0
@@ -183,14 +183,14 @@ def test_the_first_model_may_be_the_folder_itself(gan: Path, tmp_path: Path) -> 
 
 def test_every_command_takes_the_folder_of_a_script(gan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = json.loads(run("whatif", gan, "--format", "fp16", "--output", "json").stdout)
+    asked = json.loads(run("whatif", gan, "--format", "fp16", "--json").stdout)
     assert [each["model"] for each in asked["runs"]] == ["G", "D"]
     assert "gan/G" in run("whatif", gan, "--format", "fp16").stdout
     assert run("report", gan, "-o", "page.html").exit_code == 0
     assert sorted(p.name for p in tmp_path.glob("page*")) == ["page-D.html", "page-G.html"]
-    told_of = json.loads(run("report", gan, "--format", "json").stdout)
+    told_of = json.loads(run("report", gan, "--json").stdout)
     assert [each["state"] for each in told_of["runs"]] == ["healthy", "alarm"]
-    assert run("report", gan, "--format", "markdown").stdout.count("## ") >= 2
+    assert run("report", gan, "--output-format", "markdown").stdout.count("## ") >= 2
     alike = run("diff", gan, gan)
     assert alike.exit_code == 0 and alike.stdout.count("do not part") == 2
     shutil.copytree(gan / "G", tmp_path / "one" / "G")
@@ -219,3 +219,101 @@ def test_a_script_whose_run_is_missing_cannot_be_judged(gan: Path, tmp_path: Pat
         (tmp_path / "gan" / "script.json").write_text(text)
         result = run("check", tmp_path / "gan")
         assert result.exit_code == 2 and "script.json" in result.stderr and "Traceback" not in result.stderr
+
+
+# -- several runs, and forms for programs
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several") / "runs"
+    SOUND.write(folder / "sound")
+    told(scale=falling(60, 14), gradient_std=constant(2.0**-19)).write(folder / "ill")
+    (folder / "notes.txt").touch()
+    return folder
+
+
+def test_several_runs_are_judged_each_by_itself(several: Path) -> None:
+    result = run("check", several / "sound", several / "ill")
+    assert result.exit_code == 1
+    assert "sound: healthy" in result.stdout and "scale-collapse" in result.stdout
+    data = json.loads(run("check", several / "sound", several / "ill", "--json").stdout)
+    assert (data["state"], data["last_step"]) == ("alarm", 199) and data["verdict"].startswith("Problem")
+    assert [each["run"] for each in data["runs"]] == [str(several / "sound"), str(several / "ill")]
+    assert run("check", several / "sound", several / "sound").exit_code == 0
+
+
+def test_globs_find_the_runs(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(several.parent)
+    data = json.loads(run("check", "runs/*", "--json").stdout)
+    assert [each["run"] for each in data["runs"]] == ["runs/ill", "runs/sound"]
+    assert run("check", "runs/s*d").exit_code == 0
+    nothing = run("check", "runs/x*")
+    assert nothing.exit_code == 2 and "No folder matches 'runs/x*'. plimsoll ls lists" in nothing.stderr
+    SOUND.write(several / "[a]")
+    assert run("check", "runs/[a]").exit_code == 0  # a path that exists is no glob
+    shutil.rmtree(several / "[a]")
+
+
+def test_one_run_that_cannot_be_judged_leaves_the_others(several: Path, tmp_path: Path) -> None:
+    result = run("check", tmp_path, several / "sound")
+    assert result.exit_code == 2 and "No Plimsoll run in" in result.stderr and "healthy" in result.stdout
+    assert run("check", tmp_path, several / "ill").exit_code == 1
+    assert run("check", tmp_path, tmp_path).exit_code == 2
+    assert run("check", tmp_path, tmp_path, "--json").stdout == ""
+
+
+def test_the_severity_that_fails_is_chosen(ill: Path, tmp_path: Path) -> None:
+    def code(path: Path, *arguments: str) -> int:
+        return run("check", path, *arguments).exit_code
+
+    sound = SOUND.write(tmp_path / "sound")
+    assert [code(ill, "--fail-on", s) for s in ("warning", "alarm", "never")] == [1, 1, 0]
+    # Of the sick run's rules, one whose finding is a warning.
+    only = ("--select", "underflow-high", "--set", "underflow-high.grave=2", "--set", "underflow-high.layers=2")
+    severities = {f["severity"] for f in json.loads(run("check", ill, *only, "--json").stdout)["findings"]}
+    assert severities == {"warning"}
+    assert [code(ill, *only, "--fail-on", s) for s in ("warning", "alarm", "never")] == [1, 0, 0]
+    assert code(sound, "--fail-on", "warning") == 0
+    assert code(tmp_path, "--fail-on", "never") == 2
+    assert code(sound, "--fail-on", "info") == 2
+
+
+def test_concise_is_one_line_a_finding(ill: Path, several: Path) -> None:
+    result = run("check", ill, several / "sound", "--output-format", "concise")
+    lines = result.stdout.splitlines()
+    found = json.loads(run("check", ill, "--json").stdout)["findings"]
+    assert result.exit_code == 1 and len(lines) == len(found) + 1
+    assert lines[0].startswith(f"{ill}: alarm: scale-collapse: steps 60 to 199: Many steps in a row overflowed")
+    assert lines[-1] == f"{several / 'sound'}: healthy, up to step 199"
+
+
+def test_github_shows_findings_as_annotations(ill: Path, several: Path) -> None:
+    result = run("check", ill, several / "sound", "--output-format", "github")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 1
+    assert re.match(r"::error title=scale-collapse in [^:,]*::steps 60 to 199: Many steps", lines[0]), lines[0]
+    assert any(line.startswith("::warning title=underflow-high in ") for line in lines)
+    assert not lines[-1].startswith("::")
+
+
+def test_what_a_workflow_would_read_as_its_own_syntax_is_escaped() -> None:
+    from plimsoll.cli.screens import findings
+
+    assert findings._escaped("97 %\r\n::error::x") == "97 %25%0D%0A::error::x"
+    assert findings._property("a:b,c%") == "a%3Ab%2Cc%25"
+
+
+def test_a_pipe_gets_whole_lines_without_padding(ill: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(ill)], env={"COLUMNS": None})
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("Problem: ") and lines[1].endswith(".") and len(lines[1]) > 120
+    assert not [line for line in lines if line != line.rstrip()]
+    whatif = CliRunner().invoke(app, ["whatif", str(ill), "--format", "fp16"], env={"COLUMNS": None}).stdout
+    assert "blocks.0.attn.weight" in whatif and not [line for line in whatif.splitlines() if line != line.rstrip()]
+
+
+def test_quiet_is_the_exit_code_alone(ill: Path) -> None:
+    result = run("check", ill, "-q")
+    assert (result.exit_code, result.output) == (1, "")
+    assert run("-q", "check", ill, "--json").stdout == run("check", ill, "--json").stdout

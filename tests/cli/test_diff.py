@@ -52,16 +52,16 @@ def test_a_series_of_one_run_alone_is_named_by_its_collections_label(tmp_path: P
 
 
 def test_json_is_for_other_programs(runs: dict[str, Path]) -> None:
-    result = run(runs["sound"], runs["louder"], "--format", "json", "--until", 20)
+    result = run(runs["sound"], runs["louder"], "--json", "--until", 20)
     data = json.loads(result.stdout)
     assert result.exit_code == 1 and data["first"]["name"] == "blocks.2.mlp:output"
-    wide = run(runs["sound"], runs["louder"], "--format", "json", "--computed-in", "e2m1")
+    wide = run(runs["sound"], runs["louder"], "--json", "--format", "e2m1")
     assert wide.exit_code == 0 and json.loads(wide.stdout)["first"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--computed-in", "fp17"], "Nearest: fp16"), (["--tolerance", "7"], "expected tolerance from 0 to 1")],
+    [(["--format", "fp17"], "Nearest: fp16"), (["--tolerance", "7"], "expected tolerance from 0 to 1")],
 )
 def test_what_cannot_be_answered_exits_with_2(runs: dict[str, Path], arguments: list[str], message: str) -> None:
     result = run(runs["sound"], runs["same"], *arguments)
@@ -80,6 +80,6 @@ def test_of_a_scripts_models_the_one_that_parts_first_is_named(tmp_path: Path) -
                 for step in range(6):
                     writer.write(Scalars(step=step, values={"loss": 2.0 if step >= begin else 1.0}))
         script.write(tmp_path / place, ["D", "G"])
-    result = run(tmp_path / "one", tmp_path / "other", "--format", "json")
+    result = run(tmp_path / "one", tmp_path / "other", "--json")
     notes = {each["model"]: each["notes"] for each in json.loads(result.stdout)["runs"]}
     assert notes == {"D": ["G is the script's model that parts first, at step 2: look there first."], "G": []}

@@ -19,7 +19,7 @@ def test_the_script_of_the_page_gives_the_finding_of_the_page(tmp_path: Path) ->
     shown = re.search(r"^plimsoll check runs/first\n```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert script is not None and shown is not None
     (tmp_path / "train.py").write_text(script[1])
-    ran = command("run", "--out", "runs/first", "train.py", folder=tmp_path)
+    ran = command("run", "--output", "runs/first", "train.py", folder=tmp_path)
     assert ran.returncode == 0 and "plimsoll: watching Sequential (85,002 parameters, AdamW)" in ran.stderr
     checked = command("check", "runs/first", folder=tmp_path)
     assert checked.returncode == 1

@@ -61,13 +61,13 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Experiment]:
 def test_the_real_ones_are_listed_with_their_claims() -> None:
     result = CliRunner().invoke(app, ["lab"], env={"COLUMNS": "80"})
     assert result.exit_code == 0 and "clip" in result.stdout and "T3, T4, T7" in result.stdout
-    listed = json.loads(CliRunner().invoke(app, ["lab", "--format", "json"]).stdout)
+    listed = json.loads(CliRunner().invoke(app, ["lab", "--json"]).stdout)
     assert [each["name"] for each in listed] == list(EXPERIMENTS)
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
 def test_a_result_fits_one_screen(toys: dict[str, Experiment], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["lab", "toy", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["lab", "toy", "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert len(lines) <= 24
@@ -80,14 +80,14 @@ def test_a_result_fits_one_screen(toys: dict[str, Experiment], tmp_path: Path) -
 
 
 def test_a_claim_that_does_not_hold_is_exit_code_1_and_said(toys: dict[str, Experiment], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["lab", "broken", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["lab", "broken", "--output", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert "1 of 1 claims do not hold:" in result.stdout
     assert "the scale falls: 9 binades, expected at least 10" in result.stdout
 
 
 def test_json_is_the_result_alone(toys: dict[str, Experiment], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["lab", "toy", "--out", str(tmp_path / "out"), "--format", "json", "--seed", "4"])
+    result = CliRunner().invoke(app, ["lab", "toy", "--output", str(tmp_path / "out"), "--json", "--seed", "4"])
     told = json.loads(result.stdout)
     assert told == json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     assert told["holds"] is True and told["seed"] == 4 and told["settings"] == {"device": "cpu"}
@@ -98,8 +98,8 @@ def test_an_unknown_name_and_a_foreign_folder_are_exit_code_2(toys: dict[str, Ex
     (tmp_path / "mine").write_text("precious")
     for arguments, said in (
         (["lab", "tyo"], "Nearest: toy"),
-        (["lab", "toy", "--out", str(tmp_path)], "one with other things in it"),
-        (["lab", "toy", "--seed", "-1", "--out", str(tmp_path / "out")], "expected a seed"),
+        (["lab", "toy", "--output", str(tmp_path)], "one with other things in it"),
+        (["lab", "toy", "--seed", "-1", "--output", str(tmp_path / "out")], "expected a seed"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.output
@@ -107,14 +107,14 @@ def test_an_unknown_name_and_a_foreign_folder_are_exit_code_2(toys: dict[str, Ex
 
 
 def test_titles_are_shown_as_text(toys: dict[str, Experiment], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["lab", "hostile", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["lab", "hostile", "--output", str(tmp_path / "out")])
     assert result.exit_code == 0
     assert "[red]" in result.stdout and "\x1b[2J" not in result.stdout
 
 
 def test_all_are_carried_out_each_in_a_folder_of_its_own(toys: dict[str, Experiment], tmp_path: Path) -> None:
     del toys["hostile"]
-    result = CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["lab", "--all", "--output", str(tmp_path / "out")])
     assert result.exit_code == 1, result.output
     assert "toy           1 claim holds" in result.stdout
     assert "broken        1 of 1 claims do not hold" in result.stdout
@@ -129,23 +129,23 @@ def test_one_that_cannot_be_carried_out_does_not_stop_the_others(toys: dict[str,
     (tmp_path / "out" / "toy").mkdir(parents=True)
     (tmp_path / "out" / "toy" / "mine").write_text("precious")
     toys["after"] = dataclasses.replace(experiment(11.0), name="after")
-    result = CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out"), "--format", "json"])
+    result = CliRunner().invoke(app, ["lab", "--all", "--output", str(tmp_path / "out"), "--json"])
     assert result.exit_code == 2
     first, second = json.loads(result.stdout)
     assert first["error"].startswith("ArgumentError: lab: expected a new or empty folder") and first["claims"] == 0
     assert (second["experiment"], second["error"], second["failed"]) == ("after", "", [])
-    listed = json.loads(CliRunner().invoke(app, ["lab", "--out", str(tmp_path / "out"), "--format", "json"]).stdout)
+    listed = json.loads(CliRunner().invoke(app, ["lab", "--output", str(tmp_path / "out"), "--json"]).stdout)
     assert [each["state"] for each in listed] == ["not carried out", "1 claim holds"]
 
 
 def test_rows_are_listed_with_what_stands_for_them(toys: dict[str, Experiment], tmp_path: Path) -> None:
     del toys["hostile"]
-    CliRunner().invoke(app, ["lab", "--all", "--out", str(tmp_path / "out")])
-    text = CliRunner().invoke(app, ["lab", "--list", "--out", str(tmp_path / "out")]).stdout
+    CliRunner().invoke(app, ["lab", "--all", "--output", str(tmp_path / "out")])
+    text = CliRunner().invoke(app, ["lab", "--list", "--output", str(tmp_path / "out")]).stdout
     assert "does not hold: the scale falls: 9 binades" in " ".join(text.split())
     assert f"Outcomes: those in {tmp_path}" in text
     assert all(len(line) <= 80 for line in text.splitlines() if str(tmp_path) not in line)
-    rows = CliRunner().invoke(app, ["lab", "--list", "--format", "json", "--out", str(tmp_path / "out")]).stdout
+    rows = CliRunner().invoke(app, ["lab", "--list", "--json", "--output", str(tmp_path / "out")]).stdout
     states = {row["id"]: row["state"] for row in json.loads(rows)}
     assert list(states) == list(ROWS)
     assert (states["T9"], states["T2"], states["X7"]) == ("holds in part", "tested", "not carried out")
@@ -157,7 +157,7 @@ def test_rows_are_listed_with_what_stands_for_them(toys: dict[str, Experiment], 
         (["toy", "--all"], "expected one of NAME, --list and --all; got more than one"),
         (["--list", "--all"], "expected one of NAME, --list and --all"),
         (["--all", "--steps", "5"], "expected --steps with one experiment"),
-        (["--list", "--out", "nowhere"], "expected a folder of results; got nowhere"),
+        (["--list", "--output", "nowhere"], "expected a folder of results; got nowhere"),
     ],
 )
 def test_what_does_not_go_together_is_refused(arguments: list[str], said: str, toys: dict[str, Experiment]) -> None:

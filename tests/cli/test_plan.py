@@ -30,24 +30,27 @@ def test_forty_layers_are_told_in_a_few_lines(path: Path, tmp_path: Path) -> Non
     result = run(path, "--target", "fp8", "-o", tmp_path / "plan.toml")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0] == "40 modules: 38 in E4M3/E5M2, 2 in BF16; 8.4 bits a value on average, against 16 "
+    assert lines[0] == "40 modules: 38 in E4M3/E5M2, 2 in BF16; 8.4 bits a value on average, against 16"
     assert all(len(line) <= 80 for line in lines[:-1]) and len(lines) < 25
     assert any(line.startswith("blocks.{0-9}.qkv,") and " 38 " in line and "at 2^" in line for line in lines)
     assert "blocks.{3-4}.up in bf16:" in lines
     words = " ".join(result.stdout.split())
-    assert "activation gradients: no scale serves E5M2 at all steps" in words and "(so in blocks.3.up)" in words
+    assert (
+        "activation gradients: no scale serves E5M2 at all steps" in words
+        and "(the numbers are those of blocks.3.up)" in words
+    )
     assert Plan.load(tmp_path / "plan.toml") == plan(path, "fp8")
 
 
 def test_options_reach_the_plan(path: Path) -> None:
     data = json.loads(
         run(path, "--target", "fp16", "--one-scale", "--tolerance", 0.02, "--margin", 2, "--fallback", "fp32",
-            "--exclude", "blocks.[1-9].*", "--until", 0, "--output", "json").stdout
+            "--exclude", "blocks.[1-9].*", "--until", 0, "--json").stdout
     )  # fmt: skip
     expected = plan(path, "fp16", layer_scales=False, tolerance=0.02, margin_binades=2, fallback="fp32",
                     exclude=["blocks.[1-9].*"], until=0)  # fmt: skip
     assert data == json.loads(json.dumps(expected.to_dict())) and len(data["modules"]) == 4
-    included = json.loads(run(path, "--target", "fp8", "--include", "blocks.0.up", "--output", "json").stdout)
+    included = json.loads(run(path, "--target", "fp8", "--include", "blocks.0.up", "--json").stdout)
     assert len(included["modules"]) == 40
 
 
@@ -67,7 +70,7 @@ def test_a_plan_that_holds_exits_with_0_and_one_that_fails_with_1(path: Path, tm
     result = run(other, "--check", tmp_path / "plan.toml")
     assert result.exit_code == 1 and "The plan fails in 38 of 40 modules: blocks.0.qkv" in result.stdout
     assert "overflows" in result.stdout and "and 100 rows more" in result.stdout
-    data = json.loads(run(other, "--check", tmp_path / "plan.toml", "--output", "json").stdout)
+    data = json.loads(run(other, "--check", tmp_path / "plan.toml", "--json").stdout)
     assert data["ok"] is False and len(data["rows"]) == 120
     assert run(other, "--check", tmp_path / "plan.toml", "--tolerance", 1).exit_code == 1  # overflow is no loss
 
@@ -82,10 +85,10 @@ def test_hostile_names_reach_no_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "plan: expected either --target, to make a plan, or --check, to hold one against RUN; got neither"),
+        ([], "plan: expected either --target, to make a plan, or --check, to check one against RUN; got neither"),
         (["--target", "fp8", "--check", "x.toml"], "got both"),
         (["--check", "x.toml"], "plan: expected a plan file; got 'x.toml', which is not there"),
-        (["--check", "x.toml", "-o", "y.toml"], "plan: expected --out with --target only; got --check"),
+        (["--check", "x.toml", "-o", "y.toml"], "plan: expected --output with --target only; got --check"),
         (
             ["--check", "x.toml", "--margin", "2", "--one-scale"],
             "plan: expected --margin, --one-scale with --target only",

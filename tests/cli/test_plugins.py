@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-from typer import Typer
 from typer.testing import CliRunner
 
 import plimsoll.lab
-from plimsoll.cli import entry_point
+from plimsoll.cli import app, entry_point
 from tests.support import processes
 
 
@@ -28,41 +28,44 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def app_with_plugins(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Typer:
-    """A command line with one command of its own, and those of the distributions in the folder."""
-    found = entry_point.importlib.metadata.Distribution.discover(path=[str(folder)])
-    points = [point for one in found for point in one.entry_points if point.group == entry_point.GROUP]
-    monkeypatch.setattr(entry_point.importlib.metadata, "entry_points", lambda group: points)
-    app = Typer()
-    app.command("check")(lambda: None)
-    entry_point.add_commands(app, own=["check"])
-    return app
+@pytest.fixture
+def plugins(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder; the command line sees the distributions in it, and no other."""
+
+    def entry_points(group: str) -> list[metadata.EntryPoint]:
+        found = metadata.Distribution.discover(path=[str(site)])
+        return [point for one in found for point in one.entry_points if point.group == group]
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    return site
 
 
-def test_a_command_of_another_distribution_runs(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site / "my_command.py").write_text("def greet(name: str) -> None:\n    print('hello', name)\n")
-    distribution(site, "mine", "greet = my_command:greet")
-    result = CliRunner().invoke(app_with_plugins(monkeypatch, site), ["greet", "you"])
+def test_a_command_of_another_distribution_runs(plugins: Path) -> None:
+    (plugins / "my_command.py").write_text("def greet(name: str) -> None:\n    print('hello', name)\n")
+    distribution(plugins, "mine", "greet = my_command:greet")
+    result = CliRunner().invoke(app, ["greet", "you"])
     assert (result.exit_code, result.output) == (0, "hello you\n")
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    assert "Other packages: greet mine: my_command:greet lab Run the experiments" in shown
 
 
-def test_a_broken_one_fails_alone(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site / "broken_command.py").write_text("import no_such_module\n")
-    distribution(site, "broken", "break = broken_command:run")
-    app = app_with_plugins(monkeypatch, site)
-    assert CliRunner().invoke(app, ["check"]).exit_code == 0
+def test_a_broken_one_fails_alone(plugins: Path) -> None:
+    (plugins / "broken_command.py").write_text("import no_such_module\n")
+    distribution(plugins, "broken", "break = broken_command:run")
+    assert CliRunner().invoke(app, ["formats", "fp16"]).exit_code == 0
+    assert "break" in CliRunner().invoke(app, ["--help"]).stdout
     result = CliRunner().invoke(app, ["break", "--anything", "at all"])
-    assert "break: expected broken_command:run to import; got ModuleNotFoundError" in str(result.exception)
+    assert result.exit_code == 2
+    assert "break: expected broken_command:run to import; got ModuleNotFoundError" in result.stderr
 
 
-def test_no_distribution_replaces_a_command_of_plimsoll(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (site / "thief.py").write_text("def check() -> None:\n    print('stolen')\n")
-    distribution(site, "thief", "check = thief:check")
-    result = CliRunner().invoke(app_with_plugins(monkeypatch, site), ["check"])
-    assert (result.exit_code, result.output) == (0, "")
-    assert "The command 'check' of thief:check is left out" in capsys.readouterr().err
+def test_no_distribution_replaces_a_command_of_plimsoll(plugins: Path) -> None:
+    (plugins / "thief.py").write_text("def formats() -> None:\n    print('stolen')\n")
+    distribution(plugins, "thief", "formats = thief:formats")
+    result = CliRunner().invoke(app, ["formats"])
+    assert result.exit_code == 0 and "Element formats" in result.stdout and "stolen" not in result.output
+    shown = CliRunner().invoke(app, ["--help"])
+    assert "The command 'formats' of thief:formats is left out" in shown.stderr and shown.stdout.count("formats ") == 1
 
 
 def test_without_the_laboratory_its_command_says_how_to_get_it() -> None:

@@ -42,10 +42,10 @@ def test_html_goes_to_report_html(path: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_markdown_and_json_go_to_standard_output(path: Path) -> None:
-    for arguments in (["--format", "markdown"], ["--format", "markdown", "-o", "-"]):
+    for arguments in (["--output-format", "markdown"], ["--output-format", "markdown", "-o", "-"]):
         result = run(path, *arguments)
         assert (result.exit_code, result.stdout) == (0, markdown(path))
-    data = json.loads(run(path, "--format", "json", "--until", 60).stdout)
+    data = json.loads(run(path, "--json", "--until", 60).stdout)
     assert data == json.loads(json.dumps(summary(path, until=60).to_dict())) and data["state"] == "alarm"
 
 
@@ -54,7 +54,7 @@ def test_the_files_name_says_the_form(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.md").read_text("utf-8") == markdown(path)
     assert run(path, "--output", tmp_path / "a.json").exit_code == 0
     assert json.loads((tmp_path / "a.json").read_text("utf-8"))["name"] == "exp1"
-    assert run(path, "-o", tmp_path / "b.md", "--format", "json").exit_code == 0
+    assert run(path, "-o", tmp_path / "b.md", "--json").exit_code == 0
     assert json.loads((tmp_path / "b.md").read_text("utf-8"))["name"] == "exp1"
 
 
@@ -63,10 +63,10 @@ def test_the_files_name_says_the_form(path: Path, tmp_path: Path) -> None:
     [
         (["-o", "-"], "report: expected a file for a page of HTML; got standard output"),
         (["-o", "{tmp}"], "report: expected the path of a file; got"),
-        (["-o", "{tmp}", "--format", "json"], "report: expected the path of a file; got"),
+        (["-o", "{tmp}", "--json"], "report: expected the path of a file; got"),
         (["-o", "{tmp}/no/page.html"], "report: expected a path in a folder that exists"),
         (["-o", "{tmp}/no/page.md"], "report: expected a file that can be written"),
-        (["--title", "x", "--format", "json"], "report: expected no --title with --format json"),
+        (["--title", "x", "--json"], "report: expected --title for html only; got json with title"),
     ],
 )
 def test_what_cannot_be_written_exits_with_2(path: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -79,16 +79,16 @@ def test_what_cannot_be_written_exits_with_2(path: Path, tmp_path: Path, argumen
 def test_an_ending_that_no_form_has_is_refused_before_the_work(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("plimsoll.cli.commands.report.opened", lambda place: pytest.fail(f"{place} is read"))
+    monkeypatch.setattr("plimsoll.cli.commands.report.open_runs", lambda path: pytest.fail(f"{path} is read"))
     result = run(path, "-o", tmp_path / name)
     assert result.exit_code == 2 and result.stdout == "" and list(tmp_path.iterdir()) == []
     assert "expected a file that ends in .html, .htm, .md, .markdown, .json; got" in result.stderr
-    result = run(path, "-o", tmp_path / name, "--format", "html")
+    result = run(path, "-o", tmp_path / name, "--output-format", "html")
     assert result.exit_code == 2 and "expected a file that ends in .html" in result.stderr
 
 
 def test_a_named_form_goes_into_a_file_of_any_text(path: Path, tmp_path: Path) -> None:
-    assert run(path, "-o", tmp_path / "x.txt", "--format", "markdown").exit_code == 0
+    assert run(path, "-o", tmp_path / "x.txt", "--output-format", "markdown").exit_code == 0
     assert (tmp_path / "x.txt").read_text() == markdown(path)
     assert run(path, "-o", tmp_path / "PAGE.HTM").exit_code == 0
 
@@ -108,5 +108,5 @@ def test_a_missing_extra_exits_with_2(path: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_hostile_names_stand_in_no_terminal(tmp_path: Path) -> None:
-    result = run(hostile.write(tmp_path / "run", steps=5), "--format", "markdown")
+    result = run(hostile.write(tmp_path / "run", steps=5), "--output-format", "markdown")
     assert result.exit_code == 0 and "\x1b" not in result.stdout and "\u202e" not in result.stdout

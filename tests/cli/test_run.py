@@ -177,7 +177,7 @@ def test_a_plain_loop_is_recorded_and_trains_the_same_to_the_bit(tmp_path: Path)
 
 
 def test_the_options_reach_the_watch(tmp_path: Path) -> None:
-    options = ["--out", "here/it is", "--collect", "gradients=2,weights", "--every", "4", "--include", "fc",
+    options = ["--output", "here/it is", "--collect", "gradients=2,weights", "--every", "4", "--include", "fc",
                "--include", "conv", "--exclude", "*.bias", "--warmup", "1", "--recorder", "loss"]  # fmt: skip
     result = watched(*options, SCRIPTS / "mnist.py", cwd=tmp_path)
     schedule = "gradients every 2 steps, weights every 4 steps"
@@ -191,7 +191,7 @@ def test_the_options_reach_the_watch(tmp_path: Path) -> None:
 
 
 def test_a_second_training_goes_into_a_numbered_folder_and_each_end_names_its_own(tmp_path: Path) -> None:
-    script, out = SCRIPTS / "mnist.py", ("--out", "runs/my first")
+    script, out = SCRIPTS / "mnist.py", ("--output", "runs/my first")
     ends = [watched(*out, script, cwd=tmp_path).stderr.splitlines()[-1] for _ in range(2)]
     for end, name in zip(ends, ("runs/my first", "runs/my first-2"), strict=True):
         assert end == f"plimsoll: recorded into '{name}'; for the verdict: plimsoll check '{name}'"
@@ -218,17 +218,17 @@ for _ in range(3):
 def test_the_models_of_a_script_are_listed_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "gan.py").write_text(GAN, encoding="utf-8")
     for name in ("gan", "gan-2"):
-        result = watched("--out", "gan", "gan.py", cwd=tmp_path)
+        result = watched("--output", "gan", "gan.py", cwd=tmp_path)
         assert f"plimsoll check {name}" in result.stderr.splitlines()[-1], result.stderr
         assert json.loads((tmp_path / name / "script.json").read_text("utf-8"))["runs"] == ["G", "D"]
         assert all(Run(tmp_path / name / model).closed for model in "GD")
-    checked = python("-m", "plimsoll", "check", "gan", "--format", "json", cwd=tmp_path)
+    checked = python("-m", "plimsoll", "check", "gan", "--json", cwd=tmp_path)
     assert checked.returncode == 0 and [each["model"] for each in json.loads(checked.stdout)["runs"]] == ["G", "D"]
 
 
 def test_a_script_with_hugging_face_s_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    result = watched("--every", "1", "--out", "run", SCRIPTS / "hf_trainer.py", cwd=tmp_path)
+    result = watched("--every", "1", "--output", "run", SCRIPTS / "hf_trainer.py", cwd=tmp_path)
     assert result.returncode == 0 and "trained 3" in result.stdout, result.stderr
     assert said(result) == ["plimsoll: watching GPT2LMHeadModel (7,520 parameters, AdamW), every step, into run"]
     run = Run(tmp_path / "run")
@@ -239,7 +239,7 @@ def test_a_script_with_hugging_face_s_trainer(tmp_path: Path) -> None:
 
 def test_a_script_with_lightning_whose_parts_are_called(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    result = watched("--every", "1", "--out", "run", SCRIPTS / "lightning_script.py", cwd=tmp_path)
+    result = watched("--every", "1", "--output", "run", SCRIPTS / "lightning_script.py", cwd=tmp_path)
     assert result.returncode == 0 and "trained 4" in result.stdout, result.stderr
     assert said(result) == ["plimsoll: watching Classifier (195 parameters, Adam), every step, into run"]
     run = Run(tmp_path / "run")
@@ -250,7 +250,9 @@ def test_a_script_with_lightning_whose_parts_are_called(tmp_path: Path) -> None:
 
 def test_a_script_with_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    result = watched("--every", "1", "--out", "run", "-m", "accelerate_script", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    result = watched(
+        "--every", "1", "--output", "run", "-m", "accelerate_script", cwd=tmp_path, PYTHONPATH=str(SCRIPTS)
+    )
     assert result.returncode == 0 and "trained 2" in result.stdout, result.stderr
     assert said(result) == ["plimsoll: watching Sequential (195 parameters, AdamW), every step, into run"]
     run = Run(tmp_path / "run")

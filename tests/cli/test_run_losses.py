@@ -14,7 +14,7 @@ def columns(printed: str) -> list[list[float]]:
 
 def test_a_script_without_an_optimizer_is_found_by_its_backwards(tmp_path: Path) -> None:
     alone = python(SCRIPTS / "by_hand.py", cwd=tmp_path)
-    result = watched("--out", "run", "--every", "2", SCRIPTS / "by_hand.py", cwd=tmp_path)
+    result = watched("--output", "run", "--every", "2", SCRIPTS / "by_hand.py", cwd=tmp_path)
     assert (result.returncode, result.stdout, theirs(result)) == (0, alone.stdout, theirs(alone))
     (line,) = said(result)
     assert line.startswith("plimsoll: watching RNNModel (677 parameters, no optimizer), every 2 steps, into run; ")
@@ -27,7 +27,7 @@ def test_a_script_without_an_optimizer_is_found_by_its_backwards(tmp_path: Path)
 @pytest.mark.parametrize("precision", [None, "amp-fp16"])
 def test_a_gan_has_the_losses_that_it_prints(precision: str | None, tmp_path: Path) -> None:
     level = [] if precision is None else ["--precision", precision]
-    result = watched(*level, "--out", "run", "--every", "4", SCRIPTS / "gan.py", cwd=tmp_path)
+    result = watched(*level, "--output", "run", "--every", "4", SCRIPTS / "gan.py", cwd=tmp_path)
     assert result.returncode == 0 and len(said(result)) == 2, result.stderr
     for name, printed in zip(("Discriminator", "Generator"), columns(result.stdout), strict=True):
         run = Run(tmp_path / "run" / name)
@@ -42,7 +42,7 @@ def test_a_gan_has_the_losses_that_it_prints(precision: str | None, tmp_path: Pa
 
 def test_a_lightning_module_with_two_optimizers(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    result = watched("--out", "run", "--every", "10", SCRIPTS / "lightning_gan.py", cwd=tmp_path)
+    result = watched("--output", "run", "--every", "10", SCRIPTS / "lightning_gan.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for part, printed in zip(("generator", "discriminator"), columns(result.stdout), strict=True):
         run = Run(tmp_path / "run" / part)

@@ -326,7 +326,7 @@ def test_a_script_at_amp_fp16_is_recorded_with_its_scale_and_skips(tmp_path: Pat
     head, main = source.rsplit("\n\nif __name__", 1)
     head += "\n\nsteps = itertools.count()\ndef scale():\n    return 1e9 if next(steps) == 2 else 1.0\n"
     (tmp_path / "train.py").write_text(f"{head}\n\nif __name__{main}")
-    options = ["--precision", "amp-fp16", "--every", "1", "--out", "run"]
+    options = ["--precision", "amp-fp16", "--every", "1", "--output", "run"]
     result = watched(*options, "train.py", "--workers", "0", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert said(result) == ["plimsoll: watching Net (1,050 parameters, SGD) in amp-fp16, every step, into run"]
@@ -350,7 +350,7 @@ def test_a_module_that_makes_a_scaler_of_its_own_is_refused_late(tmp_path: Path)
         "    optimizer.zero_grad()\nprint('end', scaler.get_scale())\n"
     )
     (tmp_path / "train.py").write_text(source)
-    result = watched("--precision", "amp-fp16", "--out", "run", "-m", "train", cwd=tmp_path)
+    result = watched("--precision", "amp-fp16", "--output", "run", "-m", "train", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, "end 65536.0\n"), result.stderr
     _, line = said(result)
     assert line.endswith("amp-fp16 is refused: the script makes a GradScaler itself; the script goes on as it is")
@@ -371,7 +371,7 @@ def test_ranks_under_torchrun_train_and_skip_together(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(source)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = python(
-        *torchrun, "-m", "plimsoll", "run", "--precision", "amp-fp16", "--out", "run", "ddp.py", cwd=tmp_path
+        *torchrun, "-m", "plimsoll", "run", "--precision", "amp-fp16", "--output", "run", "ddp.py", cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     (line,) = said(result)

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from typer.testing import CliRunner, Result
 
 from plimsoll.cli import app
-from plimsoll.cli.paths import said
+from plimsoll.cli.paths import label_of
 from plimsoll.runs.storage.location import without_secrets
 from tests.support.diagnosis.faults import falling
 from tests.support.diagnosis.stories import constant, told
@@ -41,11 +41,11 @@ def store(local: Path) -> Iterator[str]:
 
 READERS = [
     ["check", "{run}"],
-    ["check", "{run}", "--format", "json"],
-    ["whatif", "{run}", "--format", "e5m2", "--output", "json"],
+    ["check", "{run}", "--json"],
+    ["whatif", "{run}", "--format", "e5m2", "--json"],
     ["plan", "{run}", "--target", "bf16", "--include", "blocks.*"],
-    ["report", "{run}", "--format", "json"],
-    ["diff", "{run}", "{run}", "--format", "json"],
+    ["report", "{run}", "--json"],
+    ["diff", "{run}", "{run}", "--json"],
 ]
 
 
@@ -153,20 +153,22 @@ def test_what_cannot_be_read_exits_with_2_and_says_why(
 
 
 FILE = "expected {} to name a file of this machine; got the URI {}. Write to {} and copy it"
-FOLDER = "expected --out to name a folder of this machine; got the URI s3://b/{}. Write to {} and copy it: aws s3 sync"
+FOLDER = (
+    "expected --output to name a folder of this machine; got the URI s3://b/{}. Write to {} and copy it: aws s3 sync"
+)
 WRITERS = [
     (["plan", "{run}", "--target", "bf16", "-o", "s3://b/plan.toml"],
-     f"plan: {FILE.format('--out', 's3://b/plan.toml', 'plan.toml')}: aws s3 cp plan.toml s3://b/plan.toml."),
+     f"plan: {FILE.format('--output', 's3://b/plan.toml', 'plan.toml')}: aws s3 cp plan.toml s3://b/plan.toml."),
     (["plan", "{run}", "--check", "gs://b/plan.toml"],
      "plan: expected --check to name a file of this machine; got the URI gs://b/plan.toml. Copy it here first."),
     (["report", "{run}", "-o", "gs://b/r.html"],
      f"report: {FILE.format('-o', 'gs://b/r.html', 'report.html')}: gcloud storage cp report.html gs://b/r.html."),
     (["report", "{run}", "-o", "sftp://me:word@box/r.md"],
      f"report: {FILE.format('-o', 'sftp://me@box/r.md', 'report.html')} there."),
-    (["run", "--out", "s3://b/exp1", "{script}"],
+    (["run", "--output", "s3://b/exp1", "{script}"],
      f"run: {FOLDER.format('exp1', 'runs/exp1')} runs/exp1 s3://b/exp1, again and again while it grows (docs/how-to"),
-    (["lab", "formats", "--out", "s3://b/lab"], f"lab: {FOLDER.format('lab', 'lab-formats')} lab-formats s3://b/lab"),
-    (["lab", "--list", "--out", "s3://b/lab"], f"lab: {FOLDER.format('lab', 'lab-all')} lab-all s3://b/lab"),
+    (["lab", "formats", "--output", "s3://b/lab"], f"lab: {FOLDER.format('lab', 'lab-formats')} lab-formats s3://b/lab"),
+    (["lab", "--list", "--output", "s3://b/lab"], f"lab: {FOLDER.format('lab', 'lab-all')} lab-all s3://b/lab"),
 ]  # fmt: skip
 
 
@@ -194,13 +196,13 @@ def test_nothing_is_written_to_a_uri(
     ],
 )
 def test_no_message_has_what_is_secret_in_a_uri(uri: str, shown: str) -> None:
-    assert without_secrets(uri) == said(uri) == shown
+    assert without_secrets(uri) == label_of(uri) == shown
     bad = run("check", f"foo{uri[uri.index('://') :]}")
     assert bad.exit_code == 2 and not any(word in bad.output for word in ("secret", "word@", "p@ss", "token"))
 
 
 def test_what_a_run_elsewhere_is_called_has_no_secret_in_it(store: str) -> None:
-    data = json.loads(run("check", store, "--format", "json").stdout)
+    data = json.loads(run("check", store, "--json").stdout)
     assert data["run"] == store
     for command in (["check"], ["serve", "--port", "0"]):
         said_of = run(*command, "memory://me:word@box/runs").stderr

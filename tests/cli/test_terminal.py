@@ -57,17 +57,17 @@ def checked(output: str) -> None:
 
 
 COMMANDS = (
-    ["check", "A"], ["check", "A", "--format", "json"], ["check", "A", "--select", BAD], ["check", "A", "--set", BAD],
-    ["whatif", "A", "--format", "fp16"], ["whatif", "A", "--format", "e5m2", "--output", "json"],
+    ["check", "A"], ["check", "A", "--json"], ["check", "A", "--select", BAD], ["check", "A", "--set", BAD],
+    ["whatif", "A", "--format", "fp16"], ["whatif", "A", "--format", "e5m2", "--json"],
     ["whatif", "A", "--format", BAD], ["whatif", "A", "--format", "fp16", "--collection", BAD],
-    ["plan", "A", "--target", "fp16"], ["plan", "A", "--target", "fp8", "--output", "json"],
+    ["plan", "A", "--target", "fp16"], ["plan", "A", "--target", "fp8", "--json"],
     ["plan", "A", "--target", "fp16", "-o", "OUT.toml"], ["plan", "A", "--check", "OUT.toml"],
     ["plan", "A", "--target", BAD], ["plan", "A", "--target", "fp16", "--include", BAD], ["plan", "A", "--check", BAD],
-    ["diff", "A", "B"], ["diff", "A", "B", "--format", "json"], ["diff", "A", "A"], ["diff", "A", BAD],
-    ["report", "A", "-o", "OUT.html"], ["report", "A", "-o", "-", "--format", "markdown"],
-    ["report", "A", "-o", "-", "--format", "json"], ["report", "A", "-o", "OUT.md"], ["report", "A", "-o", BAD],
-    ["check", "D"], ["whatif", "D", "--format", "fp16"], ["report", "D", "-o", "-", "--format", "markdown"],
-    ["check", BAD], ["formats", BAD], ["lab", BAD], ["lab", "--list", "--out", BAD], ["serve", BAD], [BAD],
+    ["diff", "A", "B"], ["diff", "A", "B", "--json"], ["diff", "A", "A"], ["diff", "A", BAD],
+    ["report", "A", "-o", "OUT.html"], ["report", "A", "-o", "-", "--output-format", "markdown"],
+    ["report", "A", "-o", "-", "--json"], ["report", "A", "-o", "OUT.md"], ["report", "A", "-o", BAD],
+    ["check", "D"], ["whatif", "D", "--format", "fp16"], ["report", "D", "-o", "-", "--output-format", "markdown"],
+    ["check", BAD], ["formats", BAD], ["lab", BAD], ["lab", "--list", "--output", BAD], ["serve", BAD], [BAD],
     ["serve", "B", "--host", BAD], ["run", BAD], ["check", "A", f"--{BAD}"], ["check", "A", BAD], ["doctor", BAD],
 )  # fmt: skip
 

@@ -43,11 +43,11 @@ def test_it_says_what_works_and_lists_the_worst_layers(path: Path) -> None:
 
 
 def test_a_shift_and_a_collection_are_taken(path: Path) -> None:
-    data = json.loads(run(path, "--format", "e4m3", "--shift", 3, "--output", "json").stdout)
+    data = json.loads(run(path, "--format", "e4m3", "--shift", 3, "--json").stdout)
     assert (data["shift"], data["chosen"], data["collections"]) == (3, False, ["gradients"])
-    data = json.loads(run(path, "--format", "e4m3", "--collection", "weights", "--output", "json").stdout)
+    data = json.loads(run(path, "--format", "e4m3", "--collection", "weights", "--json").stdout)
     assert data["chosen"] and data["collections"] == ["weights"]
-    data = json.loads(run(path, "--format", "fp16", "--inference", "--output", "json").stdout)
+    data = json.loads(run(path, "--format", "fp16", "--inference", "--json").stdout)
     assert data["collections"] == ["weights", "activations"] and data["shift"] == 0
 
 
@@ -73,11 +73,11 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_answers_or_refuses_every_format(short: Path, name: str) -> None:
     commands = (
         ["whatif", str(short), "--format", name],
-        ["whatif", str(short), "--format", name, "--inference", "--output", "json"],
+        ["whatif", str(short), "--format", name, "--inference", "--json"],
         ["whatif", str(short), "--format", name, "--shift", "-2200"],
         ["plan", str(short), "--target", name],
         ["plan", str(short), "--target", "fp16", "--fallback", name],
-        ["diff", str(short), str(short), "--computed-in", name],
+        ["diff", str(short), str(short), "--format", name],
         ["formats", name],
     )
     for command in commands:

@@ -35,7 +35,7 @@ SCRIPT = """
 def checked(path: Path) -> tuple[int, str, dict[str, Any]]:
     """Exit code and first line of the check, and its JSON."""
     text = CliRunner().invoke(app, ["check", str(path)], env={"COLUMNS": "80"})
-    data = json.loads(CliRunner().invoke(app, ["check", str(path), "--format", "json"]).stdout)
+    data = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)
     return text.exit_code, text.stdout.splitlines()[0], data
 
 

@@ -177,7 +177,7 @@ def test_the_packaged_rule_of_the_docs_is_on_every_surface(install: Install, tmp
     assert sentence in run(commands, ["check", str(path)]).output
     assert "Highest loss: 4" in run(commands, ["check", str(path), "--select", "loss-high"]).output
     assert "healthy" in run(commands, ["check", str(path), "--set", "loss-high.level=5"]).output.lower()
-    listed = json.loads(run(commands, ["check", "--rules", "--format", "json"]).output)
+    listed = json.loads(run(commands, ["check", "--rules", "--json"]).output)
     assert [each["rule"] for each in listed] == [rule.id for rule in RULES] + ["loss-high"]
 
     with TestClient(app(tmp_path / "runs"), base_url="http://localhost:8642") as client:

@@ -106,7 +106,7 @@ exec(compile(source, catalogue.__file__, "exec"), vars(catalogue))
 formats.ELEMENTS = catalogue.ELEMENTS
 import numpy as np, torch
 from plimsoll import kernels
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 fmt = formats.get("e4m3b11fnuz")
 codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plimsoll import fp8, kernels
-from plimsoll.kernels import row_layout
+from plimsoll import fp8, kernels, row_layout
 
 GRAPHS = "aot_eager_decomp_partition"
 KINDS: list[dict[str, Any]] = [

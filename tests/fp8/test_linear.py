@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plimsoll import fp8, kernels
+from plimsoll import fp8, kernels, row_layout
 from plimsoll.errors import ArgumentError, StateError, UnsupportedTensorError
-from plimsoll.kernels import row_layout
 from plimsoll.unit import functional as U  # noqa: N812
 from plimsoll.unit.functional import Factors
 from tests.support.cases import each

@@ -69,7 +69,7 @@ def answered(*words: str) -> tuple[int, str, str]:
 
 def judged(folder: Path) -> tuple[int, list[Any]]:
     """What check says: its exit code, and the findings without what it says about the record."""
-    code, out, _ = answered("check", str(folder), "--format", "json")
+    code, out, _ = answered("check", str(folder), "--json")
     found = json.loads(out) if out else {"findings": [], "state": ""}
     assert (code, found["state"]) != (0, "healthy") or "eal" in found["verdict"]
     return code, [each for each in found["findings"] if each["rule"] not in ("records-lost", "run-ended")]

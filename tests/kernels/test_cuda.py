@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import plimsoll as pl
-from plimsoll import kernels
-from plimsoll.kernels import row_layout
+from plimsoll import kernels, row_layout
 from tests.support.cases import each
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: kernels run nowhere else")

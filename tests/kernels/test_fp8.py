@@ -11,10 +11,10 @@ from torch import Tensor
 if "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from plimsoll import kernels
+from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
-from plimsoll.kernels import backend as _backend, fp8_cast, row_layout
+from plimsoll.kernels import backend as _backend, fp8_cast
 from tests.support.cases import each
 
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}

@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 
-from plimsoll import kernels
-from plimsoll.kernels import row_layout
+from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from plimsoll.kernels.numba_backend.measuring import launch
 from tests.support.cases import each

@@ -12,6 +12,7 @@ if "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from plimsoll import row_layout
 from plimsoll.formats import (
     E8M0,
     FP16,
@@ -24,7 +25,7 @@ from plimsoll.formats import (
     Format,
     get_element,
 )
-from plimsoll.kernels import row_layout, torch_backend, triton_backend
+from plimsoll.kernels import torch_backend, triton_backend
 from plimsoll.kernels.operators.cast_spec import (
     NEAREST_EVEN,
     ROUNDINGS,

@@ -127,7 +127,8 @@ def main(cuobjdump: str) -> None:
 def launch_measuring(case: list[str]) -> None:
     import torch
 
-    from plimsoll.kernels import row_layout, triton_backend
+    from plimsoll import row_layout
+    from plimsoll.kernels import triton_backend
     from plimsoll.kernels.triton_backend import input_bits
     from plimsoll.kernels.triton_backend.measuring import launch
 

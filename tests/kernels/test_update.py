@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plimsoll import kernels
+from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from tests.support.cases import each
 

@@ -67,7 +67,7 @@ def test_too_few_runs_are_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_table(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    told = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--out", str(tmp_path / "out")])
+    told = CliRunner().invoke(app, ["lab", "unit-factors", "--steps", "64", "--output", str(tmp_path / "out")])
     assert told.exit_code == 0, told.output
     assert "All 17 claims hold." in told.output and "rms m f'(mx)" in told.output
     assert max(map(len, told.output.splitlines()[:-1])) <= 79

@@ -104,7 +104,7 @@ def test_another_setup_is_refused_with_what_differs(path: Path, changed: dict[st
     ((key, value),) = changed.items()
     with pytest.raises(
         ArgumentError,
-        match=f"sweep.jsonl was begun with; got {key} {SETUP[key]} there and {value} now. Go on with .* --out.",
+        match=f"sweep.jsonl was begun with; got {key} {SETUP[key]} there and {value} now. Go on with .* --output.",
     ):
         Ledger(path, {**SETUP, **changed}, NAMES)
 

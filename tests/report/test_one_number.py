@@ -73,7 +73,7 @@ def surfaces(folder: Path) -> dict[str, str]:
 def test_all_surfaces_say_the_same_verdict(surfaces: dict[str, str], told: Summary, folder: Path) -> None:
     for name, text in surfaces.items():
         assert told.verdict in text, name
-    data = json.loads(CliRunner().invoke(app, ["check", str(folder / "fp16"), "--format", "json"]).stdout)
+    data = json.loads(CliRunner().invoke(app, ["check", str(folder / "fp16"), "--json"]).stdout)
     assert (data["verdict"], data["state"]) == (told.verdict, told.state)
 
 
@@ -250,7 +250,7 @@ def test_the_verdict_is_about_the_finding_that_stands_first(tmp_path: Path) -> N
             continue
         lead, listed = leading(found, view.last_step), summary(path).findings
         assert repr(listed[0]) == repr(lead) and sorted(map(repr, listed)) == sorted(map(repr, found))
-        checked = json.loads(CliRunner().invoke(app, ["check", str(path), "--format", "json"]).stdout)["findings"]
+        checked = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)["findings"]
         assert [each["rule"] for each in checked] == [finding.rule for finding in listed], fault.name
 
 

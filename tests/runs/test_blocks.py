@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plimsoll import measure
+from plimsoll import measure, row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import measure_into, new_bank, row_layout
+from plimsoll.kernels import measure_into, new_bank
 from plimsoll.runs import Batch, Run, RunWriter, StepRecord
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, Series
 from plimsoll.runs.columns.spectrum_columns import blocks_of, columns_of, rows_of, spectra_table

@@ -183,7 +183,7 @@ def test_parts_that_are_gone_are_named_and_never_healthy(path: Path, closed: boo
     code, out, err = checked(path)
     assert code == 2 and "healthy" not in out.lower()
     assert "0000000002-0000000002-g0-s10_19.parquet: missing; read without it, and 1 more such problem" in err
-    code, out, _ = checked(path, "--select", "loss-*", "--format", "json")
+    code, out, _ = checked(path, "--select", "loss-*", "--json")
     assert code == 2 and json.loads(out)["state"] == "warning" and "records" in json.loads(out)["verdict"]
 
 

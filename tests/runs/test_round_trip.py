@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.runs import EXTRAS, Batch, Event, Run, RunWriter, Scalars
 from plimsoll.runs.columns.schema import SCHEMAS, Series
 from plimsoll.runs.columns.spectrum_columns import columns_of, rows_of, spectra_table

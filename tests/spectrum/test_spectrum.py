@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout, torch_backend
+from plimsoll.kernels import torch_backend
 from plimsoll.spectrum import BlockRecord, Grid, Source, Spectrum, measure
 from tests.support.cases import each
 

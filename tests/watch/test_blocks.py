@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.runs import Run, RunWriter
 from plimsoll.watch.ranks import collector
 from plimsoll.watch.sample import Pool, Rows

@@ -433,7 +433,7 @@ for step in range(1000):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_script_that_a_signal_ends_has_what_it_had_done(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    arguments = ("-m", "plimsoll", "run", "--every", "5", "--out", "run", "train.py", name)
+    arguments = ("-m", "plimsoll", "run", "--every", "5", "--output", "run", "train.py", name)
     ended = processes.python(*arguments, cwd=tmp_path)
     assert ended.returncode in ({-signal.SIGTERM} if name == "SIGTERM" else {1, -signal.SIGINT, 130}), ended.stderr
     run = only_run(tmp_path / "run")

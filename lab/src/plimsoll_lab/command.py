@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from plimsoll.cli.paths import folder_here
-from plimsoll.cli.terminal import console, say, say_json, say_line
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.paths import local_folder
+from plimsoll.cli.terminal import console
 from plimsoll.errors import ArgumentError
 from plimsoll_lab.screens.experiment_list import list_experiments, list_rows
 from plimsoll_lab.screens.progress import told
@@ -22,65 +24,76 @@ def lab(
         str | None, typer.Argument(metavar="NAME", help="The experiment. Without it, all are listed.")
     ] = None,
     rows: Annotated[
-        bool, typer.Option("--list", help="Lists every row of the evidence base, with its state; of --out, if given.")
+        bool, typer.Option("--list", help="List every row of the evidence base with its state, from --output if given.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="Carries out all of them, one after the other.")] = False,
-    out: Annotated[
-        str | None,
-        typer.Option("--out", help="The folder for runs, reports and result.json. As it comes, lab-NAME or lab-all."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="How many steps each training has.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights and data.")] = 0,
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option("--device", help="cpu emulates FP16; cuda computes in it.")
-    ] = "cpu",
-    full: Annotated[bool, typer.Option("--full", help="A larger model, for longer.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Run all experiments, one after the other.")] = False,
     output: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder for runs, reports and result.json. Default: lab-NAME or lab-all.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", help="Steps of each training. Default: the experiment's own.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of weights and data.")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option("--device", metavar="NAME", help="cpu emulates FP16; cuda computes in it.")
+    ] = "cpu",
+    full: Annotated[bool, typer.Option("--full", help="Train a larger model, for longer.")] = False,
+    as_json: Json = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """The experiments behind the claims. Exit code 0: all claims of it hold; 1: one does not; 2: it was not done."""
+    """Run the experiments behind the documentation's claims.
+
+    Exit code 0: all claims hold. 1: a claim fails. 2: an experiment did not run.
+    """
     _check(name, rows, every, steps)
-    folder = folder_here("lab", "--out", out, f"lab-{name or 'all'}")
+    folder = local_folder("lab", "--output", output, f"lab-{name or 'all'}")
     if rows:
-        list_rows(folder, output)
+        list_rows(folder, as_json)
     elif every:
-        _all(folder or Path("lab-all"), output, seed=seed, device=device, full=full)
+        _all(folder or Path("lab-all"), as_json, seed=seed, device=device, full=full)
     elif name is None:
-        list_experiments(folder, output)
+        list_experiments(folder, as_json)
     else:
-        _one(name, folder or Path(f"lab-{name}"), output, seed=seed, device=device, steps=steps, full=full)
+        _one(name, folder or Path(f"lab-{name}"), as_json, seed=seed, device=device, steps=steps, full=full)
 
 
-def _one(name: str, folder: Path, output: str, **settings: Any) -> None:
+def _one(name: str, folder: Path, as_json: bool, **settings: Any) -> None:
     from plimsoll_lab import experiment_named, perform
 
     chosen, target = experiment_named(name), console()
-    if output == "text":
+    if not as_json:
         target.print(Text.assemble((f"lab {chosen.name}  ", "bold"), (chosen.claim, "")))
     with told() as progress:
         result = perform(chosen, folder, progress=progress, **settings)
-    if output == "json":
-        say_json(result.to_dict())
+    if as_json:
+        messages.write_json(result.to_dict())
     else:
         show(result, target)
     if not result.holds:
         raise typer.Exit(1)
 
 
-def _all(folder: Path, output: str, **settings: Any) -> None:
+def _all(folder: Path, as_json: bool, **settings: Any) -> None:
     """A line for each as it ends; exit code 2 where one was not carried out, else 1 where a claim does not hold."""
     from plimsoll_lab import perform_all
 
     with told() as progress:
         outcomes = perform_all(
-            folder, progress=progress, done=_say if output == "text" else None, **settings
+            folder, progress=progress, done=_say if not as_json else None, **settings
         )  # fmt: skip
-    if output == "json":
-        say((folder / "outcomes.json").read_text())
+    if as_json:
+        messages.write((folder / "outcomes.json").read_text())
     else:
         held, minutes = sum(outcome.holds for outcome in outcomes), sum(outcome.seconds for outcome in outcomes) / 60
-        say_line(f"{held} of {len(outcomes)} experiments hold; {minutes:.0f} minutes. {folder}: outcomes.json")
+        messages.write_line(
+            f"{held} of {len(outcomes)} experiments hold; {minutes:.0f} minutes. {folder}: outcomes.json"
+        )
     if any(outcome.error for outcome in outcomes):
         raise typer.Exit(2)
     if not all(outcome.holds for outcome in outcomes):

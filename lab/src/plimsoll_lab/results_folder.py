@@ -56,11 +56,13 @@ def _remove(old: Path) -> None:
 
 
 def _unwritable(folder: Path, why: object) -> RunError:
-    return RunError(f"lab: expected a folder that can be written; got {folder} ({why}). Give another with --out DIR.")
+    return RunError(
+        f"lab: expected a folder that can be written; got {folder} ({why}). Give another with --output DIR."
+    )
 
 
 def _refused(folder: Path, what: str) -> ArgumentError:
     return ArgumentError(
         f"lab: expected a new or empty folder, or one that this experiment has made; got {folder}, {what}. "
-        "Nothing was changed. Give another with --out DIR."
+        "Nothing was changed. Give another with --output DIR."
     )

@@ -1,65 +1,136 @@
-"""The command line's frame: subcommands, the version, and how errors look.
+"""Frame of the command line: commands, common options, help, and the form of errors.
 
 An error that Plimsoll raises on purpose is a message on stderr and exit code 2, never a traceback. Anything else is a
-defect of Plimsoll, and keeps its traceback. An answer about a run of which records are missing is given, and exit code
-2 instead of 0: what is missing might have changed it.
+defect of Plimsoll, and keeps its traceback. If records of a run are missing, the command still answers, and exits with
+2 instead of 0: the missing records might have changed the answer.
 """
 
-import importlib.metadata
+import importlib
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from plimsoll.cli.commands.check import check
-from plimsoll.cli.commands.diff import diff
-from plimsoll.cli.commands.doctor import doctor
-from plimsoll.cli.commands.formats import formats
-from plimsoll.cli.commands.plan import plan
-from plimsoll.cli.commands.report import report
-from plimsoll.cli.commands.run import run
-from plimsoll.cli.commands.serve import serve
-from plimsoll.cli.commands.whatif import whatif
-from plimsoll.cli.paths import begin_reading, say_what_is_missing
+from plimsoll.cli import messages, old_spellings
+from plimsoll.cli.options import Quiet
+from plimsoll.cli.paths import report_missing_records, start_reading
+from plimsoll.cli.registry import COMMANDS, Command
 from plimsoll.cli.script.runner import Handover
-from plimsoll.cli.terminal import complain
 from plimsoll.errors import MissingExtraError, PlimsollError
 from plimsoll.text import printable
 from plimsoll.version import __version__
 
-GROUP = "plimsoll.commands"
+GROUP = "plimsoll.commands"  # entry points of other distributions
+_OTHERS = "Other packages"  # heading of their commands
 # Arguments of a command that cannot be loaded are accepted, so that its own error is shown and no usage error.
 _ANY_ARGUMENTS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 _LAB = (
     "lab: expected the distribution plimsoll-lab, which has the experiments; got an environment without it. In a "
     "checkout of Plimsoll: pip install -e ./lab"
 )
+_LAB_SUMMARY = "Run the experiments behind the documentation's claims."
+_UsageError: Any = typer.BadParameter.__base__  # click's, which newer versions of typer carry within them
 
 
-def add_commands(app: typer.Typer, own: Collection[str]) -> None:
-    """Add the commands of the entry points to the app, and one for the laboratory that says how to install it.
+class _Command(TyperCommand):
+    """A command whose help shows flags as flags and arguments by their names alone."""
 
-    Args:
-        app: The command line.
-        own: Names of Plimsoll's own commands; an entry point cannot replace them.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replace old spellings, then parse."""
+        interspersed = ctx.allow_interspersed_args
+        return super().parse_args(ctx, old_spellings.rewritten(self.name or "", args, self.params, interspersed))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line after the command's name."""
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_argument(p) for p in arguments)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options."""
+        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if parameter.param_type_name == "argument":
+                rows["Arguments"].append((str(parameter.metavar), str(getattr(parameter, "help", "") or "")))
+            elif record is not None:
+                rows["Options"].append((record[0], f"{record[1]} Repeatable." if parameter.multiple else record[1]))
+        for heading, listed in rows.items():
+            if listed:
+                with formatter.section(heading):
+                    formatter.write_dl(listed)
+
+
+def _argument(parameter: Any) -> str:
+    word = f"{parameter.metavar}{'' if parameter.nargs == 1 else '...'}"
+    return word if parameter.required else f"[{word}]"
+
+
+class _LazyCommands(Mapping[str, Any]):
+    """All commands by name, each imported when it is asked for.
+
+    Entry points are read only for help and for names that are not Plimsoll's own.
     """
-    names: set[str] = set()
+
+    def __init__(self) -> None:
+        self._own = {command.name: command for command in COMMANDS}
+        self._loaded: dict[str, Any] = {}
+        self._others: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            if name in self._own:
+                self._loaded[name] = _own_command(self._own[name])
+            else:
+                self._loaded[name] = _other_command(name, self.others[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._own, **self.others})
+
+    def __len__(self) -> int:
+        return len({**self._own, **self.others})
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Entry points of other distributions by name. The laboratory is among them, with None if it is missing."""
+        if self._others is None:
+            self._others = _entry_points(self._own)
+        return self._others
+
+
+def _entry_points(own: Any) -> dict[str, Any]:
+    import importlib.metadata  # reading the metadata of all installed packages takes some 20 ms
+
+    points: dict[str, Any] = {}
     for point in sorted(importlib.metadata.entry_points(group=GROUP)):
-        if point.name in own or point.name in names:
-            complain(f"The command {point.name!r} of {point.value} is left out: there is one of that name already.")
-            continue
-        names.add(point.name)
-        try:
-            app.command(point.name)(point.load())
-        except Exception as error:  # noqa: BLE001  (a broken distribution must not take the other commands with it)
-            reason = f"{type(error).__name__}: {error}"
-            message = f"{point.name}: expected {point.value} to import; got {reason}. Reinstall its distribution."
-            app.command(point.name, context_settings=_ANY_ARGUMENTS)(_failing(message))
-    if "lab" not in names:
-        app.command("lab", context_settings=_ANY_ARGUMENTS)(_failing(_LAB))
+        if point.name in own or point.name in points:
+            messages.error(
+                f"The command {point.name!r} of {point.value} is left out: there is one of that name already."
+            )
+        else:
+            points[point.name] = point
+    points.setdefault("lab", None)
+    return points
+
+
+def _own_command(command: Command) -> Any:
+    module = importlib.import_module(f"plimsoll.cli.commands.{command.name}")
+    settings: dict[str, Any] = {"allow_interspersed_args": False} if command.own_arguments else {}
+    return _built(command.name, getattr(module, command.name), settings)
+
+
+def _other_command(name: str, point: Any) -> Any:
+    if point is None:
+        return _built(name, _failing(_LAB), _ANY_ARGUMENTS)
+    try:
+        return _built(name, point.load(), {})
+    except Exception as error:  # noqa: BLE001  (a broken distribution must not take the other commands with it)
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{name}: expected {point.value} to import; got {reason}. Reinstall its distribution."
+        return _built(name, _failing(message), _ANY_ARGUMENTS)
 
 
 def _failing(message: str) -> Callable[..., Any]:
@@ -70,34 +141,74 @@ def _failing(message: str) -> Callable[..., Any]:
     return command
 
 
-_UsageError: Any = typer.BadParameter.__base__  # click's, which newer versions of typer carry within them
+def _built(name: str, function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    single.command(name, cls=_Command, context_settings=settings)(function)
+    return typer.main.get_command(single)
 
 
 class _Group(TyperGroup):
-    """Turns a `PlimsollError` into its message and exit code 2."""
+    """The command `plimsoll`: it loads commands when they are needed, and prints errors of Plimsoll as one line."""
 
-    def invoke(self, ctx: Any) -> object:  # typer has moved its context class between versions
-        runs = begin_reading()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (click's signature)
+        """Return the names of all commands, in the order of help."""
+        return list(self.commands)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command. ``plimsoll help NAME`` is ``plimsoll NAME --help``."""
+        messages.set_quiet(False)
+        if args[:1] == ["help"]:
+            args = [*args[1:2], "--help"]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> object:
+        """Run the command."""
+        runs = start_reading()
         try:
             result = super().invoke(ctx)
         except PlimsollError as error:
-            complain(" ".join(str(error).split()))
+            messages.error(" ".join(str(error).split()))
             raise typer.Exit(2) from error
         except _UsageError as error:  # typer shows it, with the argument that it is about
             error.message = printable(error.message, lines=False)
             raise
-        if say_what_is_missing(runs):
+        if report_missing_records(runs):
             raise typer.Exit(2)
         return result
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under their headings, then the options."""
+        for heading, listed in self._summaries().items():
+            with formatter.section(heading):
+                formatter.write_dl(listed)
+        options = [parameter.get_help_record(ctx) for parameter in self.get_params(ctx)]
+        with formatter.section("Options"):
+            formatter.write_dl(options)
+
+    def _summaries(self) -> dict[str, list[tuple[str, str]]]:
+        """Return the names and summaries of commands by heading."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for command in COMMANDS:
+            rows.setdefault(command.heading, []).append((command.name, command.summary))
+        rows[_OTHERS] = [
+            (name, _LAB_SUMMARY if name == "lab" else f"{point.dist.name}: {point.value}")
+            for name, point in self.commands.others.items()
+        ]
+        return rows
 
 
 app = typer.Typer(
     name="plimsoll",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    # Plain help needs no import of Rich: 0.07 s of 0.2.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -109,19 +220,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _frame(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    _version: Annotated[
+        bool,
+        typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """How low in precision a PyTorch training run may go."""
-
-
-_COMMANDS = (formats, doctor, check, whatif, plan, diff, report, serve, run)
-for _command in _COMMANDS[:-1]:
-    app.command()(_command)
-# What follows SCRIPT is the script's own.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-add_commands(app, own=[command.__name__ for command in _COMMANDS])
+    """Find and fix numerical problems in low-precision PyTorch training."""
 
 
 def main() -> None:

@@ -3,24 +3,20 @@
 An argument that names a run stays text until it is known to be no URI: a path would make ``s3://`` of ``s3:/``.
 """
 
+import glob
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from plimsoll.cli.terminal import complain
+from plimsoll.cli import messages
 from plimsoll.errors import ArgumentError, RunError
 
 if TYPE_CHECKING:
     from plimsoll.diagnosis import View
     from plimsoll.runs import Run
 
-RunPlace = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run or script, or a URI: s3://bucket/run.")
-]
-
-# What brings a file, and what a folder, to a store.
+# Commands that copy a file, and a folder, to a store.
 _COPIES = {
     "s3": ("aws s3 cp", "aws s3 sync"),
     "gs": ("gcloud storage cp", "gcloud storage rsync -r"),
@@ -31,95 +27,130 @@ _COPIES = {
 }
 
 
-_reading: "list[Run]" = []  # the runs that the present command has opened
+_opened: "list[Run]" = []  # by the command that runs in this process
 
 
-def begin_reading() -> "list[Run]":
-    """Forget the runs of an earlier command of this process; those that are opened from now on come into the list."""
-    global _reading  # noqa: PLW0603  (one command at a time)
-    _reading = []
-    return _reading
+def start_reading() -> "list[Run]":
+    """Return a new list, to which each run that is opened from now on is added."""
+    global _opened  # noqa: PLW0603  (one command at a time)
+    _opened = []
+    return _opened
 
 
-def say_what_is_missing(runs: "list[Run]") -> bool:
-    """Report on stderr which runs records are missing of; whether there are any. Damaged parts are known when read."""
+def report_missing_records(runs: "list[Run]") -> bool:
+    """Report on stderr the runs of which records are missing. Damaged parts are known once they are read.
+
+    Returns:
+        Whether there is any.
+    """
     incomplete = [run for run in runs if run.missing]
     for run in incomplete:
         missing = run.missing
         more = f", and {len(missing) - 1} more such problems" if len(missing) > 1 else ""
-        complain(f"records are missing of {run.path}, and the answer is of what is left: {missing[0]}{more}")
+        messages.error(f"records of {run.path} are missing, and the answer is from the rest: {missing[0]}{more}")
     return bool(incomplete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A run that a command reads; `model` names it among those of one script, and is empty for the only one."""
+class OpenRun:
+    """A run that a command reads.
+
+    Attributes:
+        run: The run.
+        label: Its path or URI in messages, without secrets.
+        model: The model's name among those of one script. Empty for a run that is the only one.
+    """
 
     run: "Run"
-    called: str  # as messages call it
+    label: str
     model: str = ""
 
 
-def opened(place: str) -> list[Opened]:
+def open_runs(path: str) -> list[OpenRun]:
     """Return the run at a path or URI, or the runs of one script, one for each model.
 
-    Raises `RunError` where there is none, as `plimsoll.Run` does, in words of the command line.
+    Raises:
+        RunError: There is no run. The message uses the words of the command line.
     """
     from plimsoll.runs.reading.run_folder import NoRunError
     from plimsoll.runs.storage.location import Stored, place_of
     from plimsoll.runs.storage.script import ITSELF, names_in
 
-    where = place_of(place)
+    location, label = place_of(path), label_of(path)
     try:
-        names = names_in(where)
+        names = names_in(location)
         if not names:
-            return [Opened(run=_read(place, None), called=said(place))]
-        inside = [where.path if name == ITSELF else where.path / name for name in names]
-        filesystem = where.filesystem if isinstance(where, Stored) else None
-        runs = [_read(path.as_posix() if filesystem else path, filesystem) for path in inside]
+            return [OpenRun(run=_read(path, None), label=label)]
+        folders = [location.path if name == ITSELF else location.path / name for name in names]
+        filesystem = location.filesystem if isinstance(location, Stored) else None
+        runs = [_read(folder.as_posix() if filesystem else folder, filesystem) for folder in folders]
     except NoRunError as error:
         raise RunError(f"No Plimsoll run in {error.place}. {error.advice}") from error
     models = [_model(run) if name == ITSELF else name for name, run in zip(names, runs, strict=True)]
-    shown = [said(place) if name == ITSELF else f"{said(place).rstrip('/')}/{name}" for name in names]
-    return [Opened(run=r, called=c, model=m) for r, c, m in zip(runs, shown, models, strict=True)]
+    labels = [label if name == ITSELF else f"{label.rstrip('/')}/{name}" for name in names]
+    return [OpenRun(run=r, label=text, model=m) for r, text, m in zip(runs, labels, models, strict=True)]
+
+
+def expand(paths: Sequence[str]) -> list[str]:
+    """Return the paths with each glob replaced by the folders that it matches, in the order of their names.
+
+    Shells expand globs too, but not in quotes and not on Windows. A path that exists is never taken for a glob.
+
+    Raises:
+        RunError: A glob matches no folder.
+    """
+    expanded: list[str] = []
+    for path in paths:
+        if not glob.has_magic(path) or "://" in path or Path(path).exists():
+            expanded.append(path)
+            continue
+        folders = sorted(match for match in glob.glob(path) if Path(match).is_dir())  # noqa: PTH207  (keeps `./`)
+        if not folders:
+            raise RunError(f"No folder matches {path!r}. plimsoll ls lists the runs below a folder.")
+        expanded += folders
+    return expanded
 
 
 def _read(path: str | Path, filesystem: Any) -> "Run":
-    """Return the run; files that do not belong to it are one line on stderr."""
+    """Return the run. Files that do not belong to it are reported as one line on stderr."""
     from plimsoll.runs import Run
 
     run = Run(path, filesystem=filesystem, warn=False)
-    _reading.append(run)
+    _opened.append(run)
     foreign = [problem for problem in run.problems if problem not in run.missing]
     if foreign:
         more = f", and {len(foreign) - 1} more such problems" if len(foreign) > 1 else ""
-        complain(f"{foreign[0]}{more}")
+        messages.error(f"{foreign[0]}{more}")
     return run
 
 
-def view_at(one: Opened, until: int | None) -> "View":
-    """Return the view of a run up to a step. Raise `RunError` if nothing was recorded up to there."""
+def view_of(opened: OpenRun, until: int | None) -> "View":
+    """Return the view of a run up to a step.
+
+    Raises:
+        RunError: Nothing was recorded up to there.
+    """
     from plimsoll.diagnosis import View
 
-    view = View(one.run, until)
-    refuse_empty(one, view)
+    view = View(opened.run, until)
+    refuse_empty(opened, view)
     return view
 
 
-def refuse_empty(one: Opened, view: "View") -> None:
-    """Raise `RunError` where a view has no step."""
+def refuse_empty(opened: OpenRun, view: "View") -> None:
+    """Raise `RunError` if a view has no step."""
     from plimsoll.diagnosis import View
 
     if view.last_step >= 0:
         return
-    first, last = min(one.run.steps, default=-1), View(one.run).last_step
+    first, last = min(opened.run.steps, default=-1), View(opened.run).last_step
     if last < 0:
         raise RunError(
-            f"Nothing was recorded in {one.called}: it holds a run without a step. Records appear some seconds after "
-            "the first training step; look at the script's messages if they do not."
+            f"Nothing was recorded in {opened.label}: it holds a run without a step. Records appear some seconds after "
+            "the first training step. If they do not, look at the script's messages."
         )
     begins = "" if first < 0 else f"{first:,} to "
-    raise RunError(f"Nothing was recorded in {one.called} up to step {view.until}. It has steps {begins}{last:,}.")
+    raise RunError(f"Nothing was recorded in {opened.label} up to step {view.until}. It has steps {begins}{last:,}.")
 
 
 def _model(run: "Run") -> str:
@@ -127,37 +158,46 @@ def _model(run: "Run") -> str:
     return str(run.manifest.get("model") or run.path.name).rpartition(".")[2]
 
 
-def said(place: str) -> str:
-    """What a command calls the run: the path, or the URI without what is secret in it."""
+def label_of(path: str) -> str:
+    """Return the text by which a command names a run: the path, or the URI without its secrets."""
     from plimsoll.runs.storage.location import is_uri, without_secrets
 
-    return without_secrets(place) if is_uri(place) else str(Path(place))
+    return without_secrets(path) if is_uri(path) else str(Path(path))
 
 
-def file_here(operation: str, option: str, given: str | None, example: str) -> Path | None:
-    """Return the path of a file to write; `ArgumentError` for a URI."""
-    return _here(operation, f"{option} to name a file of this machine", given, example, 0)
+def local_file(operation: str, option: str, path: str | None, example: str) -> Path | None:
+    """Return the path of a file to write.
+
+    Raises:
+        ArgumentError: It is a URI.
+    """
+    return _local(operation, f"{option} to name a file of this machine", path, example, 0)
 
 
-def folder_here(operation: str, option: str, given: str | None, example: str) -> Path | None:
-    """Return the path of a folder to write runs to; `ArgumentError` for a URI."""
-    path = _here(operation, f"{option} to name a folder of this machine", given, example, 1)
-    if path is not None and path.exists() and not path.is_dir():
+def local_folder(operation: str, option: str, path: str | None, example: str) -> Path | None:
+    """Return the path of a folder to write runs to.
+
+    Raises:
+        ArgumentError: It is a URI or a file.
+    """
+    folder = _local(operation, f"{option} to name a folder of this machine", path, example, 1)
+    if folder is not None and folder.exists() and not folder.is_dir():
         raise ArgumentError(
-            f"{operation}: expected {option} to name a folder; got {path}, which is a file. Name a folder, new or old."
+            f"{operation}: expected {option} to name a folder; got {folder}, which is a file. Name a folder."
         )
-    return path
+    return folder
 
 
-def _here(operation: str, expected: str, given: str | None, example: str, kind: int) -> Path | None:
-    if given is None or "://" not in given:  # asked first: before a script runs, `run` loads nothing that it might miss
-        return None if given is None else Path(given)
+def _local(operation: str, expected: str, path: str | None, example: str, kind: int) -> Path | None:
+    # Checked first: before a script runs, `plimsoll run` imports nothing that the script might miss.
+    if path is None or "://" not in path:
+        return None if path is None else Path(path)
     from plimsoll.runs.storage.location import is_uri, without_secrets
 
-    if not is_uri(given):
-        return Path(given)
-    shown = without_secrets(given)
-    copy = _COPIES.get(given.partition("://")[0].lower())
+    if not is_uri(path):
+        return Path(path)
+    shown = without_secrets(path)
+    copy = _COPIES.get(path.partition("://")[0].lower())
     how = f"copy it: {copy[kind]} {example} {shown}" if copy else "copy it there"
     again = ", again and again while it grows" if kind else ""
     raise ArgumentError(
@@ -166,17 +206,21 @@ def _here(operation: str, expected: str, given: str | None, example: str, kind: 
     )
 
 
-def only(place: str, operation: str) -> Opened:
-    """Return the one run at a place; `ArgumentError` for a script's several models."""
-    found = opened(place)
-    if len(found) > 1:
+def open_single(path: str, operation: str) -> OpenRun:
+    """Return the only run at a path or URI.
+
+    Raises:
+        ArgumentError: The folder is of a script that trains several models.
+    """
+    runs = open_runs(path)
+    if len(runs) > 1:
         raise ArgumentError(
-            f"{operation}: expected the run of one model; got {said(place)}, whose script trains several. "
-            f"Name one: {', '.join(one.called for one in found)}."
+            f"{operation}: expected the run of one model; got {label_of(path)}, whose script trains several. "
+            f"Name one: {', '.join(opened.label for opened in runs)}."
         )
-    return found[0]
+    return runs[0]
 
 
-def of_model(path: Path, one: Opened, runs: int) -> Path:
-    """Return the file for a run: of several models each has its own, plan-G.toml for plan.toml."""
-    return path if runs == 1 else path.with_name(f"{path.stem}-{one.model}{path.suffix}")
+def file_for_model(path: Path, opened: OpenRun, runs: int) -> Path:
+    """Return the file for a run. Of several models each has its own: ``plan-G.toml`` for ``plan.toml``."""
+    return path if runs == 1 else path.with_name(f"{path.stem}-{opened.model}{path.suffix}")

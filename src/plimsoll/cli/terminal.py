@@ -1,28 +1,34 @@
-"""Abilities of the terminal: its console, and characters to draw with.
+"""Consoles of Rich for results that are drawn, and the characters to draw with.
 
-All that a command prints goes through here. Names, settings and texts of a run are somebody else's: they are shown
-without what would move the cursor, hide a line or turn its direction (`plimsoll.text.printable`).
+A terminal gets text wrapped at its width. A pipe gets whole lines, neither wrapped nor padded, so that `grep` and `cut`
+work on them. The variable COLUMNS sets a width for both.
 """
 
-import json
+import io
+import os
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from plimsoll.cli import messages
 from plimsoll.text import printable
 
 SIGN, EXPONENT, MANTISSA = "red", "cyan", "green"
+_UNLIMITED = 100_000  # columns of a pipe: no line of a result is longer
+_WIDEST_DRAWING = 100  # columns of a drawing or table on a wide terminal
+_DRAWING_IN_A_PIPE = 80
+_PADDING = re.compile(r" +(?=\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """The characters of a drawing; every one is a single cell wide."""
+    """The characters of a drawing. Each is one cell wide."""
 
     normal: str
     subnormal: str
@@ -51,53 +57,67 @@ ASCII = Glyphs(
 
 
 class _Console(Console):
-    """A console that shows text, and does not obey it: neither escape sequences nor Rich's own markup."""
+    """A console that prints neither escape sequences of others nor Rich's markup in their texts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As any console does, once the text is clean; everything that is printed, cells of tables too, comes here."""
+        """Clean all text, cells of tables included, before it is rendered."""
         if isinstance(renderable, str):
             renderable = printable(renderable)
         elif isinstance(renderable, Text) and (clean := printable(renderable.plain)) != renderable.plain:
-            renderable = Text(  # colours of parts go: what they cover has moved
+            # The styles of parts are dropped, since the positions that they cover have moved.
+            renderable = Text(
                 clean, renderable.style, justify=renderable.justify, overflow=renderable.overflow,
                 no_wrap=renderable.no_wrap, end=renderable.end,
             )  # fmt: skip
         return super().render(renderable, options)
 
 
+class _Unpadded(io.TextIOBase):
+    """A stream without the spaces with which Rich fills each line up to the width."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The encoding of the stream below, by which Rich chooses its characters."""
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write text without the spaces at the ends of its lines."""
+        return self._stream.write(_PADDING.sub("", text))
+
+    def flush(self) -> None:
+        """Flush the stream below."""
+        self._stream.flush()
+
+
 def console(*, stderr: bool = False) -> Console:
-    """Return the console for results. Rich honours COLUMNS and NO_COLOR, and writes no colours into a pipe."""
-    return _Console(stderr=stderr)
+    """Return the console for results. It prints nothing under ``--quiet``.
+
+    Rich honours COLUMNS, NO_COLOR and FORCE_COLOR, and writes no colours into a pipe.
+    """
+    target = _Console(stderr=stderr, quiet=messages.is_quiet())
+    if target.is_terminal:
+        return target
+    width = {} if "COLUMNS" in os.environ else {"width": _UNLIMITED}
+    stream: Any = _Unpadded(sys.stderr if stderr else sys.stdout)
+    return _Console(file=stream, quiet=messages.is_quiet(), **width)
 
 
-def say(text: str) -> None:
-    """Print text of any number of lines, unwrapped."""
-    typer.echo(printable(text.removesuffix("\n")))
+def table_width(target: Console) -> int | None:
+    """Return the width for tables: the terminal's, at most 100, and None in a pipe, where a cell is one line."""
+    return None if target.width == _UNLIMITED else min(target.width, _WIDEST_DRAWING)
 
 
-def say_line(text: str) -> None:
-    """Print one line, unwrapped, whatever is in it."""
-    typer.echo(printable(text, lines=False))
-
-
-def as_json(data: object) -> str:
-    """JSON for other programs, in printable ASCII."""
-    return json.dumps(data, indent=2, allow_nan=False).replace("\x7f", "\\u007f")
-
-
-def say_json(data: object) -> None:
-    """Print JSON for other programs."""
-    typer.echo(as_json(data))
-
-
-def complain(text: str) -> None:
-    """Print one line to stderr, unwrapped, so that it can be copied."""
-    print(printable(f"plimsoll: {text}", lines=False), file=sys.stderr)  # noqa: T201
+def drawing_width(target: Console) -> int:
+    """Return the width for drawings, which need one in a pipe too."""
+    return _DRAWING_IN_A_PIPE if target.width == _UNLIMITED else target.width
 
 
 def glyphs(target: Console) -> Glyphs:
-    """Line-drawing characters where the terminal's encoding has them, ASCII elsewhere."""
+    """Return line-drawing characters where the terminal's encoding has them, ASCII elsewhere."""
     return ASCII if target.options.ascii_only else UNICODE

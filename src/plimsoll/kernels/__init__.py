@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import backend, row_layout
+from plimsoll.kernels import backend
 from plimsoll.kernels.backend import (
     BackendStatus as BackendStatus,
     forced as forced,

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plimsoll import kernels
+from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import BlockFormat, Format
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.operators.checks import check_tensor
 from plimsoll.kernels.torch_backend.casting import from_codes, to_carrier
 from plimsoll.rounding import arguments

@@ -1,14 +1,20 @@
-"""What a tensor holds: the `Spectrum`, `measure`, which takes one, and `Fit`, what a format would make of it.
+"""`Spectrum`, the exact counts of a tensor's values, `measure`, which takes one, and `Fit`, its answer for a format.
 
-`Source` and `Grid` say where values come from; `BlockRecord` is what block formats need to know.
+`Source` and `Grid` state where values come from. `BlockRecord` holds the facts that block formats need.
 """
+
+from typing import TYPE_CHECKING
 
 from plimsoll import exports
 from plimsoll.spectrum.block_record import BlockRecord as BlockRecord
 from plimsoll.spectrum.fit.element_fit import SHIFT_LIMIT as SHIFT_LIMIT, Fit as Fit
 from plimsoll.spectrum.intervals import Interval as Interval
-from plimsoll.spectrum.measurement import measure as measure
 from plimsoll.spectrum.source_format import Grid as Grid, Source as Source
 from plimsoll.spectrum.spectrum import Spectrum as Spectrum
 
+if TYPE_CHECKING:
+    from plimsoll.spectrum.measurement import measure as measure
+
 exports.show_classes(__name__)
+# Measuring imports torch. Reading a recorded run does not, and takes a fifth of the time without it.
+__getattr__, __dir__ = exports.lazy(__name__, {"measure": "measurement"})

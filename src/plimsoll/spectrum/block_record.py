@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 
 Counts = NDArray[np.int64]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord, moved, read_only
 from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source, narrowest

@@ -12,8 +12,8 @@ from typing import NoReturn, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord, read_only
 from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source

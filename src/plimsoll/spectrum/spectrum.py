@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum import merging, serialization
 from plimsoll.spectrum.block_record import BlockRecord, read_only
 from plimsoll.spectrum.fit import block_fit, element_fit
@@ -54,7 +54,7 @@ class Spectrum(SpectrumRecord):
     def from_row(
         cls, row: NDArray[np.int64], source: Source | None = None, block: int | None = None, grid: Grid | None = None
     ) -> "Spectrum":
-        """The spectrum in one row of a bank (`plimsoll.kernels.row_layout`), which is on the CPU and is copied.
+        """The spectrum in one row of a bank (`plimsoll.row_layout`), which is on the CPU and is copied.
 
         `block` is the block length that a wide row was measured with; None or 0 for a narrow row. `grid` is the numbers
         that the values are known to be, the source's by default. It is dropped where the extremes are none of them.

@@ -61,6 +61,7 @@ def watch(
     queue_bytes: int = 64 << 20,
     block: Literal[16, 32] | None = None,
     resume: bool | None = None,
+    quiet: bool | None = None,
 ) -> "Watch":
     """Record a model's numbers while it trains, every `every` optimizer steps, into the folder `run`.
 
@@ -99,6 +100,8 @@ def watch(
         resume: Whether a run in the folder is continued. False refuses any run in the folder. Default: continue it if
             it is the same training, which means the same model, and an optimizer whose restored state counts steps.
             Refuse other runs. In a notebook they are kept under a numbered name.
+        quiet: Whether the watch ends without printing the verdict on the run. Default: False, or True if the
+            environment has ``PLIMSOLL_QUIET=1``.
 
     Returns:
         The handle on the watch.
@@ -129,7 +132,8 @@ def watch(
     core = WatchSession(root, next(iter(names)), settings, writer, place)
     core.step = writer.next_step if start_step is None else start_step
     taken = {name: module for name, module in names.items() if selection.takes(name)}
-    watched = Watch(core, root, taken, selection, optimizers, scaler)
+    quiet = os.environ.get("PLIMSOLL_QUIET") == "1" if quiet is None else quiet
+    watched = Watch(core, root, taken, selection, optimizers, scaler, quiet=quiet)
     lifecycle.begins(root, Path(writer.path), place.rank, cast("Any", watched)._end)  # noqa: SLF001
     return watched
 
@@ -148,6 +152,8 @@ class Watch:
         selection: Selection,
         optimizers: Sequence[Any],
         scaler: Any,
+        *,
+        quiet: bool = False,
     ) -> None:
         self._core = core
         parameters, recorder = Parameters(core, selection), Recorder(core)
@@ -158,7 +164,7 @@ class Watch:
         self._recorder = recorder
         _forget_compiled(core)
         # The registry of finalizers keeps what the watch needs alive for as long as the model is, and no longer.
-        closing = Closing(core, self._steps)
+        self._closing = closing = Closing(core, self._steps, quiet=quiet)
         self._end = weakref.finalize(root, closing)
         try:
             self._begin(root, modules, selection, optimizers, scaler, closing)
@@ -271,12 +277,13 @@ class Watch:
         return self._core.writer.flush(timeout)
 
     def close(self) -> None:
-        """End the watch: remove all hooks, and write the rest.
+        """End the watch: remove all hooks, write the rest, and print the verdict on the run to stderr.
 
         Closing twice does nothing. After an interrupt, closing again continues. A first SIGINT or SIGTERM waits until
         the run is written, 5 seconds at most, and then has its usual effect. A second one does not wait.
         """
         finish(self._end)
+        self._closing.report()
 
     def __enter__(self) -> "Watch":
         return self

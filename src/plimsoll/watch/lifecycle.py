@@ -12,9 +12,11 @@ done, so that the next call continues where an interrupted one stopped.
 """
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
+import shlex
 import sys
 import threading
 import weakref
@@ -25,6 +27,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from plimsoll import display
 from plimsoll.errors import ArgumentError, RunError
 from plimsoll.runs.storage import manifest as _manifest, parts as _parts, script
 from plimsoll.runs.storage.location import Folder, folder_to_write
@@ -116,11 +119,14 @@ def _register_end() -> None:
 
 
 def _close_all() -> None:
-    """Close all open watches before a signal takes effect."""
+    """Close all open watches before a signal takes effect, and then report on their runs."""
+    closings: list[Any] = [found[1] for end in _open.values() if (found := end.peek()) is not None]
     # Finalizers by themselves would stop at a KeyboardInterrupt.
     with signal_deferral.deferred():
         for end in list(_open.values()):
             finish(end)
+    for closing in closings:
+        closing.report()
 
 
 def close_earlier(model: nn.Module, run: Any, rank: int) -> None:
@@ -213,11 +219,53 @@ def _set_aside(found: EarlierRun) -> None:
     print(printable(said, lines=False))  # noqa: T201
 
 
-class Closing:
-    """End of one watch. `handles` are those of its hooks on the root module."""
+def verdicts(place: Path) -> list[dict[str, str | None]]:
+    """Return the verdicts on the runs in a folder: one, or one for each model of a script.
 
-    def __init__(self, core: WatchSession, steps: Steps) -> None:
+    Args:
+        place: The folder of a run, or of a script that trains several models.
+
+    Returns:
+        For each run its folder, state and verdict. The last two are None where judging would take too long or fails.
+    """
+    answers: list[dict[str, str | None]] = []
+    for name in script.names_in(Folder(place)) or (script.ITSELF,):
+        folder = place if name == script.ITSELF else place / name
+        try:
+            # The packages that judge lie above this one.
+            judged = display.function("verdict")(folder)
+        except Exception:  # noqa: BLE001  (a training that has ended well must not fail by its last line)
+            judged = None
+        state, verdict = judged or (None, None)
+        answers.append({"run": _from_here(folder), "state": state, "verdict": verdict})
+    return answers
+
+
+def verdict_lines(place: Path) -> list[str]:
+    """Return the lines that a training ends with: its verdicts, and the command for the details."""
+    answers, label = verdicts(place), _from_here(place)
+    several = len(answers) > 1
+    lines = [f"{a['run']}: {a['verdict']}" if several else str(a["verdict"]) for a in answers if a["verdict"]]
+    return [*lines, f"recorded into {label}; for details: plimsoll check {shlex.quote(label)}"]
+
+
+def _from_here(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+class Closing:
+    """End of one watch.
+
+    Attributes:
+        handles: Handles of the hooks on the root module.
+
+    Args:
+        quiet: Whether `report` prints nothing.
+    """
+
+    def __init__(self, core: WatchSession, steps: Steps, *, quiet: bool) -> None:
         self._core, self._steps = core, steps
+        self._first_step, self._reported = core.step, quiet
         self.handles: list[Any] = []
         self._lock = threading.RLock()
         self._busy = self._done = False
@@ -235,6 +283,16 @@ class Closing:
                 self._done = True
             finally:
                 self._busy = False
+
+    def report(self) -> None:
+        """Print the verdict on the run and the next command to stderr, once, on the first rank."""
+        core = self._core
+        if self._reported or not self._done or core.left or core.ranks.rank != 0 or core.step == self._first_step:
+            return
+        self._reported = True
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or there is none
+            for line in verdict_lines(Path(core.writer.path)):
+                print(printable(f"plimsoll: {line}", lines=False), file=sys.stderr)  # noqa: T201
 
     def _end(self) -> None:
         core, steps = self._core, self._steps

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll import kernels
-from plimsoll.kernels import row_layout
+from plimsoll import kernels, row_layout
 from plimsoll.kernels.device_value import DeviceValue, resolved
 from plimsoll.runs import Batch
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.runs import Batch, RunWriter
 
 

@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.cli.terminal import console, say_json
+from plimsoll.cli import messages
+from plimsoll.cli.terminal import console
 
 if TYPE_CHECKING:
     from plimsoll_lab import Outcome, Standing
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
 _COLOURS = {"holds": "green", "tested": "green", "holds in part": "yellow", "not carried out": "dim"}
 
 
-def list_experiments(folder: Path | None, output: str) -> None:
+def list_experiments(folder: Path | None, as_json: bool) -> None:
     """Every experiment, with its claim and how it ended."""
     from plimsoll_lab import EXPERIMENTS
 
     outcomes = _outcomes(folder)
-    if output == "json":
+    if as_json:
         listed = [
             {"name": e.name, "claim": e.claim, "source": e.source, "state": _state(outcomes, e.name)}
             for e in EXPERIMENTS.values()
         ]
-        say_json(listed)
+        messages.write_json(listed)
         return
     table = _table("experiment", "evidence", "claim", wraps="claim")
     for experiment in EXPERIMENTS.values():
@@ -34,13 +35,13 @@ def list_experiments(folder: Path | None, output: str) -> None:
     console().print(table)
 
 
-def list_rows(folder: Path | None, output: str) -> None:
+def list_rows(folder: Path | None, as_json: bool) -> None:
     """Every row of the evidence base, with what stands for it, and how that ended."""
     from plimsoll_lab import standings
 
     listed = standings(_outcomes(folder))
-    if output == "json":
-        say_json([standing.to_dict() for standing in listed])
+    if as_json:
+        messages.write_json([standing.to_dict() for standing in listed])
         return
     table = _table("row", "state", "what it says, and what stands for it", wraps="what it says, and what stands for it")
     for standing in listed:

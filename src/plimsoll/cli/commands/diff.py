@@ -1,13 +1,13 @@
-"""``plimsoll diff``: where two runs part, as text or JSON, and an exit code for scripts."""
+"""``plimsoll diff``: the place where two runs diverge, and an exit code for scripts."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from plimsoll.cli.paths import Opened, opened, view_at
-from plimsoll.cli.terminal import console, say_json
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, Quiet, Until
+from plimsoll.cli.paths import OpenRun, open_runs, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import LABELS
 
@@ -16,61 +16,72 @@ if TYPE_CHECKING:
 
     from plimsoll.diagnosis import Divergence
 
-_TOLD = 8  # differences of settings and series that are listed
+_LISTED = 8  # differences of settings and series
 
 
 def diff(
-    run_a: Annotated[str, typer.Argument(metavar="RUN", help="One run's folder or URI, the one to go by.")],
-    run_b: Annotated[str, typer.Argument(metavar="RUN", help="The other one's.")],
-    output: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="Text for people, or JSON for other programs.")
-    ] = "text",
+    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder or URI of the run to go by.")],
+    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder or URI of the run to compare with it.")],
     tolerance: Annotated[
-        float, typer.Option("--tolerance", help="The share of values that may be zero in one run only.")
+        float,
+        typer.Option(
+            "--tolerance", metavar="SHARE", help="Share of a tensor's values that may be zero in one run only."
+        ),
     ] = 0.05,
-    computed: Annotated[
+    formats: Annotated[
         list[str] | None,
-        typer.Option("--computed-in", metavar="FORMAT", help="A further format that was computed in. May be repeated."),
+        typer.Option("--format", metavar="FORMAT", help="A format that was computed in and that no tensor shows."),
     ] = None,
-    until: Annotated[int | None, typer.Option("--until", help="Compare up to this step.")] = None,
+    until: Until = None,
+    as_json: Json = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """The first step and tensor where two runs part beyond rounding. Exit code 0: nowhere; 1: there; 2: unreadable."""
-    from plimsoll.diagnosis import diff as asked, shown
+    """Find the first step and tensor where two runs diverge.
 
-    pairs, alone = _pairs(opened(run_a), opened(run_b))
-    found = [
+    Differences that rounding explains do not count. Exit code 0: the runs do not diverge. 1: they do. 2: one of them
+    cannot be read.
+    """
+    from plimsoll.diagnosis import diff as divergence_of, shown
+
+    pairs, alone = _pairs(open_runs(run_a), open_runs(run_b))
+    divergences = [
         replace(
-            asked(view_at(a, until), view_at(b, until), tolerance=tolerance, formats=computed or ()),
-            a=_called(run_a, a), b=_called(run_b, b),
+            divergence_of(view_of(a, until), view_of(b, until), tolerance=tolerance, formats=formats or ()),
+            a=_label(run_a, a), b=_label(run_b, b),
         )
         for a, b in pairs
     ]  # fmt: skip
-    found = _earliest_named([a.model for a, _ in pairs], found)
-    if output == "json":
-        data = [{"model": a.model, **each.to_dict()} for (a, _), each in zip(pairs, found, strict=True)]
-        whole = {"runs": data, "only_in_one": alone} if len(data) + len(alone) > 1 else found[0].to_dict()
-        say_json(whole)
+    divergences = _earliest_named([a.model for a, _ in pairs], divergences)
+    if as_json:
+        data = [{"model": a.model, **each.to_dict()} for (a, _), each in zip(pairs, divergences, strict=True)]
+        whole = {"runs": data, "only_in_one": alone} if len(data) + len(alone) > 1 else divergences[0].to_dict()
+        messages.write_json(whole)
     else:
-        for place, each in enumerate(found):
-            if place:
-                console().print()
-            _print(each, console())
+        from rich.text import Text
+
+        from plimsoll.cli.terminal import console
+
+        target = console()
+        for index, divergence in enumerate(divergences):
+            if index:
+                target.print()
+            _print(divergence, target)
         for name in map(shown, alone):
-            console().print(Text(f"only one of the scripts trains {name}", style="bold red"))
-    if alone or any(each.first is not None for each in found):
+            target.print(Text(f"only one of the scripts trains {name}", style="bold red"))
+    if alone or any(divergence.first is not None for divergence in divergences):
         raise typer.Exit(1)
 
 
-def _pairs(of_a: list[Opened], of_b: list[Opened]) -> tuple[list[tuple[Opened, Opened]], list[str]]:
+def _pairs(of_a: list[OpenRun], of_b: list[OpenRun]) -> tuple[list[tuple[OpenRun, OpenRun]], list[str]]:
     """Return the runs of the same models, and the models that only one of the scripts has."""
     if len(of_a) == len(of_b) == 1:
         return [(of_a[0], of_b[0])], []
-    models_a, models_b = ({one.model: one for one in runs} for runs in (of_a, of_b))
+    models_a, models_b = ({opened.model: opened for opened in runs} for runs in (of_a, of_b))
     both = [name for name in models_a if name in models_b]
     if not both:
         raise ArgumentError(
             "diff: expected runs of the same models; got "
-            f"{' and '.join(', '.join(one.model or one.called for one in runs) for runs in (of_a, of_b))}. "
+            f"{' and '.join(', '.join(opened.model or opened.label for opened in runs) for runs in (of_a, of_b))}. "
             "Name the folder of one model's run on each side."
         )
     alone = [name for name in (*models_a, *models_b) if name not in both]
@@ -93,30 +104,33 @@ def _earliest_named(models: list[str], found: "list[Divergence]") -> "list[Diver
     ]
 
 
-def _called(given: str, one: Opened) -> str:
-    """Return the run's folder, or the URI that it was given by."""
+def _label(path: str, opened: OpenRun) -> str:
+    """Return the run's folder, or its URI if the command was given one."""
     from plimsoll.runs.storage.location import is_uri
 
-    return one.called if is_uri(given) else str(one.run.path)
+    return opened.label if is_uri(path) else str(opened.run.path)
 
 
-def _print(found: "Divergence", target: "Console") -> None:
+def _print(divergence: "Divergence", target: "Console") -> None:
+    from rich.text import Text
+
+    from plimsoll.cli.terminal import table_width
     from plimsoll.diagnosis import grouped, shown
 
-    target.print(Text(f"A  {shown(found.a)}\nB  {shown(found.b)}", style="dim"))
-    target.print(Text(found.sentence, style="bold red" if found.first else "bold green"))
-    if found.first is not None:
+    target.print(Text(f"A  {shown(divergence.a)}\nB  {shown(divergence.b)}", style="dim"))
+    target.print(Text(divergence.sentence, style="bold red" if divergence.first else "bold green"))
+    if divergence.first is not None:
         target.print()
-        target.print(found.table(width=min(target.width, 100)))
-    for note in found.notes:
+        target.print(divergence.table(width=table_width(target)))
+    for note in divergence.notes:
         target.print(Text(note))
-    for name, a, b in found.changed[:_TOLD]:
+    for name, a, b in divergence.changed[:_LISTED]:
         target.print(Text(f"{shown(name)}: {shown(a)} in A, {shown(b)} in B"))
-    if len(found.changed) > _TOLD:
-        target.print(Text(f"and {len(found.changed) - _TOLD} more settings"))
-    for which, names in (("A", found.only_a), ("B", found.only_b)):
+    if len(divergence.changed) > _LISTED:
+        target.print(Text(f"and {len(divergence.changed) - _LISTED} more settings"))
+    for which, names in (("A", divergence.only_a), ("B", divergence.only_b)):
         if names:
-            target.print(Text(f"only in {which}: {grouped([_with_label(name) for name in names], _TOLD)}"))
+            target.print(Text(f"only in {which}: {grouped([_with_label(name) for name in names], _LISTED)}"))
 
 
 def _with_label(series: str) -> str:

@@ -1,26 +1,27 @@
-"""``plimsoll doctor``: what this machine offers."""
+"""``plimsoll doctor``: devices, kernel backends and optional packages of this machine."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.cli import messages
 from plimsoll.cli.machine import Cache, Device, Extra, Machine, examine
-from plimsoll.cli.terminal import Glyphs, console, glyphs, say_json
+from plimsoll.cli.options import Json, Quiet
+from plimsoll.cli.terminal import Glyphs, console, glyphs
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
-) -> None:
-    """What this machine offers: devices, kernel backends, formats in hardware, optional parts."""
+def doctor(as_json: Json = False, _quiet: Quiet = False) -> None:
+    """Show devices, kernel backends and optional packages.
+
+    Paste its output into a bug report.
+    """
     machine = examine()
     if as_json:
-        say_json(dataclasses.asdict(machine))
+        messages.write_json(dataclasses.asdict(machine))
     else:
         _print(machine, console())
 

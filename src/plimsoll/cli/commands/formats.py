@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, Quiet, format_names
 from plimsoll.cli.screens.format_drawing import Axis, Reach, fields
 from plimsoll.cli.screens.format_page import print_page
-from plimsoll.cli.terminal import Glyphs, console, glyphs, say_json
+from plimsoll.cli.terminal import Glyphs, console, glyphs
 from plimsoll.formats import ALIASES, BLOCKS, ELEMENTS, FP32, BlockFormat, Format, get
 from plimsoll.text import number
 
@@ -26,15 +28,23 @@ _NUMBERS = (
 def formats(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="FORMAT", help="One format to show in full: a name of the table, or any eXmY."),
+        typer.Argument(
+            metavar="FORMAT",
+            autocompletion=format_names,
+            help="One format to show in full: a name of the table, or any eXmY.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+    as_json: Json = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """What number formats can hold: all of them in a table, or one in full, with a drawing of its bits and range."""
+    """List number formats, or show one in full.
+
+    In full: all its limits, and a drawing of its bits and range.
+    """
     chosen = None if name is None else get(name)
     if as_json:
         result = facts(chosen) if chosen is not None else [facts(fmt) for fmt in (*ELEMENTS, *BLOCKS)]
-        say_json(result)
+        messages.write_json(result)
     elif chosen is not None:
         print_page(chosen, aliases(chosen), console())
     else:

@@ -5,90 +5,106 @@ from typing import Annotated, Literal
 
 import typer
 
-from plimsoll.cli.paths import RunPlace, file_here, of_model, opened, view_at
-from plimsoll.cli.terminal import as_json, say, say_line
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, Quiet, RunArgument, Until
+from plimsoll.cli.paths import file_for_model, local_file, open_runs, view_of
 from plimsoll.errors import ArgumentError, RunError
 
 _BY_ENDING = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
 
 
 def report(
-    run: RunPlace,
-    destination: Annotated[
-        str | None, typer.Option("--output", "-o", help="The file to write; - is standard output.")
+    run: RunArgument,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file to write; - is standard output. Default: report.html."
+        ),
     ] = None,
-    form: Annotated[
+    output_format: Annotated[
         Literal["html", "markdown", "json"] | None,
-        typer.Option("--format", help="Default: by the ending of the file's name, else html."),
+        typer.Option(
+            "--output-format",
+            metavar="FORM",
+            help="html, markdown or json. Default: from the file extension, else html.",
+        ),
     ] = None,
+    as_json: Json = False,
     title: Annotated[
-        str | None, typer.Option("--title", help="The page's title; the folder's name as it comes.")
+        str | None, typer.Option("--title", metavar="TEXT", help="Title of the page. Default: the folder's name.")
     ] = None,
-    until: Annotated[int | None, typer.Option("--until", help="Tell of the run as it was at this step.")] = None,
+    until: Until = None,
+    _quiet: Quiet = False,
 ) -> None:
-    """What is wrong in a run and what to do, with its figures, in one file that needs no network."""
-    output = file_here("report", "-o", destination, "report.html")
-    chosen = form or _form_of(output)
-    if title is not None and chosen != "html":
-        raise ArgumentError(f"report: expected no --title with --format {chosen}, which has none; got {title!r}.")
-    if chosen == "html":
-        _html(run, output or Path("report.html"), title, until)
+    """Write a run as one HTML, Markdown or JSON file.
+
+    The page has the verdict, the findings with their figures, and the facts of the run. It needs no network. Markdown
+    and JSON go to standard output unless a file is named. Exit code 0: written. 2: the run cannot be read.
+    """
+    file = local_file("report", "-o", output, "report.html")
+    form = "json" if as_json else output_format or _form_of(file)
+    if title is not None and form != "html":
+        raise ArgumentError(f"report: expected --title for html only; got {form} with title {title!r}. Leave it out.")
+    if form == "html":
+        _write_html(run, file or Path("report.html"), title, until)
         return
-    text = _text(run, chosen, until)
-    if output is None or str(output) == "-":
-        say(text)
+    if file is not None and str(file) != "-":
+        _write_text(file, _markdown(run, until) if form == "markdown" else messages.json_text(_data(run, until)))
+    elif form == "markdown":
+        messages.write(_markdown(run, until))
     else:
-        _write(output, text)
+        messages.write_json(_data(run, until))
 
 
-def _form_of(output: Path | None) -> str:
+def _form_of(file: Path | None) -> str:
     """Return the form that the file's ending stands for."""
-    ending = output.suffix.lower() if output else ""
+    ending = file.suffix.lower() if file else ""
     if ending and ending not in _BY_ENDING:
         raise ArgumentError(
-            f"report: expected a file that ends in {', '.join(_BY_ENDING)}; got {output}. "
-            "Write one of these, or name the form with --format. A browser prints the page as a PDF."
+            f"report: expected a file that ends in {', '.join(_BY_ENDING)}; got {file}. "
+            "Choose one of these, or name the form with --output-format. A browser prints the page as a PDF."
         )
     return _BY_ENDING.get(ending, "html")
 
 
-def _html(run: str, output: Path, title: str | None, until: int | None) -> None:
-    if str(output) == "-":
+def _write_html(run: str, file: Path, title: str | None, until: int | None) -> None:
+    if str(file) == "-":
         raise ArgumentError("report: expected a file for a page of HTML; got standard output. Name one with -o FILE.")
     from plimsoll.report import html
     from plimsoll.report.single_file.html_report import checked_path
     from plimsoll.report.verdicts.run_summary import summary
 
-    checked_path(output)  # before the work
-    found = [(one, view_at(one, until)) for one in opened(run)]
-    for one, view in found:
-        told = summary(view)
-        file = of_model(output, one, len(found))
-        written = html(view, file, title=title, findings=told.findings)
-        say_line(f"{one.model}: {told.verdict}" if one.model else told.verdict)
-        say_line(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
+    checked_path(file)  # before the work
+    views = [(opened, view_of(opened, until)) for opened in open_runs(run)]
+    for opened, view in views:
+        facts = summary(view)
+        written = html(view, file_for_model(file, opened, len(views)), title=title, findings=facts.findings)
+        messages.write_line(f"{opened.model}: {facts.verdict}" if opened.model else facts.verdict)
+        messages.write_line(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network.")
 
 
-def _text(run: str, form: str, until: int | None) -> str:
-    from plimsoll.report import markdown, summary
+def _markdown(run: str, until: int | None) -> str:
+    from plimsoll.report import markdown
 
-    found = [(one, view_at(one, until)) for one in opened(run)]
-    if form == "markdown":
-        return "\n".join(markdown(view) for _, view in found)
-    data = [{"model": one.model, **summary(view).to_dict()} for one, view in found]
-    return as_json({"runs": data} if len(data) > 1 else summary(found[0][1]).to_dict())
+    return "\n".join(markdown(view_of(opened, until)) for opened in open_runs(run))
 
 
-def _write(output: Path, text: str) -> None:
+def _data(run: str, until: int | None) -> dict[str, object]:
+    from plimsoll.report import summary
+
+    views = [(opened, view_of(opened, until)) for opened in open_runs(run)]
+    data = [(opened.model, summary(view).to_dict()) for opened, view in views]
+    return data[0][1] if len(data) == 1 else {"runs": [{"model": model, **facts} for model, facts in data]}
+
+
+def _write_text(file: Path, text: str) -> None:
     from plimsoll.runs.storage.atomic_files import replacing
 
-    if output.is_dir():
-        raise ArgumentError(f"report: expected the path of a file; got {output}, a folder. Name a file in it.")
+    if file.is_dir():
+        raise ArgumentError(f"report: expected the path of a file; got {file}, a folder. Name a file in it.")
     try:
-        with replacing(output) as file:
-            file.write(text.encode("utf-8", "replace"))
+        with replacing(file) as stream:
+            stream.write(text.encode("utf-8", "replace"))
     except OSError as error:
-        raise RunError(
-            f"report: expected a file that can be written; got {output} ({error}). Choose another."
-        ) from error
-    say_line(str(output))
+        raise RunError(f"report: expected a file that can be written; got {file} ({error}). Choose another.") from error
+    messages.write_line(str(file))

@@ -1,8 +1,8 @@
 """``plimsoll run``: watches a training script that knows nothing of Plimsoll."""
 
 import atexit
+import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plimsoll.cli import paths
+from plimsoll.cli import messages, paths
+from plimsoll.cli.options import Json, Quiet
 from plimsoll.cli.script import run_folder, runner
 from plimsoll.errors import ArgumentError
 from plimsoll.tensor_collections import NAMES as COLLECTIONS
@@ -30,26 +31,55 @@ PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp8-unit", "fp8-tensor", 
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, the name of a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own, whatever they look like.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments and options.")
     ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
-    out: Annotated[str | None, typer.Option(help="The run's folder; else runs/SCRIPT-DATE-TIME.")] = None,
-    every: Annotated[int, typer.Option(min=1, help="Record every so many optimizer steps.")] = 10,
-    collect: Annotated[str, typer.Option(help="What to record; NAME=N for an interval of its own.")] = _ALL,
-    include: Annotated[list[str] | None, typer.Option(help="Only modules and parameters like this glob.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="No modules and parameters like this glob.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Record so many first steps whole.")] = 0,
-    block: Annotated[int | None, typer.Option(help="Measure in blocks of 32 (MX) or 16 (NVFP4) too.")] = None,
-    recorder: Annotated[str, typer.Option(help="What the flight recorder keeps of every step.")] = ",".join(FACTS),
-    max_tensors: Annotated[int, typer.Option(min=1, help="The most tensors that one sample has.")] = 100_000,
-    max_bytes: Annotated[int, typer.Option(min=1, help="The most memory of one sample.")] = 1 << 30,
-    queue_bytes: Annotated[int, typer.Option(min=1, help="The most memory of samples that wait.")] = 64 << 20,
-    precision: Annotated[str | None, typer.Option(help="Train at a level: amp-bf16, fp8-tensor, ...")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="DIR", help="The run's folder. Default: runs/SCRIPT-DATE-TIME."),
+    ] = None,
+    every: Annotated[int, typer.Option(metavar="N", min=1, help="Record every N optimizer steps.")] = 10,
+    collect: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            show_default=False,
+            help=f"Tensors to record: {', '.join(COLLECTIONS)}. NAME=N gives one an interval. Default: all.",
+        ),
+    ] = _ALL,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Only modules and parameters matching this glob.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="No modules and parameters matching this glob.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Record every one of the first N steps.")] = 0,
+    block: Annotated[
+        int | None, typer.Option(metavar="SIZE", help="Also measure in blocks of 32 (MX formats) or 16 (NVFP4) values.")
+    ] = None,
+    recorder: Annotated[
+        str, typer.Option(metavar="NAMES", help="What the flight recorder keeps of every step.")
+    ] = ",".join(FACTS),
+    max_tensors: Annotated[int, typer.Option(metavar="N", min=1, help="Most tensors of one sample.")] = 100_000,
+    max_bytes: Annotated[int, typer.Option(metavar="BYTES", min=1, help="Most memory of one sample.")] = 1 << 30,
+    queue_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="Most memory of samples that wait to be written.")
+    ] = 64 << 20,
+    precision: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help=f"Train at a level: {', '.join(PRECISIONS)}.")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, whatever the script restores.")
+        bool, typer.Option("--resume", help="Continue the run in --output, whatever the script restores.")
     ] = False,
+    as_json: Json = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """Watch a training script as it is: python SCRIPT ARGS, recorded."""
+    """Run a training script and record its numbers.
+
+    The script runs as with python SCRIPT ARGS and needs no change. All that follows SCRIPT is the script's own, and so
+    is the exit code. At the end Plimsoll reports the verdict on the run. With --json it is the last line of standard
+    output.
+    """
     settings: dict[str, Any] = {
         "every": every,
         "collect": _collections(collect, every),
@@ -61,18 +91,20 @@ def run(
         "max_bytes": max_bytes,
         "queue_bytes": queue_bytes,
         "recorder": _names("--recorder", recorder, (*FACTS, *COLLECTIONS)),
+        "quiet": True,  # this command reports at the end of the process
     }
     if precision is not None and precision.lower() not in PRECISIONS:
         _refuse(precision)
     if not as_module:
         runner.check(script)
-    start, folder = Path.cwd(), paths.folder_here("run", "--out", out, "runs/exp1")
+    start, folder = Path.cwd(), paths.local_folder("run", "--output", output, "runs/exp1")
     stem = script.rpartition(".")[2] if as_module else Path(script).stem or start.name
     session = _Session(
         lambda: start / folder if folder else run_folder.choose(stem, start),
         settings,
         precision,
-        # Workers that a launcher starts again go on where they were.
+        as_json=as_json,
+        # Workers that a launcher starts again continue their run.
         resume=resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
     atexit.register(session.end)
@@ -81,12 +113,18 @@ def run(
 
 
 class _Session:
-    """What goes on beside the script."""
+    """The watch of one script, from its first optimizer to the end of the process."""
 
     def __init__(
-        self, folder: Callable[[], Path], settings: Mapping[str, Any], precision: str | None, *, resume: bool
+        self,
+        folder: Callable[[], Path],
+        settings: Mapping[str, Any],
+        precision: str | None,
+        *,
+        as_json: bool,
+        resume: bool,
     ) -> None:
-        self._resume = resume
+        self._as_json, self._resume = as_json, resume
         self._folder, self._settings, self._precision = folder, settings, precision
         self._finder: Any = None
         self._arithmetic: Any = None
@@ -118,7 +156,7 @@ class _Session:
             return work()
         except Exception as error:  # noqa: BLE001  (whatever fails in Plimsoll must not stop the script)
             self._broken = True
-            _say(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
+            _report_error(f"nothing can be watched; the script goes on without ({type(error).__name__}: {error})")
             return None
 
     def _found(self) -> Any:
@@ -128,9 +166,9 @@ class _Session:
             if self._precision is not None:
                 from plimsoll.precision.scripts.script_precision import ScriptPrecision
 
-                self._arithmetic = ScriptPrecision(self._precision, _say_once)
+                self._arithmetic = ScriptPrecision(self._precision, _report_once)
             self._finder = Finder(
-                self._folder, self._settings, tell=self._tell, say=_say, arithmetic=self._arithmetic,
+                self._folder, self._settings, tell=self._tell, say=_report, arithmetic=self._arithmetic,
                 free=self._free, resume=self._resume,
             )  # fmt: skip
         return self._finder
@@ -147,35 +185,43 @@ class _Session:
         again = "; what was compiled before is compiled again" if found.recompiled else ""
         if _rank() == 0:
             at = f" in {found.precision}" if found.precision else ""
-            _say(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
+            _report(f"watching {what}{at}, {schedule}, into {path}{late}{again}")
 
     def _free(self, folder: Path, taken: bool) -> Path:
         """Return the folder to record into, which another training's run may hold."""
         found = run_folder.free(folder, taken)
         if found != folder:
             here, instead = _from_here(folder), _from_here(found)
-            _say_once(
+            _report_once(
                 f"{here} holds the run of another training: this one is recorded into {instead} (--resume continues it)"
             )
         return found
 
     def end(self) -> None:
-        """The process ends: says where the record is, or why nothing was recorded."""
+        """Report the verdict and the next command, or why nothing was recorded, at the end of the process."""
         if self._broken or os.getpid() != self._process or _rank() != 0:
             return
         if self._finder is not None and (self._made or self._finder.has_found):
-            verdict = self._finder.verdict()
+            reason = self._finder.verdict()
         elif "torch" in sys.modules:
-            verdict = "no torch.optim.Optimizer was made in this process (those that a script starts are not watched)"
+            reason = "no torch.optim.Optimizer was made in this process (those that a script starts are not watched)"
         else:
-            verdict = "the script has not imported torch"
-        if verdict is not None:
-            _say(f"no training step was seen: {verdict}")
+            reason = "the script has not imported torch"
+        if reason is not None:
+            _report_error(f"no training step was seen: {reason}")
         elif self._finder is not None and (place := self._finder.place) is not None:
-            folder = shlex.quote(str(_from_here(place)))
-            _say(f"recorded into {folder}; for the verdict: plimsoll check {folder}")
+            self._contain(lambda: self._report_verdict(place))
         if self._precision is not None and (self._arithmetic is None or not self._arithmetic.decided):
-            _say(f"--precision {self._precision} was not carried out: no model was found")
+            _report_error(f"--precision {self._precision} was not applied: no model was found")
+
+    def _report_verdict(self, place: Path) -> None:
+        from plimsoll.watch.lifecycle import verdict_lines, verdicts
+
+        if self._as_json:
+            print(json.dumps({"run": str(_from_here(place)), "runs": verdicts(place)}), flush=True)  # noqa: T201
+        elif not messages.is_quiet():
+            for line in verdict_lines(place):
+                _report(line)
 
 
 def _from_here(path: Path) -> Path:
@@ -191,8 +237,14 @@ def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
 
 
-def _say(line: str) -> None:
-    """One line on stderr; where that is closed, nothing."""
+def _report(line: str) -> None:
+    """Print one line to stderr, unless the command is quiet."""
+    if not messages.is_quiet():
+        _report_error(line)
+
+
+def _report_error(line: str) -> None:
+    """Print one line to stderr. Where that is closed, do nothing."""
     try:
         who = f"plimsoll (rank {_rank()})" if _rank() else "plimsoll"
         print(printable(f"{who}: {' '.join(line.split())}"), file=sys.stderr, flush=True)  # noqa: T201
@@ -200,10 +252,10 @@ def _say(line: str) -> None:
         return
 
 
-def _say_once(line: str) -> None:
-    """On the first rank alone, for what all of them find."""
+def _report_once(line: str) -> None:
+    """Report on the first rank alone what all ranks find."""
     if _rank() == 0:
-        _say(line)
+        _report(line)
 
 
 def _refuse(precision: str) -> None:

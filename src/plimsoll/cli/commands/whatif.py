@@ -1,12 +1,12 @@
-"""``plimsoll whatif``: what another format would have made of a run."""
+"""``plimsoll whatif``: the losses of another format or scale, estimated from a run."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from plimsoll.cli.paths import RunPlace, opened, view_at
-from plimsoll.cli.terminal import console, say_json
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, NumberFormat, Quiet, RunArgument, Until, collection_names
+from plimsoll.cli.paths import open_runs, view_of
 from plimsoll.text import printable
 
 if TYPE_CHECKING:
@@ -14,42 +14,62 @@ if TYPE_CHECKING:
 
 
 def whatif(
-    run: RunPlace,
-    fmt: Annotated[str, typer.Option("--format", help="The format to ask about: any name of plimsoll formats.")],
+    run: RunArgument,
+    fmt: NumberFormat,
     shift: Annotated[
-        int | None, typer.Option("--shift", help="Multiply the values by 2 to this power; the best as it comes.")
+        int | None,
+        typer.Option(
+            "--shift", metavar="POWER", help="Multiply the values by 2^POWER. Default: the best single shift."
+        ),
     ] = None,
     collection: Annotated[
-        str, typer.Option("--collection", help="Which tensors: gradients, weights, activations, ...")
+        str,
+        typer.Option(
+            "--collection",
+            metavar="NAME",
+            autocompletion=collection_names,
+            help="The tensors: gradients, weights, activations, ...",
+        ),
     ] = "gradients",
     inference: Annotated[
-        bool, typer.Option("--inference", help="Ask about weights and activations, unscaled.")
+        bool, typer.Option("--inference", help="Judge weights and activations as they are, unscaled.")
     ] = False,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="How many layers to list, the worst first.")] = 20,
-    output: Annotated[
-        Literal["text", "json"], typer.Option("--output", help="Text for people, or JSON for other programs.")
-    ] = "text",
+    layers: Annotated[
+        int, typer.Option("--layers", metavar="N", min=1, help="Layers to list, those that lose most first.")
+    ] = 20,
+    until: Until = None,
+    as_json: Json = False,
+    _quiet: Quiet = False,
 ) -> None:
-    """What a format would make of a run's tensors: how much is lost, subnormal or overflows, and which scales serve."""
-    from plimsoll.diagnosis import whatif as asked
+    """Estimate the losses of another format or scale.
 
-    answers = [(one, asked(view_at(one, None), fmt, shift, collection, inference)) for one in opened(run)]
-    if output == "json":
-        data = [{"model": one.model, **answer.to_dict()} for one, answer in answers]
-        whole = {"runs": data} if len(data) > 1 else answers[0][1].to_dict()
-        say_json(whole)
+    Nothing is trained again: the answer comes from the values that a run recorded. It says how much would be lost,
+    subnormal or overflow, and which scales work.
+    """
+    from plimsoll.diagnosis import whatif as answer_of
+
+    answers = [
+        (opened, answer_of(view_of(opened, until), fmt, shift, collection, inference)) for opened in open_runs(run)
+    ]
+    if as_json:
+        data = [{"model": opened.model, **answer.to_dict()} for opened, answer in answers]
+        messages.write_json({"runs": data} if len(data) > 1 else answers[0][1].to_dict())
         return
-    for place, (one, answer) in enumerate(answers):
+    for index, (opened, answer) in enumerate(answers):
         if len(answers) > 1:
-            console().print(Text(("\n" if place else "") + printable(one.called, lines=False), style="bold"))
+            messages.write(("\n" if index else "") + printable(opened.label, lines=False))
         _print(answer, layers)
 
 
 def _print(answer: "WhatIf", layers: int) -> None:
+    from rich.text import Text
+
+    from plimsoll.cli.terminal import console, table_width
+
     target = console()
     target.print(Text(answer.sentence, style="bold"))
     target.print()
-    target.print(answer.table(most=layers, width=min(target.width, 100)))
+    target.print(answer.table(most=layers, width=table_width(target)))
     if answer.censored:
         target.print()
         target.print(

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.cli.screens.format_drawing import Reach, bit_cells, block_cells, ranges
-from plimsoll.cli.terminal import Glyphs, glyphs
+from plimsoll.cli.terminal import Glyphs, drawing_width, glyphs
 from plimsoll.formats import BF16, FP16, FP32, BlockFormat, Format
 from plimsoll.text import number
 
@@ -35,7 +35,7 @@ def _print_element(fmt: Format, other_names: list[str], target: Console) -> None
     if other_names:
         target.print(Text(f"also called {', '.join(other_names)}", style="dim"))
     _section(target, "Bits")
-    _print_lines(target, bit_cells(fmt, target.width - 2, draw))
+    _print_lines(target, bit_cells(fmt, drawing_width(target) - 2, draw))
     target.print()
     _print_lines(target, [Text(line) for line in _formula(fmt, draw)])
     _section(target, "Numbers")
@@ -53,7 +53,7 @@ def _print_block(fmt: BlockFormat, target: Console) -> None:
     _print_lines(target, block_cells(fmt, draw))
     for part, what in ((scale, "scale"), (element, "element")):
         _section(target, f"Bits of the {what}, {part.name}")
-        _print_lines(target, bit_cells(part, target.width - 2, draw))
+        _print_lines(target, bit_cells(part, drawing_width(target) - 2, draw))
     _section(target, "Numbers")
     _print_numbers(target, _block_numbers(fmt))
     rows = [(fmt.name, Reach.of_block(fmt), "bold cyan"), ("one block", Reach.of(element), "cyan")]
@@ -177,5 +177,5 @@ def _print_range(target: Console, draw: Glyphs, rows: list[tuple[str, Reach, str
     _section(target, "Range")
     names = [name for name, *_ in rows]
     others = [(fmt.name, Reach.of(fmt), "dim") for fmt in (FP16, BF16, FP32) if fmt.name not in names]
-    _print_lines(target, ranges(rows + others, target.width - 2, draw))
+    _print_lines(target, ranges(rows + others, drawing_width(target) - 2, draw))
     target.print(Text(f"  {draw.normal * 2} normal   {draw.subnormal * 2} subnormal", style="dim"))

@@ -35,8 +35,8 @@ def free(folder: Path, taken: bool) -> Path:
         return Path(store.compare_set(_FREE_KEY, "", str(_unused(folder) if taken else folder)).decode())
     if taken and dist is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ArgumentError(
-            f"run: expected a folder without a run for several ranks that have no process group; got --out {folder}. "
-            "Name a new folder, or continue that run with --resume."
+            "run: expected a folder without a run for several ranks that have no process group; got "
+            f"--output {folder}. Name a new folder, or continue that run with --resume."
         )
     return _unused(folder) if taken else folder
 
@@ -66,8 +66,8 @@ def _launched() -> datetime:
     status = Path(f"/proc/{os.getppid()}/stat")
     if not one_machine or "TORCHELASTIC_RUN_ID" not in os.environ or not status.exists():
         raise ArgumentError(
-            "run: expected --out, or ranks that can agree on a folder; got several ranks, without a process group when "
-            "training began, that are not of one torchrun on one machine. Give --out DIR."
+            "run: expected --output, or ranks that can agree on a folder; got several ranks, without a process group "
+            "when training began, that are not of one torchrun on one machine. Give --output DIR."
         )
     # proc(5): the 22nd field, counted behind the command's name, which may hold anything.
     ticks = int(status.read_text().rpartition(")")[2].split()[19])

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.view import View
-from plimsoll.kernels import row_layout
 from plimsoll.tensor_collections import OF_MODULES
 
 _NOISE = 4.0  # units of rounding, of the largest tensor around: what is smaller may be rounding noise

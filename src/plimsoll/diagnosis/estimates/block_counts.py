@@ -15,12 +15,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.diagnosis.estimates.element_counts import Populations, Tallies, ordinals
 from plimsoll.diagnosis.estimates.rounding_noise import Noise
 from plimsoll.diagnosis.tables.block_cells import BlockCells
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 from plimsoll.formats import FP32, BlockFormat, Format
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.fit import tensor_scale_fit
 from plimsoll.spectrum.fit.block_overflow import overflowing
 from plimsoll.spectrum.fit.population import (

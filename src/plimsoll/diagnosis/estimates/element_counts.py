@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.formats import Format, get_element
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.fit.population import BINADE, lost_point, normal_point, overflow_point
 
 _END = 1000  # the binade beyond every value that a row can hold; 1,024 are no int64 any more

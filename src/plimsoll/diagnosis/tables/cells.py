@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.runs import Run
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
 from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS

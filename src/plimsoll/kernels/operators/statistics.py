@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import backend, row_layout
+from plimsoll.kernels import backend
 from plimsoll.kernels.dtypes import FLOATING
 from plimsoll.kernels.operators import fp8_cast, vmap
 from plimsoll.kernels.operators.cast_spec import BlockSpec, CastArguments, CastSpec

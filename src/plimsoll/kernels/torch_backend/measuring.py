@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 
 _BIAS = 1023
 _HIGHEST_BINADE = row_layout.LOWEST_BINADE + row_layout.BINADES - 1

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plimsoll import row_layout
 from plimsoll.errors import UnsupportedTensorError
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.operators.checks import alike
 from plimsoll.kernels.triton_backend import input_bits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.report.labels import MINUS, labels, power, safe
 from plimsoll.text import percent
 from plimsoll.unit import Audit, Reading, Row

@@ -98,7 +98,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
     """
     view = view_of(run, until, "summary")
     found = leading_first(diagnose(view) if findings is None else findings, view.last_step)
-    recorded, begun = view.run, _time(view.run.manifest.get("created"))
+    recorded, begun = view.run, started_at(view.run)
     steps = [step for step in recorded.steps if view.until is None or step <= view.until]
     return Summary(
         verdict=verdict(view, found),
@@ -111,7 +111,7 @@ def summary(run: Source, findings: Sequence[Finding] | None = None, *, until: in
         last_step=view.last_step,
         samples=len(steps),
         tensors={collection: len(names) for collection, names in recorded.tensors.items()},
-        formats={collection: _formats(recorded, collection) for collection in recorded.tensors},
+        formats={collection: formats_of(recorded, collection) for collection in recorded.tensors},
         scalars=tuple(recorded.scalar_names),
         ranks=len(recorded.ranks),
         world_size=recorded.world_size,
@@ -149,8 +149,13 @@ def first_step(view: View, steps: Sequence[int]) -> int:
     return min([*begins[:1], *steps[:1]], default=-1)
 
 
-def _formats(run: Run, collection: str) -> tuple[str, ...]:
-    """The formats that the manifests say a collection's series were held in, the most frequent first."""
+def started_at(run: Run) -> float | None:
+    """Return when recording started, in Unix seconds. None if the manifest does not have it."""
+    return _time(run.manifest.get("created"))
+
+
+def formats_of(run: Run, collection: str) -> tuple[str, ...]:
+    """Return the formats that a collection's values are held in by the manifest, the most frequent first."""
     series = _mapping(_mapping(run.manifest.get("tensors")).get(collection))
     found = [str(_mapping(each).get("format", "")) for each in series.values()]
     return tuple(sorted({f for f in found if f}, key=lambda f: (-found.count(f), f)))

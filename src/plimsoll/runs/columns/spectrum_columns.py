@@ -1,6 +1,6 @@
 """Statistics rows as Arrow columns, columns as rows again, and rows as spectra.
 
-A row has 288 numbers, or 848 with a block record (`plimsoll.kernels.row_layout`). As columns, its binades are trimmed
+A row has 288 numbers, or 848 with a block record (`plimsoll.row_layout`). As columns, its binades are trimmed
 to the occupied ones, which takes about a sixth of the memory. Columns become the same rows again, except for the sign
 of a sum that is zero.
 """
@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
 from plimsoll.runs.columns.schema import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
 from plimsoll.runs.columns.step_table import StepTable

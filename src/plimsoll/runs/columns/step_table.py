@@ -1,6 +1,6 @@
 """Table of one step's statistics rows: at most one row for each series and scale.
 
-Rows stay in the layout of a bank (`plimsoll.kernels.row_layout`), so that no Python object is made for any of them.
+Rows stay in the layout of a bank (`plimsoll.row_layout`), so that no Python object is made for any of them.
 Merging adds counts and sums, and takes the larger of each extreme. Block records add up where all merged rows have one
 of the same block length. As in `Spectrum.__add__`, values without a block record make the sum one without.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.runs.records import EXTRAS, Batch
 
 _EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, MissingExtraError
 from plimsoll.extras import install_line
-from plimsoll.kernels.row_layout import LOWEST_BINADE
+from plimsoll.row_layout import LOWEST_BINADE
 from plimsoll.runs.records import StepRecord
 from plimsoll.runs.user_messages import warn_user
 from plimsoll.spectrum import Spectrum

@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
-from plimsoll.kernels import row_layout
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
 from plimsoll.runs.columns.schema import BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, WIDE
 from plimsoll.runs.columns.spectrum_columns import list_items, numbers

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll import kernels
+from plimsoll import kernels, row_layout
 from plimsoll.formats import Format
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling.spectral.rule import Look
 from plimsoll.scaling.spectral.scale_windows import ScaleReport, scale_report

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.formats import Format
-from plimsoll.kernels import row_layout
 from plimsoll.notebook_repr import NotebookRepr
 
 TOLERANCE = 0.01  # as `Spectrum.window`

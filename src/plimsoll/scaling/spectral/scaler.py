@@ -9,9 +9,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import FP16, FP32, Format, get_element
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.scaling import arguments
 from plimsoll.scaling.base import FLOOR, LossScaler

@@ -9,9 +9,9 @@ rounding besides (`tensor_scale_fit`).
 
 import numpy as np
 
+from plimsoll import row_layout
 from plimsoll.errors import NotRecordedError
 from plimsoll.formats import BlockFormat, Format
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord
 from plimsoll.spectrum.fit import element_fit, tensor_scale_fit
 from plimsoll.spectrum.fit.block_overflow import overflowing

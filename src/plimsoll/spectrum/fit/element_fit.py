@@ -8,9 +8,9 @@ import bisect
 import math
 from dataclasses import dataclass
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError, FormatError
 from plimsoll.formats import BlockFormat, Format, get
-from plimsoll.kernels import row_layout
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum.fit.population import (
     BINADE,

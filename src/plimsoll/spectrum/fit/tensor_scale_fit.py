@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.formats import FP32, BlockFormat, Format
-from plimsoll.kernels import row_layout
 from plimsoll.spectrum.block_record import BlockRecord
 from plimsoll.spectrum.fit.population import Tally
 from plimsoll.spectrum.merging import BEYOND, LOWEST, times_power

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plimsoll import kernels
-from plimsoll.kernels import row_layout
+from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll import row_layout
 from plimsoll.formats import FP16
-from plimsoll.kernels import row_layout
 from plimsoll.report.drawing.plotly_parts import Layout, Trace, made
 from plimsoll.report.drawing.theme import BLUE, GREEN, GREY, ORANGE, PURPLE
 from plimsoll.report.labels import powers

@@ -120,7 +120,7 @@ def _check_setup(path: Path, head: Mapping[str, Any], setup: Mapping[str, Any]) 
         apart = ", ".join(f"{key} {there.get(key)} there and {here.get(key)} now" for key in changed)
         raise ArgumentError(
             f"lab unit-sweep: expected the setup that {path} was begun with; got {apart}. Go on with that one, or give "
-            "another folder with --out."
+            "another folder with --output."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.compiling import as_float32, as_uint32, inlined, kernel, pointer, widen_half
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, scan

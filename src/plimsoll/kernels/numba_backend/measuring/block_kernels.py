@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import as_uint32, as_uint64, inlined, kernel, pointer, widen_half
 
 _INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000

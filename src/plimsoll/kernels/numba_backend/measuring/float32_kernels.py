@@ -11,7 +11,7 @@ file.
 import numpy as np
 from numba import carray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pasted, pointer, stack
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, key_of, part_of, row_at, scan
 from plimsoll.kernels.numba_backend.measuring.sweep import (

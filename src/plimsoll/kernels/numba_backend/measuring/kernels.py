@@ -14,7 +14,7 @@ notices a change of a kernel's own file only; other kernels use some of these pa
 import numpy as np
 from numba import carray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import (
     as_float32,
     as_float64,

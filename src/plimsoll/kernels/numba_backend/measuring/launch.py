@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import compiling, threads
 from plimsoll.kernels.numba_backend.measuring import block_kernels, float32_kernels, kernels

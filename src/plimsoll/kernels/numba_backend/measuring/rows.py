@@ -8,8 +8,8 @@ from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels import row_layout
 from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pointer
 from plimsoll.kernels.numba_backend.memory import Words
 

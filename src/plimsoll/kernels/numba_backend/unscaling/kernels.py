@@ -11,7 +11,7 @@ the compiled code of this file.
 import numpy as np
 from numba import carray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import (
     as_float32,
     as_float64,

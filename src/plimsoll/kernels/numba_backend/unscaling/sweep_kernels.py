@@ -12,7 +12,7 @@ remove the compiled code of `kernels`.
 
 import numpy as np
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import inlined
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, key_of, scan
 from plimsoll.kernels.numba_backend.measuring.sweep import (

@@ -14,7 +14,7 @@ Numba's cache does not notice a change of what is imported here: after one, remo
 import numpy as np
 from numba import carray
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.numba_backend.compiling import (
     as_uint32,
     count_four,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.dtypes import FORMATS
 from plimsoll.kernels.numba_backend import threads
 from plimsoll.kernels.numba_backend.measuring.rows import empty_rows, merge_into, merge_moves, row_addresses

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 
 _INF64 = tl.constexpr(row_layout.ABSMIN_TOP)
 _BINADES = tl.constexpr(row_layout.BINADES)

@@ -19,7 +19,7 @@ nothing besides this one launch.
 import triton
 import triton.language as tl
 
-from plimsoll.kernels import row_layout
+from plimsoll import row_layout
 from plimsoll.kernels.triton_backend import input_bits
 from plimsoll.kernels.triton_backend.measuring.counting import (
     add_counts,

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -36,6 +36,7 @@ def serve(
     token: str | None = None,
     open_browser: bool = False,
     allow_hosts: Sequence[str] = (),
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serves the runs in a folder, and below it, as a web page that follows them; prints its address; ends at Ctrl-C.
 
@@ -46,6 +47,7 @@ def serve(
     - `open_browser`: opens the page in a browser.
     - `allow_hosts`: other names that the page goes by (behind a proxy, or a port forwarded from another one), as
       "name:port", or "name" for any port. Requests for unknown names are refused.
+    - `on_ready`: called with the page's address once it answers, in place of printing it.
 
     Raises `ArgumentError` for a folder that is none, an address or port that cannot be had, or a token that is too
     short; `MissingExtraError` without the extra ``serve``, or a package that a URI needs; `RunError` for storage that
@@ -60,7 +62,10 @@ def serve(
         token = _token(token, place)
         made = app(folder, token, [*place.names, *allow_hosts])
         address = place.address(token)
-        print(printable(_words(made.answers.live.list.source, address, place, token)), flush=True)  # noqa: T201
+        if on_ready is not None:
+            on_ready(address)
+        else:
+            print(printable(_words(made.answers.live.list.source, address, place, token)), flush=True)  # noqa: T201
         if open_browser:
             webbrowser.open(address)
         run(made, place.listener)

@@ -105,7 +105,7 @@ export class ListPage {
       : this.runs === null || shown ? []
       : all ? ["No run matches the filter. Shorten it, or press Escape in it."]
       : ["No run is here yet. Begin one with ", el("code", {}, "plimsoll.watch(model, optimizer, run=\u2026)"), " or ",
-         el("code", {}, "plimsoll run --out \u2026 train.py"), "; it appears by itself."];
+         el("code", {}, "plimsoll run -o \u2026 train.py"), "; it appears by itself."];
     const key = text.map((part) => part.textContent ?? part).join("");
     if (this.note.dataset.text !== key) this.note.replaceChildren(...text);
     this.note.dataset.text = key;

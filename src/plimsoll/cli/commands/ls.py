@@ -1,0 +1,216 @@
+"""``plimsoll ls``: the runs below a folder, one row each."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from plimsoll.cli import messages
+from plimsoll.cli.options import Json, Quiet
+from plimsoll.errors import PlimsollError, RunError
+from plimsoll.text import number
+
+if TYPE_CHECKING:
+    from plimsoll.diagnosis import View
+    from plimsoll.runs import Run
+
+Order = Literal["name", "state", "severity", "steps", "loss", "started", "size"]
+_LIVE_SECONDS = 300.0  # an open run to which nothing was written for so long is not called live
+_SEVERITIES = ("alarm", "warning", "healthy", "empty", "")  # the worst first
+_COLOURS = {"alarm": "bold red", "warning": "yellow", "healthy": "green"}
+_ROOM_FOR_VERDICT = 130  # columns
+
+
+def ls(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder that runs are in or below.")] = "runs",
+    sort: Annotated[
+        Order,
+        typer.Option("--sort", metavar="COLUMN", help="name, state, severity, steps, loss, started or size."),
+    ] = "started",
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Do not judge the runs: no severity and no verdict. For thousands of them.")
+    ] = False,
+    as_json: Json = False,
+    _quiet: Quiet = False,
+) -> None:
+    """List the runs below a folder, with their verdicts.
+
+    The newest run comes first, or with --sort the worst or largest. Exit code 0: listed. 2: there is no run.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise RunError(f"No such folder: {folder}. Name the folder that runs are recorded below.")
+    from plimsoll.runs import Run
+
+    rows = [_row(path, root, judge=not fast) for path in Run.find(root)]
+    if not rows:
+        raise RunError(f"No Plimsoll run in or below {folder}. plimsoll run SCRIPT records one.")
+    rows.sort(key=_ORDERS[sort])
+    if as_json:
+        messages.write_json([row.to_dict() for row in rows])
+    else:
+        _print(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run of the list.
+
+    Attributes:
+        name: Its path below the listed folder.
+        path: Its path.
+        state: "live", "closed", "open" (silent for minutes), "damaged", or how it ended early.
+        severity: The highest severity of its findings. Empty if it was not judged.
+        verdict: It in one sentence, or the problem of a damaged run.
+        last_step: The last recorded step. -1: none.
+        loss: The last loss.
+        precision: The level it was trained at, else the formats of its weights and activations.
+        started: Start of the recording in Unix seconds.
+        size_bytes: Size of its files.
+    """
+
+    name: str
+    path: str
+    state: str
+    severity: str = ""
+    verdict: str = ""
+    last_step: int = -1
+    loss: float | None = None
+    precision: str = ""
+    started: float | None = None
+    size_bytes: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the row as JSON-able data."""
+        from plimsoll.diagnosis.finding import plain
+
+        started = None if self.started is None else datetime.fromtimestamp(self.started, UTC).isoformat()
+        return {
+            "name": self.name,
+            "path": self.path,
+            "state": self.state,
+            "severity": self.severity or None,
+            "verdict": self.verdict or None,
+            "last_step": self.last_step,
+            "loss": None if self.loss is None else plain(self.loss),
+            "precision": self.precision or None,
+            "started": started,
+            "size_bytes": self.size_bytes,
+        }
+
+
+_ORDERS: Mapping[Order, Callable[[RunRow], Any]] = {
+    "name": lambda row: row.name,
+    "state": lambda row: (row.state, row.name),
+    "severity": lambda row: (_SEVERITIES.index(row.severity), row.name),
+    "steps": lambda row: (-row.last_step, row.name),
+    # A loss that is missing or no number comes last.
+    "loss": lambda row: (math.inf if row.loss is None or math.isnan(row.loss) else row.loss, row.name),
+    "started": lambda row: (-(row.started or 0.0), row.name),
+    "size": lambda row: (-row.size_bytes, row.name),
+}
+
+
+def _row(path: Path, root: Path, *, judge: bool) -> RunRow:
+    """Return the row of a run. A defect of the run costs only its own row."""
+    from plimsoll.diagnosis import View
+    from plimsoll.report.verdicts.run_summary import started_at, summary
+    from plimsoll.runs import Run
+
+    name = path.relative_to(root).as_posix() if path != root else path.name or str(path)
+    size_bytes, modified = _size_and_time(path)
+    try:
+        run = Run(path, warn=False)
+        view = View(run)
+        losses = view.scalar("loss")[1]
+        facts = summary(view) if judge else None
+    except (PlimsollError, ValueError, LookupError, TypeError) as error:
+        problem = " ".join(str(error).split())
+        return RunRow(name=name, path=str(path), state="damaged", verdict=problem, size_bytes=size_bytes)
+    return RunRow(
+        name=name,
+        path=str(path),
+        state=_state(view, modified),
+        severity="" if facts is None else facts.state,
+        verdict="" if facts is None else facts.verdict,
+        last_step=view.last_step,
+        loss=float(losses[-1]) if len(losses) else None,
+        precision=_precision(run),
+        started=started_at(run),
+        size_bytes=size_bytes,
+    )
+
+
+def _state(view: "View", modified: float) -> str:
+    if view.ending is not None:
+        return view.ending.how
+    if view.run.closed:
+        return "closed"
+    return "live" if time.time() - modified < _LIVE_SECONDS else "open"
+
+
+def _precision(run: "Run") -> str:
+    from plimsoll.report.verdicts.run_summary import formats_of
+
+    level = run.manifest.get("precision")
+    if isinstance(level, str):
+        return level
+    formats = [formats_of(run, collection)[:1] for collection in ("weights", "activations")]
+    return "/".join(dict.fromkeys(fmt for found in formats for fmt in found))
+
+
+def _size_and_time(path: Path) -> tuple[int, float]:
+    """Return the size of a run's files and the time of the last change."""
+    size_bytes, modified = 0, 0.0
+    for place, below, files in os.walk(path):
+        below[:] = [name for name in below if place != str(path) or name in ("spectra", "scalars", "events")]
+        for name in files:
+            try:
+                found = os.stat(os.path.join(place, name))  # noqa: PTH116, PTH118  (thousands of files)
+            except OSError:  # a writer has replaced it
+                continue
+            size_bytes, modified = size_bytes + found.st_size, max(modified, found.st_mtime)
+    return size_bytes, modified
+
+
+def _print(rows: Sequence[RunRow]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from plimsoll.cli.terminal import console
+
+    target = console()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    heads = ("run", "state", "severity", "steps", "loss", "precision", "started (UTC)", "size")
+    for head in heads:
+        right = head in ("steps", "loss", "size")
+        table.add_column(head, justify="right" if right else "left", no_wrap=head != "run", overflow="fold")
+    with_verdict = target.width >= _ROOM_FOR_VERDICT
+    if with_verdict:
+        table.add_column("verdict", overflow="fold")
+    for row in rows:
+        cells = (
+            row.name, row.state, Text(row.severity, style=_COLOURS.get(row.severity, "dim")),
+            f"{row.last_step:,}" if row.last_step >= 0 else "", "" if row.loss is None else number(row.loss),
+            row.precision, _moment(row.started), _size(row.size_bytes),
+        )  # fmt: skip
+        table.add_row(*cells, *([row.verdict] if with_verdict else []))
+    target.print(table)
+
+
+def _moment(started: float | None) -> str:
+    return "" if started is None else f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes / 1e3:.0f} kB"

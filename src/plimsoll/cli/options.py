@@ -1,0 +1,65 @@
+"""Arguments and options that several commands share, as types for their parameters.
+
+One grammar holds for every command: ``--json`` prints JSON, ``--output`` names the path to write, ``--format`` names a
+number format, ``--until`` ends at a step, and ``--quiet`` prints errors only.
+"""
+
+from typing import Annotated
+
+import typer
+
+from plimsoll.cli import messages
+
+_RUN = "The folder of a run or script, or a URI: s3://bucket/run."
+
+
+def format_names() -> list[str]:
+    """Return the names of all formats, for completion."""
+    from plimsoll.formats import BLOCKS, ELEMENTS
+
+    return [fmt.name for fmt in (*ELEMENTS, *BLOCKS)]
+
+
+def collection_names() -> list[str]:
+    """Return the names of all collections, for completion."""
+    from plimsoll.tensor_collections import NAMES
+
+    return list(NAMES)
+
+
+def rule_names() -> list[str]:
+    """Return the ids of all rules, for completion."""
+    from plimsoll.diagnosis.rules.registry import known_rules
+
+    return list(known_rules())
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=_RUN)]
+RunArguments = Annotated[list[str] | None, typer.Argument(metavar="RUN", help=f"{_RUN} Globs work too: 'runs/*'.")]
+NumberFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        autocompletion=format_names,
+        help="A number format: any name that plimsoll formats lists.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Until = Annotated[
+    int | None, typer.Option("--until", metavar="STEP", help="Use the run up to this step. Default: all of it.")
+]
+
+
+def _set_quiet(quiet: bool) -> bool:
+    # Only ever turned on here: `plimsoll -q check` has done so before `check` reads its own options.
+    if quiet:
+        messages.set_quiet(True)
+    return quiet
+
+
+# A parameter `_quiet: Quiet = False` is all that a command needs: text and notes then stop by themselves.
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", callback=_set_quiet, help="Print JSON and errors only. The exit code is the same."),
+]

@@ -1,0 +1,45 @@
+"""Registry of the commands: the list that `plimsoll --help`, completion and the tests read.
+
+The command NAME is the function `NAME` of the module `plimsoll.cli.commands.NAME`, which is imported when the command
+runs. docs/contributing/add-a-command.md shows how to add one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: Its name, also that of its module and function.
+        heading: The heading under which `plimsoll --help` lists it.
+        summary: Its line there: the first line of the function's docstring, which a test compares. It stands here so
+            that help needs no import of the module.
+        own_arguments: Whether all that follows the first argument belongs to a script that the command runs.
+    """
+
+    name: str
+    heading: str
+    summary: str
+    own_arguments: bool = False
+
+
+# In the order of `plimsoll --help`.
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="run",
+        heading="Record",
+        summary="Run a training script and record its numbers.",
+        own_arguments=True,
+    ),
+    Command(name="check", heading="Diagnose", summary="Report problems of runs: where, since when, and the fix."),
+    Command(name="ls", heading="Diagnose", summary="List the runs below a folder, with their verdicts."),
+    Command(name="diff", heading="Diagnose", summary="Find the first step and tensor where two runs diverge."),
+    Command(name="report", heading="Diagnose", summary="Write a run as one HTML, Markdown or JSON file."),
+    Command(name="serve", heading="Diagnose", summary="Serve a web page that follows runs live."),
+    Command(name="whatif", heading="Choose a precision", summary="Estimate the losses of another format or scale."),
+    Command(name="plan", heading="Choose a precision", summary="Choose a format and scale for each module."),
+    Command(name="formats", heading="Facts", summary="List number formats, or show one in full."),
+    Command(name="doctor", heading="Facts", summary="Show devices, kernel backends and optional packages."),
+)
