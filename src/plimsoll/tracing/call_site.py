@@ -4,26 +4,28 @@ Python's own stack says both, so nothing has to be hooked. Files are told apart 
 Python's own are never the user's.
 """
 
+import bisect
 import functools
 import linecache
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
-from plimsoll.diagnosis.locating.fault import Source
-
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[3]) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
+
+Call = TypeVar("Call")
 
 _CALLS = "calls a module"
 _ENGINE = "runs a backward"
@@ -49,12 +51,10 @@ class Place:
     recomputing: bool = False
     optimizer: bool = False
 
-    def source(self) -> Source | None:
-        """The line, with its text."""
-        if self.file is None:
-            return None
-        text = linecache.getline(self.file, self.line).strip()
-        return Source(file=self.file, line=self.line, function=self.function, text=text)
+    @property
+    def text(self) -> str:
+        """The text of the line."""
+        return "" if self.file is None else linecache.getline(self.file, self.line).strip()
 
 
 def look(*, backward: bool = False) -> Place:
@@ -87,6 +87,36 @@ def _take_module(place: Place, variables: Mapping[str, Any]) -> None:
         place.root = module
         if place.module is None:
             place.module = module
+
+
+class ForwardIndex(Generic[Call]):
+    """Forward operations by the number of their autograd node, for the operations of a backward to be looked up."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[int, Call]] = {}  # number -> thread, operation
+        self._numbers: list[int] = []  # ascending
+        self._last: Call | None = None  # of the backward: what sums of gradients belong to
+
+    def note(self, call: Call, number: int) -> Call:
+        """Note a forward operation by its node's number. The first of a node names it, and is returned."""
+        thread = threading.get_ident()  # each counts its nodes by itself
+        known = self._calls.get(number)
+        if known is None:
+            bisect.insort(self._numbers, number)
+        elif known[0] == thread:
+            return known[1]
+        self._calls[number] = thread, call
+        return call
+
+    def of(self, node: Any) -> Call | None:
+        """Return the forward operation that a node differentiates; between nodes, the last one."""
+        if node is None:
+            return self._last
+        if node.name().endswith("AccumulateGrad"):
+            return None
+        place = bisect.bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001
+        self._last = self._calls[self._numbers[place - 1]][1] if place else None
+        return self._last
 
 
 @functools.lru_cache(maxsize=4096)
