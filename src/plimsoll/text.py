@@ -79,6 +79,18 @@ def counted(many: int, noun: str) -> str:
     return f"{many:,} {noun}{'' if many == 1 else 's'}"
 
 
+def size(bytes_: int) -> str:
+    """Write a number of bytes in three digits.
+
+    >>> size(512), size(1536), size(141_107_412_992)
+    ('512 B', '1.5 KiB', '131 GiB')
+    """
+    value, units = float(bytes_), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:,.0f} {units[0]}" if value >= 999.5 else f"{value:.3g} {units[0]}"
+
+
 def steps(first: int, last: int) -> str:
     """Write a range of steps, both ends included.
 
