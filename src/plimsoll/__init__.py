@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         integrations,
         lab,
         precision,
+        receipts,
         report,
         rounding,
         runs,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     )
     from plimsoll.formats import BlockFormat, Format, Plan
     from plimsoll.precision import MasterWeights, Policy, prepare
+    from plimsoll.receipts import Receipt, receipt
     from plimsoll.report import serve
     from plimsoll.rounding import Packed, cast, fake_quantize, pack, unpack
     from plimsoll.runs import Run, RunWriter
@@ -72,6 +74,7 @@ __all__ = [
     "Plan",
     "PlimsollError",
     "Policy",
+    "Receipt",
     "Run",
     "RunError",
     "RunWriter",
@@ -100,6 +103,8 @@ __all__ = [
     "plan",
     "precision",
     "prepare",
+    "receipt",
+    "receipts",
     "report",
     "rounding",
     "runs",
@@ -116,8 +121,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(
         (
-            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "precision", "report",
-            "rounding", "runs", "scaling", "spectrum", "unit", "watch",
+            "diagnosis", "emulate", "errors", "formats", "fp8", "integrations", "lab", "precision", "receipts",
+            "report", "rounding", "runs", "scaling", "spectrum", "unit", "watch",
         ),
         "",
     ),
@@ -131,6 +136,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("BlockFormat", "Format", "Plan"), "formats"),
     **dict.fromkeys(("MasterWeights", "Policy", "prepare"), "precision"),
+    **dict.fromkeys(("Receipt", "receipt"), "receipts"),
     "serve": "report",
     **dict.fromkeys(("Packed", "cast", "fake_quantize", "pack", "unpack"), "rounding"),
     **dict.fromkeys(("Run", "RunWriter"), "runs"),

@@ -1,13 +1,18 @@
-"""Numbers as text: one way to write shares, powers of two, counts and steps. And text as a terminal can show it.
+"""Numbers as text: one way to write shares, powers of two, counts and steps. Names of many layers in few words.
 
-Every surface writes its numbers with these functions: terminal, report, Markdown, live page, findings. The live page
-and the report's script write the same in JavaScript (`_page/words.js`, `_templates/report.js`).
+And text as a terminal can show it. Every surface writes its numbers with these functions: terminal, report, Markdown,
+live page, findings. The live page and the report's script write the same in JavaScript (`_page/words.js`,
+`_templates/report.js`).
 """
 
 import math
+import re
+from collections.abc import Iterable, Sequence
 
 _SHORTEST = 1e-3  # numbers below it are written with an exponent
 _LONGEST = 1e9  # and from here on
+_LONGEST_NAME = 60  # characters of one name that a line shows
+_DIGITS = re.compile(r"\d+")
 
 
 def percent(share: float, decimals: int | None = None) -> str:
@@ -74,6 +79,18 @@ def counted(many: int, noun: str) -> str:
     return f"{many:,} {noun}{'' if many == 1 else 's'}"
 
 
+def size(bytes_: int) -> str:
+    """Write a number of bytes in three digits.
+
+    >>> size(512), size(1536), size(141_107_412_992)
+    ('512 B', '1.5 KiB', '131 GiB')
+    """
+    value, units = float(bytes_), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:,.0f} {units[0]}" if value >= 999.5 else f"{value:.3g} {units[0]}"
+
+
 def steps(first: int, last: int) -> str:
     """Write a range of steps, both ends included.
 
@@ -102,3 +119,63 @@ def printable(text: str, *, lines: bool = True) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+def grouped(names: Sequence[str], most: int = 3) -> str:
+    """Write names of layers in few words: those that differ in one number only are one.
+
+    >>> grouped([f"blocks.{i}.attn.qkv" for i in range(12)] + ["head"])
+    'blocks.{0-11}.attn.qkv, head'
+    >>> grouped(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        for pattern, number in _patterns(name):
+            found.setdefault(pattern, []).append((name, number))
+    told: list[tuple[str, int]] = []
+    left = dict.fromkeys(names)
+    while left:
+        name = next(iter(left))
+        alike = [found[pattern] for pattern, _ in _patterns(name)]
+        best = max(alike, key=lambda members: sum(n in left for n, _ in members)) if alike else []
+        members = [(n, number) for n, number in best if n in left]
+        if len(members) > 1:
+            pattern = next(p for p, _ in _patterns(name) if found[p] is best)
+            told.append((shown(pattern.replace("\0", _ranges(int(number) for _, number in members))), len(members)))
+        else:
+            members = [(name, "")]
+            told.append((shown(name), 1))
+        for member, _ in members:
+            del left[member]
+    rest = sum(count for _, count in told[most:])
+    return ", ".join(text for text, _ in told[:most]) + (f" and {rest} more" if rest else "")
+
+
+def shown(name: str) -> str:
+    """Write a name as a line can show it: control characters as escapes, without its middle if it is long."""
+    clean = printable(name, lines=False)
+    half = _LONGEST_NAME // 2 - 2
+    return clean if len(clean) <= _LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+
+
+def _patterns(name: str) -> list[tuple[str, str]]:
+    """Return a name with each of its numbers left out in turn, and that number."""
+    if len(name) > 10 * _LONGEST_NAME:
+        return []
+    return [
+        (f"{name[: m.start()]}\0{name[m.end() :]}", m.group())
+        for m in _DIGITS.finditer(name)
+        if len(m.group()) < 10 and m.group().isascii()
+    ]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as ranges in braces: {0-3,7}."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"

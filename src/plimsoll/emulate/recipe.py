@@ -1,5 +1,6 @@
 """Arithmetic of an emulated format: rounding of operands and gradients, summation of products."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast as cast_type
@@ -14,6 +15,8 @@ from plimsoll.rounding.arguments import plan
 
 _PASSED_ON = ("rounding", "saturate", "scale", "scale_rule", "generator")
 AnyFormat = Format | BlockFormat
+# Contexts to enter around each product with an accumulator of its own: its operations are no product to an observer.
+around_sums: list[Callable[[Format, Tensor, Tensor], contextlib.AbstractContextManager[object]]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,11 +85,17 @@ class Recipe:
         """
         if self.accumulate is None:
             return a @ b
+        with contextlib.ExitStack() as stack:
+            for enter in around_sums:
+                stack.enter_context(enter(self.accumulate, a, b))
+            return self._sum(a, b, self.accumulate)
+
+    def _sum(self, a: Tensor, b: Tensor, accumulator: Format) -> Tensor:
         total = a.new_zeros((*a.shape[:-1], b.shape[-1]), dtype=torch.float64)
         wide_a, wide_b = a.double(), b.double()
         for start in range(0, a.shape[-1], self.chunk):
             part = slice(start, start + self.chunk)
-            total = cast(total + wide_a[..., part] @ wide_b[..., part, :], self.accumulate)
+            total = cast(total + wide_a[..., part] @ wide_b[..., part, :], accumulator)
         return total.to(a.dtype)
 
 

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 
 from plimsoll.diagnosis.finding import shown
-from plimsoll.diagnosis.locating.fault import Fault, Operand, number
+from plimsoll.diagnosis.locating.fault import Fault, Operand, Source, number
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached
-from plimsoll.diagnosis.locating.tracing.tensor_names import Names
 from plimsoll.errors import FormatError
 from plimsoll.formats import Format, get
 from plimsoll.text import percent
+from plimsoll.tracing.call_site import Place
+from plimsoll.tracing.tensor_names import Names
 
 _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbers
 _CAST = ("_to_copy", "copy", "to", "type_as", "_copy_from")
@@ -39,7 +40,7 @@ def told(
         phase=origin.phase,
         sentence=_sentence(origin, names, module, forward, fault_scale, end, spoiled),
         module=module,
-        source=origin.place.source(),
+        source=source_of(origin.place),
         forward=forward,
         inputs=tuple(_called(operand, origin, names) for operand in origin.inputs),
         outputs=tuple(_called(operand, origin, names) for operand in origin.outputs),
@@ -53,6 +54,13 @@ def told(
         reached=end,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
+
+
+def source_of(place: Place) -> Source | None:
+    """Return the line of a call site, with its text; None where no code of the user's runs."""
+    if place.file is None:
+        return None
+    return Source(file=place.file, line=place.line, function=place.function, text=place.text)
 
 
 def label(reached: Reached, names: Names) -> str:

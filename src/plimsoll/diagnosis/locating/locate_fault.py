@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
 from plimsoll.diagnosis.locating.fault import Fault
-from plimsoll.diagnosis.locating.fault_description import label, told
+from plimsoll.diagnosis.locating.fault_description import label, source_of, told
 from plimsoll.diagnosis.locating.optimizer_settings import BadSetting, bad_settings
-from plimsoll.diagnosis.locating.tracing.call_site import look
 from plimsoll.diagnosis.locating.tracing.end_checks import Ends
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Origin, Reached, blamed
 from plimsoll.diagnosis.locating.tracing.operation_check import OperationTracer
-from plimsoll.diagnosis.locating.tracing.state_snapshot import Before
-from plimsoll.diagnosis.locating.tracing.tensor_names import Names
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
+from plimsoll.tracing.call_site import look
+from plimsoll.tracing.state_snapshot import Before
+from plimsoll.tracing.tensor_names import Names
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded
@@ -178,7 +178,7 @@ class _Search(torch_hooks.TrainingEvents):
         if self._before is not None:
             self._before.optimizer(optimizer)
         with _no_modes(), torch.no_grad():
-            self._settings = bad_settings(optimizer, self._witness.operations, look().source())
+            self._settings = bad_settings(optimizer, self._witness.operations, source_of(look()))
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:  # noqa: ARG002
         with _no_modes(), torch.no_grad():

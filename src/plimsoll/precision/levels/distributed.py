@@ -90,7 +90,7 @@ def level_on(model: nn.Module, level: Level) -> Level:
         )
     if not is_fully_sharded(model):
         return level
-    policies = [_policy(module) for module in _sharded_modules(model)]
+    policies = sharding_policies(model)
     dtypes = {policy.param_dtype or torch.float32 for policy in policies}
     return _level_on_shards(level, dtypes)
 
@@ -125,6 +125,11 @@ def _send(model: nn.Module, send: bool) -> None:
 def _sharded_modules(model: nn.Module) -> Iterator[Any]:
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return (module for module in model.modules() if kind is not None and isinstance(module, kind))
+
+
+def sharding_policies(model: nn.Module) -> list[Any]:
+    """Return the `MixedPrecisionPolicy` of each module that `fully_shard` was applied to."""
+    return [_policy(module) for module in _sharded_modules(model)]
 
 
 def _policy(module: Any) -> Any:

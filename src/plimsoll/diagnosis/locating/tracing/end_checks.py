@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Reached, Trail
-from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, memory_of, readable, tensors_in
-from plimsoll.diagnosis.locating.tracing.tensor_names import Names
+from plimsoll.diagnosis.locating.tracing.tensor_facts import count_nonfinite, readable
+from plimsoll.tracing.tensor_memory import memory_of, tensors_in
+from plimsoll.tracing.tensor_names import Names
 
 _LOSS, _RESULT, _GRADIENT, _LEFT = range(4)
 

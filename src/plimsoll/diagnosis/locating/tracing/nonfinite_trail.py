@@ -9,7 +9,6 @@ nothing else can be. A NaN that an operation makes of deliberate Infs (the softm
 origin of its own.
 """
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -17,9 +16,9 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from plimsoll.diagnosis.locating.fault import Kind, Operand, Phase
-from plimsoll.diagnosis.locating.tracing.call_site import Place
-from plimsoll.diagnosis.locating.tracing.operation_schema import Facts
-from plimsoll.diagnosis.locating.tracing.tensor_facts import memory_of, parts_of
+from plimsoll.tracing.call_site import Place
+from plimsoll.tracing.operation_schema import Facts
+from plimsoll.tracing.tensor_memory import memory_of, parts_of
 
 What = Literal["made", "held", "uninitialised", "received"]
 
@@ -30,7 +29,6 @@ class Forward:
 
     name: str
     place: Place
-    thread: int = field(default_factory=threading.get_ident)  # each counts its nodes by itself
     origin: "Origin | None" = None  # what it made itself
 
 

@@ -6,7 +6,6 @@ those of its values that were; and if it makes a NaN of Infs that were there on 
 The file is long because every judgement about a single operation is in it.
 """
 
-import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -16,22 +15,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.diagnosis.locating.fault import Phase
-from plimsoll.diagnosis.locating.tracing.call_site import Place, look
 from plimsoll.diagnosis.locating.tracing.nonfinite_trail import Forward, Origin, Trail, What
 from plimsoll.diagnosis.locating.tracing.operation_arguments import Named, copied, flat, is_odd, scalars, values_at
-from plimsoll.diagnosis.locating.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.diagnosis.locating.tracing.tensor_facts import (
     count_nonfinite,
     first_bad,
     first_true,
-    memory_of,
     operand,
     readable,
     spectrum_of,
-    tensors_in,
 )
 from plimsoll.diagnosis.locating.tracing.wider_rerun import unique, wide_results
 from plimsoll.spectrum import Spectrum
+from plimsoll.tracing.call_site import ForwardIndex, Place, look
+from plimsoll.tracing.operation_schema import Facts, bound, facts_of
+from plimsoll.tracing.tensor_memory import memory_of, tensors_in
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _BIRTHS: Mapping[str | None, What] = {None: "held", "made": "uninitialised", "empty": "uninitialised"}
@@ -55,12 +53,12 @@ class OperationCheck:
     def begin(self) -> None:
         """Before it runs: notes where it was called from, and keeps what it will overwrite."""
         if self.backward:
-            self.forward = self.tracer.forward_of(self.node)
+            self.forward = self.tracer.forwards.of(self.node)
         elif not (self.facts.view or self.facts.collective or self.facts.name.startswith("profiler.")):
             number = _C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self.place = look()
             self._roots(self.place)
-            self.forward = self.tracer.note(Forward(name=self.facts.name, place=self.place), number)
+            self.forward = self.tracer.forwards.note(Forward(name=self.facts.name, place=self.place), number)
         if self.facts.collective:  # its schema does not say what it writes
             for x in tensors_in(self._actual):
                 self.tracer.about_to_write(x)
@@ -354,9 +352,7 @@ class OperationTracer(TorchDispatchMode):
         self.scaling = False  # a scaler multiplies the loss
         self.roots: dict[int, Any] = {}
         self._flush_share, self._about_to_write = flush_share, about_to_write
-        self._forwards: dict[int, Forward] = {}
-        self._numbers: list[int] = []  # of the nodes noted, ascending
-        self._last: Forward | None = None  # of the backward: what sums of gradients belong to
+        self.forwards: ForwardIndex[Forward] = ForwardIndex()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -378,26 +374,6 @@ class OperationTracer(TorchDispatchMode):
                 self.trail.written.setdefault(memory, x)
                 if self._about_to_write is not None:
                     self._about_to_write(x)
-
-    def note(self, forward: Forward, number: int) -> Forward:
-        """Notes a forward operation by its node's number; the first of a node is the one that names it."""
-        known = self._forwards.get(number)
-        if known is None:
-            bisect.insort(self._numbers, number)
-        elif known.thread == forward.thread:
-            return known
-        self._forwards[number] = forward
-        return forward
-
-    def forward_of(self, node: Any) -> Forward | None:
-        """The forward operation that a node differentiates; between nodes, the last one."""
-        if node is None:
-            return self._last
-        if node.name().endswith("AccumulateGrad"):
-            return None
-        place = bisect.bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001
-        self._last = self._forwards[self._numbers[place - 1]] if place else None
-        return self._last
 
     def flush_share(self) -> float | None:
         """The share from which on a flush is a fault; None once there is one, or if none is asked for."""

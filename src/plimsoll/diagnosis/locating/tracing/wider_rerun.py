@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from plimsoll.diagnosis.locating.tracing.operation_schema import Facts
-from plimsoll.diagnosis.locating.tracing.tensor_facts import tensors_in
+from plimsoll.tracing.operation_schema import Facts
+from plimsoll.tracing.tensor_memory import tensors_in
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from plimsoll.diagnosis.locating.tracing.tensor_facts import known_tensors, memory_of
 from plimsoll.precision.training.batch_replay import variables_of
+from plimsoll.tracing.tensor_memory import known_tensors, memory_of
 from plimsoll.watch.names import ROOT, clean, unwrapped
 
 

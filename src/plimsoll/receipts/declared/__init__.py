@@ -1,0 +1,1 @@
+"""What was declared of a step, and where the step differs from it."""

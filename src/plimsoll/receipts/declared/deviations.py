@@ -1,0 +1,301 @@
+"""Deviations: where a step differs from its declaration.
+
+Each check looks at one thing, an operation or a tensor that lasts, and yields what deviates. What is seen at one place
+in several phases is one deviation.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from plimsoll.errors import FormatError
+from plimsoll.formats import BlockFormat, get
+from plimsoll.receipts.declared.declaration import Declaration
+from plimsoll.receipts.declared.kinds import KINDS, ORDER
+from plimsoll.receipts.recording.accumulators import Switches
+from plimsoll.receipts.recording.entries import Entry
+from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
+from plimsoll.receipts.recording.training import Recording
+from plimsoll.receipts.recording.values import narrower
+from plimsoll.receipts.rows import Deviation, Row, TensorRow
+
+_SIXTEEN_BIT = frozenset(("fp16", "bf16"))
+_WIDE = frozenset(("upcast", "autocast-disabled", "product-wide"))
+ATTENTION, CROSS_ENTROPY = "scaled_dot_product_attention", "cross_entropy_loss"
+_CASTS_DOWN = re.compile(r"\.(?:half|bfloat16)\(|\.to\([^)]*(?:float16|half)\b")
+_HIGH_KINDS = {"softmax": "softmax", "normalization": "normalization", "loss": "loss", "reduction": "reduction"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """An operation in all that is known of it."""
+
+    entry: Entry
+    row: Row
+
+
+def deviations_of(
+    declaration: Declaration, recording: Recording, rows: Sequence[Row], tensors: Sequence[TensorRow]
+) -> tuple[Deviation, ...]:
+    """Return the deviations of a recording, the gravest kind first, within it in the order of the step."""
+    seen = [_Seen(entry=entry, row=row) for entry, row in zip(recording.entries, rows, strict=True)]
+    found: list[Deviation] = []
+    for one in seen:
+        if one.row.phase != "optimizer":
+            found += _of_operation(declaration, one)
+        found += _of_collective(declaration, one)
+    found += _of_loss(declaration, recording)
+    found += _of_tensors(declaration, recording, tensors)
+    found += _of_switches(declaration, seen)
+    return tuple(sorted(_merged(found), key=lambda deviation: ORDER[deviation.kind]))
+
+
+def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
+    entry = one.entry
+    if entry.kind in MULTIPLYING:
+        yield from _of_product(declaration, one)
+    elif entry.kind == "cast":
+        yield from _of_cast(declaration, one)
+    else:
+        yield from _of_other(declaration, one)
+    if entry.accumulate is not None and entry.kind != "collective" and narrower(entry.accumulate, "fp32"):
+        yield _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
+    elif entry.partial is not None and entry.device == "cpu":
+        yield _deviation("accumulate", one, "fp32", f"partial sums in {entry.partial}")
+    if "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
+        yield _deviation("fp64", one, "fp32 at most", "fp64")
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def _of_product(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
+    entry, row = one.entry, one.row
+    allowed = declaration.factors(row.module, backward=row.phase == "backward")
+    if allowed is None:
+        return
+    actual = _factors(entry)
+    strange = [fmt for fmt in actual if fmt not in allowed]
+    if entry.part_of == ATTENTION:  # it computes in FP32 where it is made of products, and rounds once
+        strange = [fmt for fmt in strange if any(narrower(fmt, other) for other in allowed)]
+    if not strange:
+        return
+    expected, formats = _listed(allowed), " x ".join(actual)
+    if allowed & {"e4m3", "e5m2"} and not any(_is_code(fmt) for fmt in actual):
+        yield _deviation("fp8-missing", one, expected, formats)
+        return
+    kind = _kind_of_product(entry, strange, allowed)
+    yield _deviation(kind, one, expected, formats)
+
+
+def _factors(entry: Entry) -> tuple[str, ...]:
+    """Return the formats that a product's operands are multiplied in."""
+    pairs = zip(entry.operands, entry.values, strict=True)
+    return tuple(
+        values if entry.where == "emulated" or _is_code(values) or (values == "tf32" and dtype == "fp32") else dtype
+        for dtype, values in pairs
+    )
+
+
+def _kind_of_product(entry: Entry, strange: Sequence[str], allowed: frozenset[str]) -> str:
+    if any(fmt in _SIXTEEN_BIT for fmt in strange) and allowed <= _SIXTEEN_BIT:
+        return "product-format"
+    if "tf32" in strange and "fp32" in allowed:
+        return "tf32"
+    if any(all(narrower(fmt, other) for other in allowed) for fmt in strange):
+        return "product-narrow"
+    if entry.phase == "backward" and entry.node is not None and _is_custom(entry.node):
+        return "custom-function"
+    if entry.autocast:  # where autocast is on, no product that it casts can be in FP32
+        return "autocast-disabled"
+    cast_up = any(value in _SIXTEEN_BIT for value in entry.values)
+    return "upcast" if cast_up and entry.where != "emulated" else "product-wide"
+
+
+def _is_custom(node: str) -> bool:
+    """Return whether a node of autograd is that of a Python class: torch's own names end with a number."""
+    return node.endswith("Backward") and "::" not in node and not node.startswith(("Compiled", "Checkpoint"))
+
+
+def _is_code(fmt: str) -> bool:
+    """Return whether a format is narrower than 16 bits."""
+    try:
+        found = get(fmt)
+    except FormatError:
+        return False
+    return isinstance(found, BlockFormat) or found.bits < 16
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+def _of_cast(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
+    entry, row = one.entry, one.row
+    if not entry.rounded:
+        yield _deviation(
+            "compiled-cast", one, f"values rounded to {entry.output}", f"kept in {entry.operands[0]} by the compiler"
+        )
+    if entry.cause != "script" or row.phase not in ("forward", "recomputation"):
+        return
+    before, values, after = entry.operands[0], entry.values[0], entry.output
+    if values in _SIXTEEN_BIT and after in _SIXTEEN_BIT and values != after:
+        yield _deviation("double-rounding", one, "one rounding", f"{values}, then {after}")
+    elif entry.after_cast and before in _SIXTEEN_BIT and after == "fp32" and declaration.inside(row.module) is None:
+        yield _deviation("round-trip", one, "fp32", f"fp32 -> {values} -> fp32")
+
+
+# -- other operations --------------------------------------------------------------------------------------------------
+
+
+def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
+    entry, row = one.entry, one.row
+    if row.phase not in ("forward", "recomputation") or not entry.operands:
+        return
+    narrow = [fmt for fmt in entry.operands if narrower(fmt, "fp32")]
+    name = listed_as(entry.base.removesuffix("_"))
+    category = declaration.category(name, row.module)
+    must_be_wide = category == "high" or (declaration.narrowest == "fp32" and entry.kind not in ("exact", "custom"))
+    if entry.kind == "loss" and narrow and entry.where != "emulated":
+        must_be_wide = True
+    if must_be_wide and narrow and entry.where != "emulated" and not is_left_by_autocast(entry):
+        kind = _HIGH_KINDS.get(entry.kind, "operation")
+        yield _deviation(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+    elif category == "low" and entry.operands and not any(fmt in _SIXTEEN_BIT for fmt in _factors(entry)):
+        yield _deviation("operation-wide", one, _listed(_SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
+    inside = declaration.inside(row.module)
+    if inside is not None and entry.mixed and entry.output == "fp32" and entry.kind in ("pointwise", "exact"):
+        yield _deviation("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
+    computes = None if row.module is None else declaration.computes.get(row.module)
+    if entry.kind == "normalization" and computes == "fp32" and set(entry.operands) <= _SIXTEEN_BIT:
+        yield _deviation("normalization", one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
+
+
+def is_left_by_autocast(entry: Entry) -> bool:
+    """Return whether autocast itself leaves an operation in 16 bits that is on its FP32 list.
+
+    torch's autocast for CPUs has fewer operations on that list. And no autocast touches an operation whose dtype is
+    asked for, as cross_entropy asks for that of its logits.
+    """
+    if entry.kind == "softmax" and entry.part_of == CROSS_ENTROPY:
+        return True
+    scripted = entry.scripted or _CASTS_DOWN.search(entry.place.text) is not None  # one without effect is no operation
+    return entry.autocast and entry.device == "cpu" and not scripted and entry.kind != "loss"
+
+
+def _of_collective(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
+    entry, wanted = one.entry, declaration.reduction
+    if not entry.of_parameters or wanted is None or not entry.operands:
+        return
+    if narrower(entry.output, wanted):
+        yield _deviation("gradient-reduction", one, wanted, entry.output)
+
+
+def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviation]:
+    loss = recording.loss
+    if loss is None or not narrower(loss.format, "fp32"):
+        if declaration.level is not None and declaration.level.scaled and recording.backwards and not recording.scaled:
+            yield _plain("loss-scale", None, "a loss scaler", "an unscaled loss")
+        return
+    from plimsoll.receipts.assembly import line_of, module_of
+
+    made = loss.producer
+    found = _plain("loss", None, "fp32", loss.format)
+    if made is not None:
+        found = replace(
+            found, module=module_of(made, recording.names), source_line=line_of(made.place), operation=made.operation
+        )
+    yield replace(found, phases=("forward",))
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _of_tensors(declaration: Declaration, recording: Recording, tensors: Sequence[TensorRow]) -> Iterator[Deviation]:
+    if declaration.level is None:
+        return
+    for t in tensors:
+        wanted = declaration.weights.get(t.module or "")
+        if t.role == "weights" and wanted is not None and t.format != wanted:
+            yield _plain("weights", t.name, wanted, t.format)
+        elif t.role == "buffers" and wanted is not None and narrower(t.format, wanted):
+            yield _plain("buffers", t.name, wanted, t.format)
+        elif t.role == "optimizer":
+            yield from _of_state(declaration, t)
+    if recording.optimizers:
+        yield from _of_update(declaration, recording, tensors)
+
+
+def _of_update(declaration: Declaration, recording: Recording, tensors: Sequence[TensorRow]) -> Iterator[Deviation]:
+    """Yield 16-bit weights that are not updated as the level says."""
+    narrow = [t for t in tensors if t.role == "weights" and t.format in _SIXTEEN_BIT]
+    updates = {getattr(optimizer, "update", None) for optimizer in recording.optimizers}
+    if declaration.update == "masters":
+        mastered = {t.name.partition(":")[0] for t in tensors if t.role == "masters"}
+        by_hand = _has_outside_masters(tensors)
+        yield from (_plain("masters", t.name, "an fp32 master", "none")
+                    for t in narrow if not by_hand and t.name not in mastered)  # fmt: skip
+    elif declaration.update != "plain" and narrow and declaration.update not in updates:
+        yield _plain("update", None, declaration.update, "plain updates of 16-bit weights")
+
+
+def _of_state(declaration: Declaration, t: TensorRow) -> Iterator[Deviation]:
+    level = declaration.level
+    assert level is not None
+    pure = level.casts and level.update == "plain"
+    wanted = declaration.weights.get(t.module or "", level.weights) if pure else "fp32"
+    if narrower(t.format, wanted) and not _is_code(t.format):
+        yield _plain("optimizer-state", t.name, wanted, t.format)
+
+
+def _has_outside_masters(tensors: Iterable[TensorRow]) -> bool:
+    """Return whether an optimizer steps FP32 tensors that are no parameters of the model: masters made by hand."""
+    return any(t.role == "masters" and " of " in t.name and t.format == "fp32" for t in tensors)
+
+
+def _of_switches(declaration: Declaration, seen: Sequence[_Seen]) -> Iterator[Deviation]:
+    """Yield TF32 that the script allows on CUDA, where the step has not run there."""
+    if declaration.products != frozenset(("fp32",)) or any(one.entry.device == "cuda" for one in seen):
+        return
+    if Switches.now().cuda_matmul == "tf32" and any(one.entry.kind in MULTIPLYING for one in seen):
+        yield _plain("tf32", None, "fp32", "tf32, allowed by torch.backends.cuda.matmul on CUDA")
+
+
+# -- deviations --------------------------------------------------------------------------------------------------------
+
+
+def _deviation(kind: str, one: _Seen, expected: str, actual: str) -> Deviation:
+    row = one.row
+    return Deviation(
+        kind=kind, module=row.module, source_line=row.source_line, operation=row.operation, expected=expected,
+        actual=actual, advice=KINDS[kind].advice, phases=(row.phase,), calls=row.calls,
+    )  # fmt: skip
+
+
+def _plain(kind: str, module: str | None, expected: str, actual: str) -> Deviation:
+    return Deviation(
+        kind=kind, module=module, source_line=None, operation="", expected=expected, actual=actual,
+        advice=KINDS[kind].advice,
+    )  # fmt: skip
+
+
+def _listed(formats: Iterable[str]) -> str:
+    return " or ".join(sorted(formats))
+
+
+def _merged(found: Iterable[Deviation]) -> list[Deviation]:
+    """Return deviations of one kind at one place as one: what a forward does, its backward does too."""
+    merged: dict[tuple[str, str | None, str | None, str], Deviation] = {}
+    listed = list(found)
+    forward = {(d.module, d.source_line): d.kind for d in listed if d.kind in _WIDE and "forward" in d.phases}
+    for one in listed:
+        if one.kind in _WIDE and "backward" in one.phases:  # it has the forward's reason
+            kind = forward.get((one.module, one.source_line), one.kind)
+            one = replace(one, kind=kind, advice=KINDS[kind].advice)  # noqa: PLW2901
+        key = (one.kind, one.module, one.source_line, "" if one.operation else one.actual)
+        known = merged.get(key)
+        if known is None:
+            merged[key] = one
+        else:
+            phases = tuple(dict.fromkeys((*known.phases, *one.phases)))
+            merged[key] = replace(known, phases=phases, calls=known.calls + one.calls)
+    return list(merged.values())

@@ -1,0 +1,99 @@
+"""Files of a receipt: text, Markdown, JSON and HTML."""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from plimsoll.errors import ArgumentError
+from plimsoll.receipts import page, terminal, wording
+from plimsoll.text import printable, size
+
+if TYPE_CHECKING:
+    from plimsoll.receipts.result import Receipt
+
+_WIDTH = 120
+
+
+def text(receipt: "Receipt", *, full: bool = False) -> str:
+    """Return the receipt as plain text of at most 120 columns."""
+    target = Console(file=io.StringIO(), width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    with target.capture() as captured:
+        target.print(terminal.renderable(receipt, full=full))
+    return printable("\n".join(line.rstrip() for line in captured.get().rstrip().split("\n")))
+
+
+def as_json(receipt: "Receipt") -> str:
+    """Return the receipt as JSON in printable ASCII."""
+    return json.dumps(receipt.to_dict(), indent=2, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def markdown(receipt: "Receipt") -> str:
+    """Return the receipt as Markdown, for an issue or a pull request."""
+    parts = [f"**{_escaped(receipt.verdict)}**", _escaped(wording.facts(receipt))]
+    groups = wording.deviation_groups(receipt.deviations)
+    if groups:
+        rows = [(g.title, g.where, g.first.expected, g.first.actual, g.first.advice) for g in groups]
+        parts.append(_table(("deviation", "where", "expected", "got", "what to do"), rows))
+    lines = wording.operation_lines(receipt.rows)
+    if lines:
+        phases = wording.phases_of(lines)
+        rows_of_lines = [(x.what, x.formats, x.sums, *(x.count(phase) for phase in phases), x.where) for x in lines]
+        parts.append(_table(("operation", "formats", "sums", *phases, "where"), rows_of_lines))
+    if receipt.tensors:
+        kept = [(x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in wording.tensor_lines(receipt.tensors)]
+        parts.append(_table(("tensors", "format", "number", "size"), kept))
+    closing = [wording.memory_words(receipt.memory), wording.cache_words(receipt), *receipt.notes]
+    parts.append("\n".join(f"- {_escaped(line)}" for line in closing if line))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    clean = printable(cell, lines=False)
+    for sign in ("\\", "|", "<", "*", "`", "["):
+        clean = clean.replace(sign, f"\\{sign}")
+    return clean
+
+
+_FORMS: Mapping[str, Callable[["Receipt"], str]] = {
+    ".html": page.html, ".json": as_json, ".md": markdown, ".txt": text,
+}  # fmt: skip
+ENDINGS = tuple(_FORMS)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write; raise `ArgumentError` for another ending, or without its folder."""
+    place = Path(path)
+    if place.suffix not in _FORMS:
+        raise ArgumentError(
+            f"receipt: expected a file that ends in {', '.join(_FORMS)}; got {os.fspath(place)!r}. Choose one of these."
+        )
+    if not place.parent.is_dir() or place.is_dir():
+        raise ArgumentError(
+            f"receipt: expected a file in a folder that exists; got {os.fspath(place)!r}. Make its folder first."
+        )
+    return place
+
+
+def write(receipt: "Receipt", path: str | os.PathLike[str]) -> None:
+    """Write a receipt in the form that the path's ending names.
+
+    Raises:
+        ArgumentError: The ending is none of these, or the file cannot be written.
+    """
+    place = check_path(path)
+    try:
+        place.write_text(_FORMS[place.suffix](receipt), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"receipt: expected a file that can be written; got {os.fspath(place)!r} ({error.strerror}). Name another."
+        ) from error

@@ -1,0 +1,87 @@
+"""Notes of a receipt: facts that are worth knowing and contradict nothing that was declared."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from plimsoll.emulate.casting.operation_lists import CUDA
+from plimsoll.emulate.dispatch.thread_frame import categories_of
+from plimsoll.receipts.declared.deviations import CROSS_ENTROPY, is_left_by_autocast
+from plimsoll.receipts.recording.entries import Entry
+from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
+from plimsoll.receipts.recording.training import Recording
+from plimsoll.receipts.recording.values import narrower
+from plimsoll.receipts.rows import Row
+from plimsoll.text import counted
+
+
+def notes_of(recording: Recording, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the notes of a recording."""
+    return tuple(_notes(recording, rows))
+
+
+def _notes(recording: Recording, rows: Sequence[Row]) -> Iterator[str]:
+    entries = recording.entries
+    if not recording.backwards:
+        yield "No backward ran: nothing of the output requires a gradient, or gradients are off."
+    elif not recording.optimizers:
+        yield "No optimizer stepped: give a whole step as step=... to have its arithmetic and state in the receipt."
+    yield from _of_autocast(entries)
+    yield from _of_compiled(recording, entries)
+    partial = Counter(entry.partial for entry in entries if entry.partial is not None and entry.device == "cuda")
+    for fmt in partial:
+        yield (
+            f"Partial sums of products may be added in {fmt} (torch's default): "
+            f"torch.backends.cuda.matmul.allow_{fmt}_reduced_precision_reduction = False forbids it."
+        )
+    emulated = sum(entry.calls for entry in entries if entry.where == "emulated" and entry.kind in MULTIPLYING)
+    if emulated:
+        yield f"{counted(emulated, 'product')} emulated: other formats compute, the rounding is that of the row."
+    unknown = sum(row.calls for row in rows if row.kind in MULTIPLYING and row.accumulate is None)
+    if unknown:
+        yield f"The accumulator of {counted(unknown, 'product')} is unknown on this device."
+    custom = dict.fromkeys(row.operation for row in rows if row.kind == "custom")
+    if custom:
+        yield f"Known by name only: {', '.join(custom)}."
+
+
+def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield what autocast has left in 16 bits here and casts to FP32 on CUDA, and weights that it cast again."""
+    high = categories_of(CUDA)
+    left, in_cross_entropy = Counter[str](), False
+    for entry in entries:
+        name = listed_as(entry.base)
+        low = any(narrower(fmt, "fp32") for fmt in entry.operands)
+        if not low or entry.phase != "forward" or entry.where == "emulated" or high.get(name) != "high":
+            continue
+        if entry.kind == "softmax" and entry.part_of == CROSS_ENTROPY:
+            in_cross_entropy = True
+        elif is_left_by_autocast(entry):
+            left[name] += entry.calls
+    if left:
+        yield (
+            f"torch's autocast for CPUs leaves {', '.join(sorted(left))} in 16 bits; on CUDA they run in FP32, as they "
+            "do everywhere under plimsoll.prepare."
+        )
+    if in_cross_entropy:
+        yield (
+            "cross_entropy took the logarithm of its softmax in 16 bits: it asks for the dtype of its logits, which no "
+            "autocast overrules. Give it logits.float()."
+        )
+    fallen = sum(e.calls for e in entries if e.cause == "autocast" and e.output == "fp32" and e.kind == "cast")
+    if fallen:
+        yield f"autocast cast {counted(fallen, 'tensor')} up to FP32 for operations on its FP32 list."
+
+
+def _of_compiled(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
+    for name, regions in recording.backends.items():
+        yield f"{counted(regions, 'region')} compiled by {name}."
+    for failure in dict.fromkeys(recording.failures):
+        yield f"A compiled graph could not be read, and is recorded by name: {failure}."
+    if any(entry.where == "compiled" for entry in entries):
+        config = sys.modules.get("torch._inductor.config")
+        if config is not None and not getattr(config, "emulate_precision_casts", False):
+            yield (
+                "Fused kernels compute 16-bit operations in FP32 and round once at their end; eager code rounds after "
+                "each operation (torch._inductor.config.emulate_precision_casts)."
+            )

@@ -1,0 +1,124 @@
+"""A receipt as a page: one HTML file that loads nothing, and the part of it that a notebook shows."""
+
+import html as escaping
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from plimsoll.receipts import wording
+from plimsoll.text import printable, size
+
+if TYPE_CHECKING:
+    from plimsoll.receipts.result import Receipt
+
+# The colours are those of the report (report/page/files/css/base.css).
+_STYLE = """
+:root { --paper: #ffffff; --ink: #1d252c; --soft: #5a656f; --line: #e1e5e9; --wash: #f4f6f8;
+  --alarm: #b3301f; --healthy: #18724f; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14191f; --ink: #e3e8ed; --soft: #9aa5b0; --line: #2b333c; --wash: #1b222a;
+    --alarm: #ff8d7d; --healthy: #63c79b; } }
+* { box-sizing: border-box; }
+html { background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+body { max-width: 76rem; margin: 0 auto; padding: clamp(1rem, 2.4vw, 2rem); }
+h1 { margin: 0; font-size: 1.5rem; line-height: 1.25; text-wrap: balance; }
+h1.deviates { color: var(--alarm); } h1.clean { color: var(--healthy); }
+h2 { margin: 2.25rem 0 0.5rem; font-size: 1.05rem; }
+h3 { margin: 0; font-size: 1rem; }
+p, ul { margin: 0.25rem 0; }
+.soft, th, summary { color: var(--soft); }
+.deviation { margin: 1rem 0; padding: 0.25rem 0 0.25rem 1rem; border-left: 3px solid var(--alarm); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 1.2rem 0.3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+th { font-weight: 500; white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+td.name { overflow-wrap: anywhere; }
+code { font: 0.92em ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+summary { cursor: pointer; margin: 2.25rem 0 0.5rem; }
+@media print { details > * { display: block; } }
+"""
+_RIGHT = frozenset(("forward", "recomputation", "backward", "optimizer", "number", "size", "calls", "bytes"))
+
+
+def html(receipt: "Receipt") -> str:
+    """Return the receipt as one page. It loads nothing, and shows every row on demand."""
+    rows = "".join(_rows(receipt))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{_text(receipt.subject)}: precision receipt</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<main>\n{_body(receipt)}\n{rows}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def fragment(receipt: "Receipt") -> str:
+    """Return the receipt for a notebook, which has colours and sizes of its own."""
+    return f"<div>{_body(receipt)}</div>"
+
+
+def _body(receipt: "Receipt") -> str:
+    return "\n".join(_sections(receipt))
+
+
+def _sections(receipt: "Receipt") -> Iterator[str]:
+    state = "" if receipt.declared is None else ' class="deviates"' if receipt.deviations else ' class="clean"'
+    yield f"<h1{state}>{_text(receipt.verdict)}</h1>"
+    yield f'<p class="soft">{_text(wording.facts(receipt))}</p>'
+    for group in wording.deviation_groups(receipt.deviations):
+        when = f" ({group.when})" if group.when else ""
+        yield (
+            f'<section class="deviation"><h3>{_text(group.title)}</h3>'
+            + (f"<p><code>{_text(group.where)}</code></p>" if group.where else "")
+            + f"<p>Expected {_text(group.first.expected)}; got {_text(group.first.actual)}{_text(when)}.</p>"
+            f"<p>{_text(group.first.advice)}</p></section>"
+        )
+    lines = wording.operation_lines(receipt.rows)
+    if lines:
+        phases = wording.phases_of(lines)
+        yield "<h2>Operations</h2>"
+        yield _table(
+            ("operation", "formats", "sums", *phases, "bytes", "where"),
+            ((x.what, x.formats, x.sums, *(x.count(phase) for phase in phases), size(x.bytes), x.where) for x in lines),
+        )
+    if receipt.tensors:
+        yield "<h2>Tensors that last</h2>"
+        kept = ((x.role, x.format, f"{x.count:,}", size(x.bytes)) for x in wording.tensor_lines(receipt.tensors))
+        yield _table(("tensors", "format", "number", "size"), kept)
+    closing = [wording.memory_words(receipt.memory), wording.cache_words(receipt), *receipt.notes]
+    if any(closing):
+        yield "<h2>Notes</h2>"
+        yield "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in closing if line) + "</ul>"
+
+
+def _rows(receipt: "Receipt") -> Iterator[str]:
+    if receipt.rows:
+        yield f"<details><summary>All {len(receipt.rows):,} rows, in the order of the step</summary>"
+        yield _table(
+            ("phase", "operation", "module", "line", "formats", "sums", "calls", "bytes"),
+            (
+                (r.phase, r.operation, r.module or "", r.source_line or "", r.formats, r.accumulate or "",
+                 f"{r.calls:,}", size(r.bytes))
+                for r in receipt.rows
+            ),
+        )  # fmt: skip
+        yield "</details>"
+    if receipt.settings:
+        yield "<details><summary>Settings</summary>"
+        yield _table(("setting", "value"), receipt.settings.items())
+        yield "</details>"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    classes = ["number" if head in _RIGHT else "name" for head in heads]
+    head = "".join(f'<th scope="col" class="{c}">{_text(h)}</th>' for h, c in zip(heads, classes, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{c}">{_text(x)}</td>' for x, c in zip(row, classes, strict=True)) + "</tr>\n"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _text(text: str) -> str:
+    return escaping.escape(printable(text, lines=False))

@@ -1,0 +1,1 @@
+"""Recording of one training step: operations, memory, compiled code."""

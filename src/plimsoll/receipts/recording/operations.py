@@ -1,0 +1,131 @@
+"""The kinds of operations: products, casts, reductions and others, by their names in torch's dispatcher."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from plimsoll.tracing.operation_schema import Facts
+from plimsoll.tracing.tensor_memory import tensors_in
+
+Kind = Literal[
+    "product", "attention", "cast", "normalization", "softmax", "loss", "reduction", "embedding", "collective",
+    "pointwise", "exact", "custom", "module",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MULTIPLYING = ("product", "attention")
+
+# The tensors that a product multiplies, by the schema's names. A bias is added afterwards and is no operand.
+_FACTORS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), ("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", "mat2")),
+    **dict.fromkeys(("baddbmm", "addbmm"), ("batch1", "batch2")),
+    "mv": ("self", "vec"),
+    "addmv": ("mat", "vec"),
+    "addr": ("vec1", "vec2"),
+    **dict.fromkeys(("dot", "vdot"), ("self", "tensor", "other")),
+    **dict.fromkeys(("matmul", "einsum"), ("self", "other", "tensors")),
+    **dict.fromkeys(("linear", "_mkl_linear", "_linear_pointwise"), ("input", "X", "weight", "W", "self", "MKL_W")),
+    "linear_backward": ("self", "grad_output", "weight"),
+    **dict.fromkeys(
+        (
+            "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "_convolution_pointwise",
+            "conv_tbc",
+        ),
+        ("input", "self", "X", "weight", "W"),
+    ),
+    "convolution_backward": ("grad_output", "input", "weight"),
+    "_trilinear": ("i1", "i2", "i3"),
+    **dict.fromkeys(("lstm", "gru", "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), ("input", "weight", "weight0")),
+}  # fmt: skip
+CONVOLUTIONS = frozenset(name for name in _FACTORS if "conv" in name)
+_NORMALIZATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
+_LOSSES = (
+    "mse_loss", "nll_loss", "nll_loss2d", "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss",
+    "huber_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "kl_div", "_ctc_loss",
+    "cross_entropy_loss", "l1_loss", "linear_cross_entropy",
+)  # fmt: skip
+_REDUCTIONS = frozenset((
+    "sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "cumsum", "cumprod",
+    "logcumsumexp", "nansum", "_foreach_norm", "index_add", "scatter_add", "scatter_reduce", "segment_reduce", "trace",
+    "cdist", "_cdist_forward", "renorm",
+))  # fmt: skip
+# They move, select, fill or compare values and round none, so that no dtype of theirs loses anything.
+_EXACT = frozenset((
+    "_foreach_copy", "_foreach_max", "_foreach_zero", "_pin_memory", "_reshape_copy", "_unsafe_view", "abs",
+    "_chunk_cat", "all_gather_copy_in", "amax", "amin", "bernoulli", "cat", "chunk_cat", "clamp", "clamp_max",
+    "clamp_min", "clone",
+    "constant_pad_nd", "copy", "detach", "empty", "empty_like", "empty_permuted", "empty_strided", "expand_copy",
+    "eye", "fill", "flip", "full", "full_like", "gather", "index", "index_put", "index_select", "lift", "lift_fresh",
+    "masked_fill", "masked_scatter", "masked_select", "max", "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward", "max_pool3d_with_indices", "maximum", "min", "minimum", "neg", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "normal", "ones", "ones_like", "rand", "rand_like",
+    "randn", "randn_like", "reflection_pad1d", "reflection_pad2d", "relu", "repeat", "repeat_interleave",
+    "replication_pad2d", "resize", "roll", "scalar_tensor", "scatter", "select_backward", "select_scatter", "set",
+    "sign", "slice_backward", "slice_scatter", "sort", "split_with_sizes_copy", "stack", "threshold_backward", "topk",
+    "tril", "triu", "uniform", "unsafe_split", "view_copy", "where", "zero", "zeros", "zeros_like",
+))  # fmt: skip
+_OURS = "plimsoll."
+# Names of torch's lists of autocast, where the dispatcher's differ from them.
+_LISTED_AS = {
+    "_softmax": "softmax", "_log_softmax": "log_softmax", "_safe_softmax": "softmax",
+    "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "_fused_rms_norm": "rms_norm",
+    "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss2d", "_cdist_forward": "cdist",
+    "_ctc_loss": "ctc_loss", "cross_entropy_loss": "nll_loss",
+}  # fmt: skip
+
+
+_ATTENTIONS = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+_NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (  # parts of names
+    ("attention", _ATTENTIONS),
+    ("normalization", _NORMALIZATIONS),
+    ("softmax", ("softmax", "logsumexp")),
+    ("embedding", ("embedding",)),
+)
+_OWN_CASTS = ("cast", "block_cast", "fp8_cast", "pack", "block_pack", "cast_out", "block_cast_out")
+
+
+@functools.lru_cache(maxsize=8192)
+def kind_of(facts: Facts) -> Kind:
+    """Return the kind of an operation; "custom" for operators of others, which are known by name only."""
+    base = facts.base
+    plain = base.removesuffix("_backward").removesuffix("_forward")
+    exact: tuple[tuple[bool, Kind], ...] = (
+        (facts.collective, "collective"),
+        (base in _FACTORS, "product"),
+        (facts.cast or facts.name.startswith("prims.convert_element_type"), "cast"),
+        (facts.name.startswith(_OURS) and base in _OWN_CASTS, "cast"),
+        (plain in _LOSSES, "loss"),
+        (base in _REDUCTIONS, "reduction"),
+        (base in _EXACT or facts.view, "exact"),
+    )
+    found: Kind | None = next((kind for holds, kind in exact if holds), None)
+    if found is None:
+        found = next((kind for kind, parts in _NAMES if any(part in base for part in parts)), None)
+    if found is not None:
+        return found
+    return "pointwise" if facts.name.startswith(("aten.", "prims.", _OURS, "inductor.")) else "custom"
+
+
+def listed_as(base: str) -> str:
+    """Return the name that lists of operations have for an operation of the dispatcher."""
+    return _LISTED_AS.get(base, base)
+
+
+def factors(facts: Facts, given: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a product multiplies; of any other operation its floating tensors."""
+    named = factors_of_names(facts, given)
+    chosen = given.values() if named is None else named
+    found: list[Tensor] = []
+    for value in chosen:
+        found += [x for x in tensors_in(value) if named is not None or x.is_floating_point()]
+    return found
+
+
+def factors_of_names(facts: Facts, given: Mapping[str, Any]) -> list[Any] | None:
+    """Return a product's arguments that are multiplied; None for an operation that multiplies nothing."""
+    names = _FACTORS.get(facts.base)
+    if names is None and kind_of(facts) == "attention":
+        names = ("query", "key", "value")
+    return None if names is None else [given[name] for name in names if name in given]

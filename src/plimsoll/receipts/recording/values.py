@@ -1,0 +1,164 @@
+"""Memory during a step: which is alive, and which formats the values in it have passed through.
+
+A tensor in FP32 whose values were BF16 a moment ago holds BF16 values: what a product of it can lose is BF16's. So each
+piece of memory is known by the narrowest format that its values have been rounded to and not computed with since.
+"""
+
+import functools
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import FormatError
+from plimsoll.formats import BLOCKS, ELEMENTS, BlockFormat, Format, get, get_element
+from plimsoll.kernels.operators.cast_spec import BlockSpec, CastSpec
+from plimsoll.tracing.tensor_memory import parts_of
+
+Role = Literal["weights", "buffers", "gradients", "optimizer", "inputs", "other"]
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype's format; torch's own name where it is none: "bf16", "int64"."""
+    if not dtype.is_floating_point:
+        return str(dtype).removeprefix("torch.")
+    try:
+        return get_element(dtype, "receipt").name
+    except FormatError:
+        return str(dtype).removeprefix("torch.")
+
+
+def spec_name(spec: list[int]) -> str:
+    """Return the catalogue's name of the format that a cast of Plimsoll rounds to, from the operator's integers."""
+    if len(spec) == len(CastSpec._fields):
+        return _element_name(CastSpec(*spec).format)
+    found = BlockSpec.from_ints(spec)
+    element, scale = _element_name(found.element.format), _element_name(found.scale.format)
+    for fmt in BLOCKS:
+        if (fmt.element.name, fmt.block, fmt.scale.name, fmt.tensor_scale) == (
+            element, found.block, scale, found.tensor_scale,
+        ):  # fmt: skip
+            return fmt.name
+    return element
+
+
+def _element_name(found: Format) -> str:
+    same = (fmt for fmt in ELEMENTS if (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.specials)
+            == (found.exponent_bits, found.mantissa_bits, found.bias, found.specials))  # fmt: skip
+    return next((fmt.name for fmt in same), found.name)
+
+
+@functools.cache
+def holds(wide: str, narrow: str) -> bool:
+    """Return whether a format has every value of another one. Blocks count by their elements, which scales move."""
+    try:
+        a, b = get(wide), get(narrow)
+    except FormatError:
+        return wide == narrow
+    if isinstance(b, BlockFormat):
+        return isinstance(a, Format) and a.mantissa_bits >= b.element.mantissa_bits and a.exponent_bits >= 8
+    if isinstance(a, BlockFormat):
+        return False
+    return a.mantissa_bits >= b.mantissa_bits and a.max >= b.max and a.smallest_subnormal <= b.smallest_subnormal
+
+
+def narrower(format_name: str, than: str) -> bool:
+    """Return whether a format lacks values that another one has."""
+    return format_name != than and not holds(format_name, than)
+
+
+def size_bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements; those that it repeats (`expand`) count once."""
+    if x.layout != torch.strided:
+        return 0
+    count = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= int(size) if stride or not size else 1
+    return count * x.element_size()
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A piece of memory."""
+
+    bytes: int
+    role: Role
+    values: str  # the format that its values have
+    scripted: bool = False  # whether code of the script has rounded them to it
+    producer: Any = None  # the entry of the operation that made it
+    cast_of: int | None = None  # the parameter's memory, if this is its cast by autocast
+    uses: int = 0  # of such a cast, by operations of the forward
+    reference: Any = field(default=None, repr=False)
+
+
+class Memory:
+    """All memory that operations of the step have met."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Held] = {}
+        self.live: Counter[Role] = Counter()
+        self.peak = 0
+        self.at_peak: dict[Role, int] = {}
+
+    def close(self) -> None:
+        """Forget everything; memory that dies later is not counted."""
+        self._held.clear()
+
+    def restart(self) -> None:
+        """Begin to look for the peak again."""
+        self.peak = 0
+        self._grow("other", 0)
+
+    def key(self, x: Tensor) -> int | None:
+        """Return the identity of a tensor's memory; None where it has none of its own."""
+        storage = _storage(x)
+        return None if storage is None else int(storage._cdata)  # noqa: SLF001
+
+    def of(self, x: Tensor, role: Role = "inputs") -> Held | None:
+        """Return what is known of a tensor's memory. Memory that is new is noted, under that role."""
+        storage = _storage(x)
+        if storage is None:
+            return None
+        key = int(storage._cdata)  # noqa: SLF001
+        held = self._held.get(key)
+        size = int(storage.nbytes())
+        if held is None:
+            held = self._held[key] = Held(size, role, dtype_name(x.dtype))
+            held.reference = weakref.ref(storage, functools.partial(self._dies, key))
+            self._grow(role, size)
+        elif held.bytes != size:  # `fully_shard` frees memory by resizing it
+            self._grow(held.role, size - held.bytes)
+            held.bytes = size
+        return held
+
+    def assign(self, x: Tensor, role: Role) -> None:
+        """Note the role of a tensor's memory."""
+        for part in parts_of(x):
+            held = self.of(part, role)
+            if held is not None and held.role != role:
+                self.live[held.role] -= held.bytes
+                self.live[role] += held.bytes
+                held.role = role
+
+    def _grow(self, role: Role, size: int) -> None:
+        self.live[role] += size
+        total = sum(self.live.values())
+        if total > self.peak:
+            self.peak, self.at_peak = total, dict(self.live)
+
+    def _dies(self, key: int, reference: object) -> None:
+        held = self._held.get(key)
+        if held is not None and held.reference is reference:
+            del self._held[key]
+            self.live[held.role] -= held.bytes
+
+
+def _storage(x: Tensor) -> Any:
+    try:
+        return cast("Any", x).untyped_storage()
+    except (RuntimeError, NotImplementedError):  # wrappers of other tensors, and layouts without memory of their own
+        return None

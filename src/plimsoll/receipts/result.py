@@ -1,0 +1,108 @@
+"""`Receipt`: what one training step really ran in, and where that differs from what was declared."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from plimsoll.notebook_repr import NotebookRepr
+from plimsoll.receipts.rows import Deviation, MemoryUse, Row, TensorRow
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt(NotebookRepr):
+    """Precision receipt of one training step.
+
+    Attributes:
+        subject: Name of the model, script or run.
+        did: Parts of the step that ran: "forward", "backward", and the names of the optimizers that stepped.
+        declared: Name of the level, policy or plan that the step is held against; None: nothing was declared.
+        rows: Operations, in the order in which they first ran.
+        deviations: Differences from what was declared, the gravest first. Empty if there are none, or if nothing was
+            declared.
+        tensors: Parameters, buffers, gradients, optimizer state and masters.
+        memory: Bytes alive and moved.
+        settings: torch's switches and versions that the step ran with.
+        notes: Facts that are worth knowing and contradict nothing that was declared.
+        parameters: Number of parameters' values.
+        cache_hits: Casts of weights that autocast did not repeat, since it had kept them.
+        cache_misses: Casts of weights by autocast.
+    """
+
+    subject: str
+    did: tuple[str, ...] = ()
+    declared: str | None = None
+    rows: tuple[Row, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
+    tensors: tuple[TensorRow, ...] = ()
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    notes: tuple[str, ...] = ()
+    parameters: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what was declared, and how many deviations there are."""
+        from plimsoll.receipts.wording import verdict
+
+        return verdict(self)
+
+    def of_module(self, glob: str) -> tuple[Row, ...]:
+        """Return the rows of the modules that match a name or glob; the root is "model"."""
+        from plimsoll.receipts.wording import matches
+
+        return tuple(row for row in self.rows if row.module is not None and matches(row.module, glob))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the receipt as data that JSON can hold."""
+        return {
+            "receipt": 1,
+            "subject": self.subject,
+            "verdict": self.verdict,
+            "declared": self.declared,
+            "did": list(self.did),
+            "parameters": self.parameters,
+            "deviations": [deviation.to_dict() for deviation in self.deviations],
+            "notes": list(self.notes),
+            "memory": self.memory.to_dict(),
+            "cache": {"hits": self.cache_hits, "misses": self.cache_misses},
+            "settings": dict(self.settings),
+            "rows": [row.to_dict() for row in self.rows],
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the receipt to a file: .html, .json, .md or .txt.
+
+        Raises:
+            ArgumentError: The path ends in something else, or cannot be written.
+        """
+        from plimsoll.receipts.files import write
+
+        write(self, path)
+
+    def table(self, *, full: bool = False) -> "RenderableType":
+        """Return the receipt for the terminal.
+
+        Args:
+            full: Whether every row is listed. Default: rows that are alike are one line.
+        """
+        from plimsoll.receipts.terminal import renderable
+
+        return renderable(self, full=full)
+
+    def __str__(self) -> str:
+        """Return the receipt as plain text."""
+        from plimsoll.receipts.files import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from plimsoll.receipts.page import fragment
+
+        return fragment(self)

@@ -1,0 +1,221 @@
+"""A receipt in few words: the verdict, deviations of one cause as one, rows that are alike as one line."""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from plimsoll.receipts.declared.kinds import KINDS
+from plimsoll.receipts.recording.operations import KINDS as OPERATION_KINDS
+from plimsoll.receipts.rows import Deviation, MemoryUse, Row, TensorRow
+from plimsoll.text import counted, grouped, size
+
+if TYPE_CHECKING:
+    from plimsoll.receipts.result import Receipt
+
+_PHASES = ("forward", "recomputation", "backward", "optimizer")
+_ROLES = ("weights", "masters", "buffers", "gradients", "optimizer")
+_CAUSES = {
+    "script": "the script", "autocast": "autocast", "torch": "torch itself", "level": "Plimsoll",
+    "emulation": "an emulation", "backward": "the backward of a cast", "operation": "the operation itself",
+}  # fmt: skip
+
+
+def verdict(receipt: "Receipt") -> str:
+    """Return what was declared, and how many deviations there are."""
+    if receipt.declared is None:
+        return "Nothing declared."
+    groups = deviation_groups(receipt.deviations)
+    if not groups:
+        return f"Declared {receipt.declared}. No deviations."
+    places = sum(len(group.modules) or 1 for group in groups)
+    where = f" in {places:,} places" if places > len(groups) else ""
+    return f"Declared {receipt.declared}. {counted(len(groups), 'deviation')}{where}."
+
+
+def matches(module: str, glob: str) -> bool:
+    """Return whether a module has that name, or a name like the glob."""
+    return module == glob or fnmatch.fnmatchcase(module, glob)
+
+
+def facts(receipt: "Receipt") -> str:
+    """Return what ran, on which devices."""
+    did = ", ".join(receipt.did) or "nothing"
+    size_of = f"{receipt.subject}, {receipt.parameters:,} parameters" if receipt.parameters else receipt.subject
+    devices = receipt.settings.get("devices")
+    return f"{size_of}: {did}{f' on {devices}' if devices else ''}."
+
+
+# -- deviations --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviationGroup:
+    """Deviations of one kind with one line, in one or several modules."""
+
+    first: Deviation
+    modules: tuple[str, ...]
+    calls: int
+
+    @property
+    def title(self) -> str:
+        """The kind, as a sentence."""
+        meaning = KINDS[self.first.kind].meaning
+        return f"{meaning[0].upper()}{meaning[1:]}"
+
+    @property
+    def where(self) -> str:
+        """The line and the modules."""
+        parts = [self.first.source_line or "", grouped(self.modules) if self.modules else ""]
+        return " in ".join(part for part in parts if part)
+
+    @property
+    def when(self) -> str:
+        """The phases, and how many operations."""
+        phases = " and ".join(self.first.phases)
+        many = f", {counted(self.calls, 'call')}" if self.calls > 1 and self.first.operation else ""
+        return f"{phases}{many}" if phases else ""
+
+
+def deviation_groups(deviations: Iterable[Deviation]) -> list[DeviationGroup]:
+    """Return the deviations, those alike in kind, line and formats as one; in their order."""
+    found: dict[tuple[object, ...], list[Deviation]] = {}
+    for one in deviations:
+        module = "" if one.source_line else _pattern(one.module)
+        key = (one.kind, one.source_line, one.expected, one.actual, one.advice, module)
+        found.setdefault(key, []).append(one)
+    return [
+        DeviationGroup(
+            first=several[0],
+            modules=tuple(dict.fromkeys(one.module for one in several if one.module is not None)),
+            calls=sum(one.calls for one in several),
+        )
+        for several in found.values()
+    ]
+
+
+def _pattern(name: str | None) -> str:
+    """Return what tensors without a line have in common: nothing but their kind, since one cause makes them all."""
+    return "" if name is None else name.partition(":")[2]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationLine:
+    """Rows that are alike but for their modules and lines."""
+
+    first: Row
+    calls: Counter[str]  # by phase
+    modules: tuple[str, ...]
+    bytes: int
+
+    @property
+    def what(self) -> str:
+        """The kind; of a cast with who asked for it."""
+        row = self.first
+        name = f"cast by {_CAUSES[row.cause]}" if row.cause is not None else row.kind
+        return name if row.where == "eager" else f"{name}, {row.where}"
+
+    @property
+    def sums(self) -> str:
+        """The format that is added up in."""
+        row = self.first
+        if row.accumulate is None:
+            return "unknown" if row.kind in ("product", "attention") else ""
+        return f"{row.accumulate}, partial sums {row.partial}" if row.partial is not None else row.accumulate
+
+    @property
+    def formats(self) -> str:
+        """Operands and result."""
+        return self.first.formats + ("" if self.first.rounded else " (not rounded)")
+
+    def count(self, *phases: str) -> str:
+        """Return the number of calls in some phases; empty for none."""
+        total = sum(self.calls[phase] for phase in phases)
+        return f"{total:,}" if total else ""
+
+    @property
+    def where(self) -> str:
+        """The modules in few words."""
+        return grouped(self.modules, 2)
+
+
+def operation_lines(rows: Iterable[Row]) -> list[OperationLine]:
+    """Return rows as lines by kind and formats, products first; without those that round nothing."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        if row.kind != "exact":
+            key = (row.kind, row.formats, row.accumulate, row.partial, row.cause, row.where, row.rounded)
+            found.setdefault(key, []).append(row)
+    lines = [_line(several) for several in found.values()]
+    return sorted(lines, key=lambda line: (OPERATION_KINDS.index(line.first.kind), -sum(line.calls.values())))
+
+
+def _line(several: Sequence[Row]) -> OperationLine:
+    calls: Counter[str] = Counter()
+    for row in several:
+        calls[row.phase] += row.calls
+    return OperationLine(
+        first=several[0],
+        calls=calls,
+        modules=tuple(dict.fromkeys(row.module for row in several if row.module is not None)),
+        bytes=sum(row.bytes for row in several),
+    )
+
+
+# -- tensors and memory ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLine:
+    """Tensors of one role and format."""
+
+    role: str
+    format: str
+    count: int
+    bytes: int
+    names: tuple[str, ...]
+
+
+def tensor_lines(tensors: Iterable[TensorRow]) -> list[TensorLine]:
+    """Return tensors by role and format."""
+    found: dict[tuple[str, str], list[TensorRow]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.role, tensor.format), []).append(tensor)
+    lines = [
+        TensorLine(role=role, format=fmt, count=len(several), bytes=sum(t.bytes for t in several),
+                   names=tuple(t.name for t in several))
+        for (role, fmt), several in found.items()
+    ]  # fmt: skip
+    return sorted(lines, key=lambda line: (_ROLES.index(line.role), -line.bytes))
+
+
+def memory_words(memory: MemoryUse) -> str:
+    """Return the bytes of a step in one sentence."""
+    parts = [
+        f"{size(getattr(memory, name))} {name}"
+        for name in ("weights", "gradients", "optimizer", "activations")
+        if getattr(memory, name)
+    ]
+    if not memory.peak:
+        return ""
+    return f"Memory: {', '.join(parts)}; at most {size(memory.peak)} at once. {size(memory.moved)} read and written."
+
+
+def cache_words(receipt: "Receipt") -> str:
+    """Return what autocast's cache did; empty where autocast cast no weight."""
+    if not receipt.cache_misses:
+        return ""
+    return (
+        f"autocast cast weights {counted(receipt.cache_misses, 'time')} and used kept casts "
+        f"{counted(receipt.cache_hits, 'time')}."
+    )
+
+
+def phases_of(lines: Iterable[OperationLine]) -> list[str]:
+    """Return the phases in which something ran, in their order."""
+    ran = {phase for line in lines for phase, count in line.calls.items() if count}
+    return [phase for phase in _PHASES if phase in ran]

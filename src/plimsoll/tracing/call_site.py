@@ -1,0 +1,221 @@
+"""Where an operation was called from: the user's line, and the module whose forward runs.
+
+Python's own stack says both, so nothing has to be hooked. Files are told apart by their path: torch's, Plimsoll's and
+Python's own are never the user's.
+"""
+
+import ast
+import bisect
+import functools
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import fx, nn
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({str(Path(sysconfig.get_paths()[key])) + os.sep for key in ("purelib", "platlib")})
+
+# Between a dispatch mode and the code that it observes: torch keeps its compiler out of modes.
+_BETWEEN = ("utils/_python_dispatch.py", "_ops.py", "_compile.py", "_dynamo/eval_frame.py")
+_UNSEEN = tuple(str(Path(torch.__file__).parent / file) for file in _BETWEEN)
+
+Call = TypeVar("Call")
+
+_CALLS = "calls a module"
+_ENGINE = "runs a backward"
+_CHECKPOINT = "recomputes"
+_OPTIMIZER = "steps an optimizer"
+_SHARDING = "shards parameters"
+_GRAPH = "runs a graph of torch.fx"
+_USER = "the user's"
+_FILES = {
+    str(Path("nn", "modules", "module.py")): _CALLS,
+    str(Path("autograd", "graph.py")): _ENGINE,
+    str(Path("utils", "checkpoint.py")): _CHECKPOINT,
+    str(Path("distributed", "fsdp", "_fully_shard", "_fsdp_param_group.py")): _SHARDING,
+}
+
+
+@dataclass(slots=True)
+class Place:
+    """Where an operation was called from."""
+
+    file: str | None = None
+    line: int = 0
+    function: str = ""
+    module: nn.Module | None = None
+    root: nn.Module | None = None  # the outermost module that runs
+    recomputing: bool = False
+    optimizer: bool = False
+    sharding: bool = False  # `fully_shard` gathers or reduces
+    node: fx.Node | None = None  # of a graph that is run as Python code
+
+    @property
+    def text(self) -> str:
+        """The text of the line."""
+        return "" if self.file is None else linecache.getline(self.file, self.line).strip()
+
+
+def look(*, backward: bool = False) -> Place:
+    """The place of the operation that is called now; in a backward, not beyond what runs the backward."""
+    place = Place()
+    frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if backward and kind is _ENGINE and frame.f_code.co_name == "_engine_run_backward":
+            break
+        if kind is not None:
+            _note(place, frame, kind, backward=backward)
+        frame = frame.f_back
+    if backward and place.module is not None:
+        place.recomputing = True
+    return place
+
+
+def _note(place: Place, frame: FrameType, kind: str, *, backward: bool) -> None:
+    """Note what a frame says of the place; inner frames come first."""
+    if kind is _USER:
+        if place.file is None:
+            place.file, place.line, place.function = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    elif kind is _CALLS and frame.f_code.co_name == "_call_impl":
+        _take_module(place, frame.f_locals)
+    elif kind is _CHECKPOINT:
+        place.recomputing = place.recomputing or (backward and place.file is not None)
+    elif kind is _OPTIMIZER:
+        place.optimizer = True
+    elif kind is _SHARDING:
+        _take_sharded(place, frame.f_locals)
+    elif kind is _GRAPH and place.node is None:
+        place.node = _node_at(frame.f_locals.get("self"), frame.f_lineno)
+
+
+def _node_at(module: Any, line: int) -> fx.Node | None:
+    """Return the node of a graph whose code stands at a line of its module's forward."""
+    numbers: Mapping[int, int] | None = getattr(module, "_lineno_map", None)
+    if not isinstance(module, fx.GraphModule) or numbers is None:
+        return None
+    number = numbers.get(line - int(getattr(module, "_prologue_start", 0)))
+    return None if number is None else next(itertools.islice(module.graph.nodes, number, None), None)
+
+
+def _take_sharded(place: Place, variables: Mapping[str, Any]) -> None:
+    place.sharding = True
+    modules = getattr(variables.get("self"), "modules", ())
+    if place.module is None and modules:
+        place.module = modules[0]
+
+
+Owner = Literal["user", "torch", "plimsoll"]
+
+
+def owner_of(file: str) -> Owner:
+    """Return whose code a file holds; libraries other than torch count as the user's."""
+    return "torch" if file.startswith(_TORCH) else "plimsoll" if file.startswith(_OURS) else "user"
+
+
+class Caller(NamedTuple):
+    """The innermost Python code that runs: whose it is, its file and function, and the name of what it calls."""
+
+    owner: Owner
+    file: str
+    function: str
+    callee: str  # "" where that cannot be known
+
+
+def innermost(beyond: tuple[str, ...]) -> Caller:
+    """Return the code that makes the present call into torch.
+
+    Args:
+        beyond: Beginnings of paths: frames of these files are passed over, as those of the observer.
+    """
+    frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_filename.startswith((*beyond, *_UNSEEN)):
+        frame = frame.f_back
+    if frame is None:
+        return Caller("torch", "", "", "")
+    file = frame.f_code.co_filename
+    return Caller(owner_of(file), file, frame.f_code.co_name, _callee(frame.f_code, frame.f_lasti))
+
+
+@functools.lru_cache(maxsize=8192)
+def _callee(code: CodeType, instruction: int) -> str:
+    """Return the name of the function that an instruction calls, by its place in the source."""
+    positions = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    first, last, start, end = positions
+    if first is None or last is None or start is None or end is None:
+        return ""
+    lines = [line.encode() for line in linecache.getlines(code.co_filename)[first - 1 : last]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        called = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return ""
+    function = called.func if isinstance(called, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _take_module(place: Place, variables: Mapping[str, Any]) -> None:
+    module = variables.get("self")
+    if isinstance(module, nn.Module) and not isinstance(module, fx.GraphModule):
+        place.root = module
+        if place.module is None:
+            place.module = module
+
+
+class ForwardIndex(Generic[Call]):
+    """Forward operations by the number of their autograd node, for the operations of a backward to be looked up."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[int, Call]] = {}  # number -> thread, operation
+        self._numbers: list[int] = []  # ascending
+        self._last: Call | None = None  # of the backward: what sums of gradients belong to
+
+    def note(self, call: Call, number: int) -> Call:
+        """Note a forward operation by its node's number. The first of a node names it, and is returned."""
+        thread = threading.get_ident()  # each counts its nodes by itself
+        known = self._calls.get(number)
+        if known is None:
+            bisect.insort(self._numbers, number)
+        elif known[0] == thread:
+            return known[1]
+        self._calls[number] = thread, call
+        return call
+
+    def of(self, node: Any) -> Call | None:
+        """Return the forward operation that a node differentiates; between nodes, the last one."""
+        if node is None:
+            return self._last
+        if node.name().endswith("AccumulateGrad"):
+            return None
+        place = bisect.bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001
+        self._last = self._calls[self._numbers[place - 1]][1] if place else None
+        return self._last
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(file: str) -> str | None:
+    """Whose file it is."""
+    if file.startswith(_TORCH):
+        inside = file[len(_TORCH) :]
+        return _OPTIMIZER if inside.startswith("optim" + os.sep) else _FILES.get(inside)
+    if file.startswith("<eval_with_key"):
+        return _GRAPH
+    library = file.startswith(_LIBRARIES) and not file.startswith(_INSTALLED)
+    if library or file.startswith((_OURS, "<frozen")):
+        return None
+    return _USER
