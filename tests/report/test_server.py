@@ -1,6 +1,7 @@
 """The live page's API: what it answers about runs of every kind, and that no run, however odd, makes it fail."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.report.figure_registry import FIGURES, figures_of
 from plimsoll.report.live.server.app import App, app
 from plimsoll.report.page.answers import OFFERED
+from plimsoll.report.page.assets import FILES
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
@@ -380,6 +382,48 @@ def test_assets_are_asked_for_again_only_when_they_changed(served: App) -> None:
     again = asked.get("/assets/plotly.min.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert set(asked.get("/assets/templates.json").json()) == {"light", "dark"}
+
+
+def test_addresses_of_a_version_are_kept_for_ever_and_others_asked_for_again(served: App) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    index = asked.get("/")
+    assert index.headers["cache-control"] == "no-cache"
+    places = set(re.findall(r'(?:href|src)="([^"#]+)"', index.text))
+    assert len(places) > 20 and all(re.match(r"/assets/[0-9a-f]{16}/", place) for place in places)
+    for place in places:
+        answer = asked.get(place)
+        assert answer.status_code == 200 and "immutable" in answer.headers["cache-control"], place
+        plain = asked.get(f"/assets/{place.split('/', 3)[3]}")
+        assert (plain.content, plain.headers["cache-control"]) == (answer.content, "no-cache")
+    # A page of the version before asks for files that are there under the present version.
+    former = asked.get("/assets/0123456789abcdef/plotly.min.js")
+    assert (former.status_code, former.headers["cache-control"]) == (200, "no-cache")
+
+
+def test_every_module_is_named_in_the_page_so_that_all_are_fetched_at_once(served: App) -> None:
+    index = TestClient(served, base_url="http://localhost:8642").get("/").text
+    named = re.findall(r'rel="modulepreload" href="/assets/\w+/js/([\w/]+\.js)"', index)
+    modules = {path.relative_to(FILES / "js").as_posix() for path in (FILES / "js").rglob("*.js")}
+    assert set(named) == modules - {"first.js"} and len(named) == len(set(named))
+
+
+@each(
+    "accepts",
+    [("gzip", True), ("br, gzip;q=0.5", True), ("identity", False), ("gzip;q=0", False), ("", False), ("xgzip", False)],
+)
+def test_files_and_large_answers_are_compressed_for_those_who_ask(served: App, accepts: tuple[str, bool]) -> None:
+    header, packed = accepts
+    asked = TestClient(served, base_url="http://localhost:8642")
+    for path in ("/", "/assets/plotly.min.js", "/api/runs/sound"):
+        answer = asked.get(path, headers={"accept-encoding": header})
+        assert (answer.headers.get("content-encoding") == "gzip") == packed, path
+        assert answer.headers["vary"] == "accept-encoding"
+        plain = asked.get(path, headers={"accept-encoding": "identity"})
+        assert answer.content == plain.content and "content-encoding" not in plain.headers
+        sent = int(answer.headers["content-length"])
+        assert sent < 0.5 * len(plain.content) if packed else sent == len(plain.content)
+    small = asked.get("/api/figures/none", headers={"accept-encoding": header})
+    assert "content-encoding" not in small.headers
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def _target(draw: random.Random, runs: list[str]) -> str:
 def _header(draw: random.Random) -> str:
     name = draw.choice(("Cookie", "Authorization", "Sec-Fetch-Site", "If-None-Match", "Range", "Expect", "Upgrade",
                         "Content-Length", "Transfer-Encoding", "Host", "X" * 2000, "Accept-Encoding"))  # fmt: skip
+    text = draw.choice(TEXTS)[:500].replace("\n", "").replace("\r", "")
     words = ("Bearer x", "cross-site", "100-continue", "websocket", "chunked", "-1", "99999999999", "a=b; c",
-             "bytes=0-1", "evil.example", draw.choice(TEXTS)[:500].replace("\n", "").replace("\r", ""))  # fmt: skip
+             "bytes=0-1", "evil.example", "gzip, deflate", text)  # fmt: skip
     return f"{name}: {draw.choice(words)}"
