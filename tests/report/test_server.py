@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
@@ -54,6 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _edit(root / "odd manifest", world_size="many", created=[])
     shutil.copytree(root / "sound", root / "no numbers")
     _edit(root / "no numbers", settings={"lr": float("nan"), "\ud800": [float("inf")]})
+    with RunWriter(root / "logged") as writer:
+        for step in range(1510):
+            values = {"acc": float("nan") if step in (30, 31, 32) else step % 7, "epoch": step / 100, "nonfinite": 0.0}
+            more = {"loss": 1.0, "lr": 1e-3, "loss:b": 1.0, "cast:m:weights": 1.0} if step < 10 else {}
+            writer.write(Scalars(step=step, values=values | more))
+    RunWriter(root / "settings 1", settings={"lr": 0.1, "every": 10, "optimizer": {"lr": 0.5, "betas": [0.9]}}).close()
+    RunWriter(root / "settings 2", settings={"lr": "0.1", "every": 10, "optimizer": {"lr": None}}).close()
     (root / "newer").mkdir()
     (root / "newer" / "run.json").write_text('{"schema": 99, "plimsoll": "run"}')
     (root / "list").mkdir()
@@ -134,6 +142,19 @@ def test_verdicts_come_in_the_background(get: Any, served: App) -> None:
     rows = {run["id"]: run for run in get("/api/runs")["runs"]}
     assert rows["sound"]["state"] == "healthy" and rows["sound"]["verdict"].startswith("Healthy up to step")
     assert rows["sweeps/low 1"]["state"] == "alarm" and rows["empty"]["state"] == "empty"
+
+
+def test_settings_are_columns_for_those_who_ask(get: Any) -> None:
+    answer = get("/api/runs")
+    names = {each["name"]: each["differs"] for each in answer["settings"]}
+    assert names["lr"] and names["every"]  # not all runs have them
+    assert all(run["settings"] == {} for run in answer["runs"])
+    rows = {run["id"]: run["settings"] for run in get("/api/runs?column=lr&column=odd&column=optimizer.lr")["runs"]}
+    assert rows["settings 1"] == {"lr": 0.1, "optimizer.lr": 0.5}
+    assert rows["settings 2"] == {"lr": "0.1", "optimizer.lr": None}
+    assert rows["no numbers"] == {"lr": "NaN"} and rows["sound"] == {}
+    columns = "&".join("column=lr" for _ in range(17))
+    assert "at most 16 columns" in get(f"/api/runs?{columns}", 422)["error"]
 
 
 # -- one run
@@ -370,6 +391,36 @@ def test_an_answer_is_made_once_for_each_state_of_a_run(served: App, monkeypatch
     for _ in range(3):
         assert asked.get("/api/runs/one%20step/figure/scale_curve?format=bf16").status_code == 200
     assert len(made) == 1
+
+
+# -- scalars
+
+
+def test_a_scalar_is_all_its_values_or_means_between_extremes(get: Any, folder: Path) -> None:
+    steps, values = Run(folder / "logged").scalars("acc")
+    answer = get("/api/runs/logged/scalar", name="acc")
+    each = -(-len(steps) // 600)
+    assert each == 3 and answer["each"] == each and len(answer["step"]) == -(-len(steps) // each)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    for place in (0, 5, len(answer["step"]) - 1):
+        part = finite[each * place : each * (place + 1)]
+        expected = np.nanmean(part), np.nanmin(part), np.nanmax(part)
+        assert [answer[key][place] for key in ("mean", "low", "high")] == pytest.approx(expected, rel=1e-5)
+    assert answer["nonfinite"] == 3 and answer["mean"][10] is None  # steps 30 to 32 have no finite value
+    assert answer["epoch"][20] == pytest.approx(answer["step"][20] / 100)
+    short = get("/api/runs/logged/scalar", name="lr")
+    assert short["each"] == 1 and "low" not in short and short["mean"] == pytest.approx([1e-3] * 10)
+    assert "epoch" not in get("/api/runs/logged/scalar", name="epoch")
+    assert "epoch" not in get("/api/runs/sound/scalar", name="loss")
+
+
+def test_scalars_come_in_the_order_in_which_they_are_asked_about(get: Any) -> None:
+    assert get("/api/runs/logged")["scalars"] == ["loss", "loss:b", "acc", "epoch", "lr", "nonfinite", "cast:m:weights"]
+
+
+@each("query, status", [({}, 422), ({"name": "x", "axis": "y"}, 422), ({"name": "none"}, 404), ({"name": ""}, 422)])
+def test_a_scalar_that_is_not_there_is_refused(get: Any, query: dict[str, str], status: int) -> None:
+    assert "serve: expected" in get("/api/runs/logged/scalar", status, **query)["error"]
 
 
 # -- the static page

@@ -14,6 +14,7 @@ from plimsoll.formats import FP32, BlockFormat, get, get_element
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
 from plimsoll.report.figure_registry import expected_height
 from plimsoll.report.page.figures import offered
+from plimsoll.report.page.scalars import in_order
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, jsonable
 from plimsoll.runs import Event
@@ -41,7 +42,7 @@ def run_answer(view: View, summary: Summary, root: Path | None = None) -> dict[s
         "shown": summary_text.run_shown(summary, view.events),
         "collections": _in_display_order(view.run.tensors),
         "collection_labels": LABELS,
-        "scalars": view.run.scalar_names,
+        "scalars": in_order(view.run.scalar_names),
         "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
         "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
         "settings": view.run.settings,

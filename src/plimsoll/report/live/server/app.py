@@ -129,13 +129,14 @@ def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
 
         inner.api_route(path, methods=["GET", "HEAD"], response_model=None)(endpoint)
 
-    get("/api/runs", lambda _: answers.runs())
+    get("/api/runs", lambda request: answers.runs(request.query_params.getlist("column")))
     get("/api/figures", lambda _: answers.figures())
     get("/api/runs/{id}", lambda request: answers.run(_part(request, "id")))
     get(
         "/api/runs/{id}/figure/{figure}",
         lambda request: answers.figure(_part(request, "id"), _part(request, "figure"), _query(request)),
     )
+    get("/api/runs/{id}/scalar", lambda request: answers.scalar(_part(request, "id"), _query(request)))
     get("/api/runs/{id}/whatif", lambda request: answers.whatif(_part(request, "id"), _query(request)))
     get("/api/compare", lambda request: answers.compare(*_pair(_query(request))))
     get("/api/compare/figure/{figure}", lambda request: _compare_figure(answers, request))
