@@ -128,6 +128,7 @@ COLLECTIONS: tuple[TensorCollection, ...] = (
         phase="update",
         step_order=5,
         display_order=6,
+        heatmaps=("ratio", "unmoved"),
     ),
 )
 

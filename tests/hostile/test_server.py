@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -78,6 +79,8 @@ def checked(answer: bytes, request: object) -> int | None:
     assert 200 <= status < 500, (request, answer[:500])
     fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
     kind, body = fields.get(b"content-type", b""), body[: int(fields.get(b"content-length", len(body)))]
+    if fields.get(b"content-encoding") == b"gzip" and body:
+        body = gzip.decompress(body)
     if status == 400:  # no request at all, which uvicorn says
         assert kind.startswith(b"text/plain") and (not body or b"Invalid HTTP request received." in body)
         return status

@@ -198,7 +198,7 @@ def test_the_policy_allows_no_foreign_and_no_inline_script() -> None:
 def test_the_page_has_no_inline_script() -> None:
     from plimsoll.report.page.assets import assets
 
-    markup = assets()["index.html"].body.decode()
+    markup = assets()[1]["index.html"].body.decode()
     assert "<script>" not in markup and " onload=" not in markup and " onclick=" not in markup
     assert "http://" not in markup and "https://" not in markup
 

@@ -1,6 +1,7 @@
 """The live page's API: what it answers about runs of every kind, and that no run, however odd, makes it fail."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the live page needs the extra serve: pip install '.[serve]'")
@@ -21,6 +23,7 @@ from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.report.figure_registry import FIGURES, figures_of
 from plimsoll.report.live.server.app import App, app
 from plimsoll.report.page.answers import OFFERED
+from plimsoll.report.page.assets import FILES
 from plimsoll.report.verdicts.run_summary import summary
 from plimsoll.runs import Run, RunWriter, Scalars
 from tests.support.cases import each
@@ -52,6 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _edit(root / "odd manifest", world_size="many", created=[])
     shutil.copytree(root / "sound", root / "no numbers")
     _edit(root / "no numbers", settings={"lr": float("nan"), "\ud800": [float("inf")]})
+    with RunWriter(root / "logged") as writer:
+        for step in range(1510):
+            values = {"acc": float("nan") if step in (30, 31, 32) else step % 7, "epoch": step / 100, "nonfinite": 0.0}
+            more = {"loss": 1.0, "lr": 1e-3, "loss:b": 1.0, "cast:m:weights": 1.0} if step < 10 else {}
+            writer.write(Scalars(step=step, values=values | more))
+    RunWriter(root / "settings 1", settings={"lr": 0.1, "every": 10, "optimizer": {"lr": 0.5, "betas": [0.9]}}).close()
+    RunWriter(root / "settings 2", settings={"lr": "0.1", "every": 10, "optimizer": {"lr": None}}).close()
     (root / "newer").mkdir()
     (root / "newer" / "run.json").write_text('{"schema": 99, "plimsoll": "run"}')
     (root / "list").mkdir()
@@ -132,6 +142,19 @@ def test_verdicts_come_in_the_background(get: Any, served: App) -> None:
     rows = {run["id"]: run for run in get("/api/runs")["runs"]}
     assert rows["sound"]["state"] == "healthy" and rows["sound"]["verdict"].startswith("Healthy up to step")
     assert rows["sweeps/low 1"]["state"] == "alarm" and rows["empty"]["state"] == "empty"
+
+
+def test_settings_are_columns_for_those_who_ask(get: Any) -> None:
+    answer = get("/api/runs")
+    names = {each["name"]: each["differs"] for each in answer["settings"]}
+    assert names["lr"] and names["every"]  # not all runs have them
+    assert all(run["settings"] == {} for run in answer["runs"])
+    rows = {run["id"]: run["settings"] for run in get("/api/runs?column=lr&column=odd&column=optimizer.lr")["runs"]}
+    assert rows["settings 1"] == {"lr": 0.1, "optimizer.lr": 0.5}
+    assert rows["settings 2"] == {"lr": "0.1", "optimizer.lr": None}
+    assert rows["no numbers"] == {"lr": "NaN"} and rows["sound"] == {}
+    columns = "&".join("column=lr" for _ in range(17))
+    assert "at most 16 columns" in get(f"/api/runs?{columns}", 422)["error"]
 
 
 # -- one run
@@ -370,6 +393,36 @@ def test_an_answer_is_made_once_for_each_state_of_a_run(served: App, monkeypatch
     assert len(made) == 1
 
 
+# -- scalars
+
+
+def test_a_scalar_is_all_its_values_or_means_between_extremes(get: Any, folder: Path) -> None:
+    steps, values = Run(folder / "logged").scalars("acc")
+    answer = get("/api/runs/logged/scalar", name="acc")
+    each = -(-len(steps) // 600)
+    assert each == 3 and answer["each"] == each and len(answer["step"]) == -(-len(steps) // each)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    for place in (0, 5, len(answer["step"]) - 1):
+        part = finite[each * place : each * (place + 1)]
+        expected = np.nanmean(part), np.nanmin(part), np.nanmax(part)
+        assert [answer[key][place] for key in ("mean", "low", "high")] == pytest.approx(expected, rel=1e-5)
+    assert answer["nonfinite"] == 3 and answer["mean"][10] is None  # steps 30 to 32 have no finite value
+    assert answer["epoch"][20] == pytest.approx(answer["step"][20] / 100)
+    short = get("/api/runs/logged/scalar", name="lr")
+    assert short["each"] == 1 and "low" not in short and short["mean"] == pytest.approx([1e-3] * 10)
+    assert "epoch" not in get("/api/runs/logged/scalar", name="epoch")
+    assert "epoch" not in get("/api/runs/sound/scalar", name="loss")
+
+
+def test_scalars_come_in_the_order_in_which_they_are_asked_about(get: Any) -> None:
+    assert get("/api/runs/logged")["scalars"] == ["loss", "loss:b", "acc", "epoch", "lr", "nonfinite", "cast:m:weights"]
+
+
+@each("query, status", [({}, 422), ({"name": "x", "axis": "y"}, 422), ({"name": "none"}, 404), ({"name": ""}, 422)])
+def test_a_scalar_that_is_not_there_is_refused(get: Any, query: dict[str, str], status: int) -> None:
+    assert "serve: expected" in get("/api/runs/logged/scalar", status, **query)["error"]
+
+
 # -- the static page
 
 
@@ -380,6 +433,48 @@ def test_assets_are_asked_for_again_only_when_they_changed(served: App) -> None:
     again = asked.get("/assets/plotly.min.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert set(asked.get("/assets/templates.json").json()) == {"light", "dark"}
+
+
+def test_addresses_of_a_version_are_kept_for_ever_and_others_asked_for_again(served: App) -> None:
+    asked = TestClient(served, base_url="http://localhost:8642")
+    index = asked.get("/")
+    assert index.headers["cache-control"] == "no-cache"
+    places = set(re.findall(r'(?:href|src)="([^"#]+)"', index.text))
+    assert len(places) > 20 and all(re.match(r"/assets/[0-9a-f]{16}/", place) for place in places)
+    for place in places:
+        answer = asked.get(place)
+        assert answer.status_code == 200 and "immutable" in answer.headers["cache-control"], place
+        plain = asked.get(f"/assets/{place.split('/', 3)[3]}")
+        assert (plain.content, plain.headers["cache-control"]) == (answer.content, "no-cache")
+    # A page of the version before asks for files that are there under the present version.
+    former = asked.get("/assets/0123456789abcdef/plotly.min.js")
+    assert (former.status_code, former.headers["cache-control"]) == (200, "no-cache")
+
+
+def test_every_module_is_named_in_the_page_so_that_all_are_fetched_at_once(served: App) -> None:
+    index = TestClient(served, base_url="http://localhost:8642").get("/").text
+    named = re.findall(r'rel="modulepreload" href="/assets/\w+/js/([\w/]+\.js)"', index)
+    modules = {path.relative_to(FILES / "js").as_posix() for path in (FILES / "js").rglob("*.js")}
+    assert set(named) == modules - {"first.js"} and len(named) == len(set(named))
+
+
+@each(
+    "accepts",
+    [("gzip", True), ("br, gzip;q=0.5", True), ("identity", False), ("gzip;q=0", False), ("", False), ("xgzip", False)],
+)
+def test_files_and_large_answers_are_compressed_for_those_who_ask(served: App, accepts: tuple[str, bool]) -> None:
+    header, packed = accepts
+    asked = TestClient(served, base_url="http://localhost:8642")
+    for path in ("/", "/assets/plotly.min.js", "/api/runs/sound"):
+        answer = asked.get(path, headers={"accept-encoding": header})
+        assert (answer.headers.get("content-encoding") == "gzip") == packed, path
+        assert answer.headers["vary"] == "accept-encoding"
+        plain = asked.get(path, headers={"accept-encoding": "identity"})
+        assert answer.content == plain.content and "content-encoding" not in plain.headers
+        sent = int(answer.headers["content-length"])
+        assert sent < 0.5 * len(plain.content) if packed else sent == len(plain.content)
+    small = asked.get("/api/figures/none", headers={"accept-encoding": header})
+    assert "content-encoding" not in small.headers
 
 
 @pytest.mark.parametrize(

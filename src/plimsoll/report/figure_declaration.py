@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from plimsoll.diagnosis import View
 
 Drawn = TypeVar("Drawn", bound=Callable[..., Any])
+# Expected height of a drawing in pixels, for a view and the arguments of the drawing.
+Height = Callable[["View", Mapping[str, Any]], int]
 
 # Arguments that a query may name, and the parameter each sets.
 PARAMETER_OF = {
@@ -46,6 +48,11 @@ class Declared:
     offered: Literal["scale", "layers"] | None
     cases: "Callable[[View], Iterable[Case]] | None"
     of_finding: "Callable[..., Figure] | None"
+    height: int | Height
+
+    def expected_height(self, view: "View", arguments: Mapping[str, Any]) -> int:
+        """Return about how high a drawing will be, in pixels, without drawing it."""
+        return self.height if isinstance(self.height, int) else self.height(view, arguments)
 
 
 DECLARED: dict[str, Declared] = {}
@@ -69,6 +76,7 @@ def figure(
     offered: Literal["scale", "layers"] | None = None,
     cases: "Callable[[View], Iterable[Case]] | None" = None,
     of_finding: "Callable[..., Figure] | None" = None,
+    height: int | Height = 400,
 ) -> Callable[[Drawn], Drawn]:
     """Declare a function as a figure.
 
@@ -81,6 +89,8 @@ def figure(
         cases: The drawings in that section, for a view. Default: one, without arguments.
         of_finding: Draws the figure of a finding, from a view, the finding, and keyword arguments that the finding's
             rule may add. Default: the function with the view alone.
+        height: The expected height in pixels, legend included, or a function that returns it. The page reserves that
+            room, so that nothing moves when the figure arrives.
 
     Raises:
         ArgumentError: Another function has this name.
@@ -108,6 +118,7 @@ def figure(
             offered=offered,
             cases=cases,
             of_finding=of_finding,
+            height=height,
         )
         return function
 

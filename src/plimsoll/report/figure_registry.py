@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import plimsoll.report.figures as shipped
-from plimsoll.diagnosis import Finding
+from plimsoll.diagnosis import Finding, View
 from plimsoll.diagnosis.rules.registry import guarded, rule_of
 from plimsoll.errors import ArgumentError
 from plimsoll.report.drawing.plotly_parts import Source, view_of
@@ -25,6 +25,14 @@ FIGURES: Mapping[str, Callable[..., "Figure"]] = Figures()
 def figures_of(runs: int) -> dict[str, Declared]:
     """Return the declared figures of one run or of two, by name in alphabetical order."""
     return {name: DECLARED[name] for name in FIGURES if runs in DECLARED[name].runs}
+
+
+def expected_height(view: View, finding: Finding) -> int:
+    """Return about how high the figure of a finding will be, in pixels. 0: there is no figure of its name."""
+    if finding.figure not in FIGURES:
+        return 0
+    arguments = {"collection": finding.collection, "findings": (finding,)}
+    return DECLARED[finding.figure].expected_height(view, arguments)
 
 
 def figure_for(run: Source, finding: Finding) -> "Figure":

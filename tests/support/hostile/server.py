@@ -158,7 +158,8 @@ def questions(run_id: str, other: str) -> list[str]:
     figures = [f"{run}/figure/{name}" for name in figures_of(1)]
     named = "collection=gradients&name=a.weight"
     return [
-        "/api/runs", run, *figures, f"{run}/whatif?format=fp16", f"{run}/whatif?format=e11m52&collection=weights",
+        "/api/runs", "/api/runs?column=every&column=deep", run, *figures, f"{run}/scalar?name=loss",
+        f"{run}/scalar?name=nonfinite", f"{run}/whatif?format=fp16", f"{run}/whatif?format=e11m52&collection=weights",
         f"{run}/whatif?format=mxfp8_e4m3", f"{run}/figure/spectrogram?{named}&formats=e4m3,fp64",
         f"{run}/figure/heatmap?statistic=lost&format=e5m2", f"{run}/figure/code_usage?{named}&format=e4m3",
         f"{run}/figure/loss_and_scale?finding=0", f"{run}/figure/underflow_over_time?finding=0", f"/api/compare?{pair}",
@@ -200,6 +201,7 @@ def _target(draw: random.Random, runs: list[str]) -> str:
         "formats",
         "shift",
         "finding",
+        "column",
         "a",
         "b",
         "token",
@@ -212,7 +214,8 @@ def _target(draw: random.Random, runs: list[str]) -> str:
     )
     path = draw.choice((
         draw.choice(known), draw.choice(known), f"/api/runs/{run}/figure/{figure}", f"/api/runs/{run}/whatif",
-        "/api/compare", f"/api/compare/figure/{figure}", f"/api/runs/{text()}", f"/{text()}", f"/assets/{text()}", "/",
+        f"/api/runs/{run}/scalar", "/api/runs", "/api/compare", f"/api/compare/figure/{figure}",
+        f"/api/runs/{text()}", f"/{text()}", f"/assets/{text()}", "/",
         f"/api/runs/{run}/{text()}", f"//{text()}", "*", "http://evil.example/", f"/api/../{run}", f"/assets/../{run}",
     ))  # fmt: skip
     return f"{path}{'&' if '?' in path else '?'}{query}" if query else path
@@ -221,6 +224,7 @@ def _target(draw: random.Random, runs: list[str]) -> str:
 def _header(draw: random.Random) -> str:
     name = draw.choice(("Cookie", "Authorization", "Sec-Fetch-Site", "If-None-Match", "Range", "Expect", "Upgrade",
                         "Content-Length", "Transfer-Encoding", "Host", "X" * 2000, "Accept-Encoding"))  # fmt: skip
+    text = draw.choice(TEXTS)[:500].replace("\n", "").replace("\r", "")
     words = ("Bearer x", "cross-site", "100-continue", "websocket", "chunked", "-1", "99999999999", "a=b; c",
-             "bytes=0-1", "evil.example", draw.choice(TEXTS)[:500].replace("\n", "").replace("\r", ""))  # fmt: skip
+             "bytes=0-1", "evil.example", "gzip, deflate", text)  # fmt: skip
     return f"{name}: {draw.choice(words)}"

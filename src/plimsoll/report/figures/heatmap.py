@@ -1,6 +1,6 @@
 """`heatmap`: layers down, steps across, colour is a number of each layer at each step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +38,45 @@ _SHARE_TICKS = (0.0, 0.01, 0.05, 0.25, 0.5, 1.0)
 _COUNT_TICKS = (0, 1, 10, 100, 1000, 10_000, 1_000_000)
 
 
-_LABELS = {"underflow": "Underflow", "zero": "Zeros", "norm": "Norm", "std": "Standard deviation"}
+# In the order of the page's list, whose first entry is shown at first.
+_LABELS = {
+    "underflow": "Underflow of {}",
+    "ratio": "Update / weight",
+    "norm": "Norm of {}",
+    "std": "Standard deviation of {}",
+    "zero": "Zeros of {}",
+    "unmoved": "Weights that did not move",
+}
 
 
 def _cases(view: View) -> list[Case]:
-    """Each statistic of each collection that was recorded."""
+    """Return each statistic of each collection that was recorded, without heat maps that can only be blank."""
     return [
         Case(
-            label=f"{label} of {collection_words(collection.name)}",
+            label=label.format(collection_words(collection.name)),
             arguments={"statistic": statistic, "collection": collection.name},
         )
         for statistic, label in _LABELS.items()
         for collection in IN_DISPLAY_ORDER
-        if statistic in collection.heatmaps and collection.name in view.run.tensors
+        if statistic in collection.heatmaps
+        and collection.name in view.run.tensors
+        and not (statistic == "underflow" and _flushes_nothing(view_formats(view, collection.name)))
     ]
 
 
-@figure(offered="layers", cases=_cases)
+def height_of_rows(rows: int) -> int:
+    """Return the height of a heat map, in pixels."""
+    return min(max(170 + 22 * rows, 260), 680)
+
+
+def _height(view: View, arguments: Mapping[str, Any]) -> int:
+    names = view.run.tensors.get(str(arguments.get("collection") or "gradients"), ())
+    if arguments.get("statistic", "underflow") == "underflow" and arguments.get("collection") in (None, "gradients"):
+        names = {name.rpartition(".")[0] for name in names}  # of parameter gradients a row is a module
+    return height_of_rows(len(names))
+
+
+@figure(offered="layers", cases=_cases, height=_height)
 def heatmap(
     run: Source,
     statistic: str = "underflow",
@@ -93,7 +115,9 @@ def heatmap(
     matrix = kind.of(view, collection)
     if matrix is None or np.isnan(matrix.values).all():
         return nothing("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
-    note = _says_nothing_is_lost(view_formats(view, collection), statistic)
+    formats = view_formats(view, collection)
+    wide = statistic == "underflow" and _flushes_nothing(formats)
+    note = f"recorded in {', '.join(formats)}, which flushes nothing" if wide else ""
     return painted("heatmap", title, note, kind, matrix, meta, focus=focus, since_step=since_step)
 
 
@@ -103,7 +127,7 @@ def _underflow_of_finding(view: View, finding: Finding, **arguments: Any) -> "Fi
     )
 
 
-@figure(name="underflow_heatmap", of_finding=_underflow_of_finding)
+@figure(name="underflow_heatmap", of_finding=_underflow_of_finding, height=_height)
 def underflow_heatmap(run: Source, collection: str = "gradients", **more: Any) -> "Figure":
     """Heat map of underflow: `heatmap` with this statistic."""
     return heatmap(run, "underflow", collection, **more)
@@ -133,7 +157,7 @@ def painted(
         "xaxis": dict(STEP_AXIS),
         "yaxis": drawn.axis,
         "coloraxis": drawn.colours,
-        "height": int(min(max(170 + 22 * drawn.count, 260), 680)),
+        "height": height_of_rows(drawn.count),
         "shapes": shapes,
         "annotations": notes,
     }
@@ -266,7 +290,7 @@ def series_of(rows: Rows, matrix: Matrix) -> list[str | None]:
     return [name if len(name) <= _LONGEST_NAME else None for name in names]
 
 
-def _says_nothing_is_lost(formats: Sequence[str], statistic: str) -> str:
+def _flushes_nothing(formats: Sequence[str]) -> bool:
+    """Return whether all formats reach as far down as FP32."""
     known = [get(name) for name in formats]
-    wide = all(isinstance(fmt, Format) and fmt.exponent_bits >= FP32.exponent_bits for fmt in known)
-    return f"recorded in {', '.join(formats)}, which flushes nothing" if statistic == "underflow" and wide else ""
+    return bool(known) and all(isinstance(fmt, Format) and fmt.exponent_bits >= FP32.exponent_bits for fmt in known)

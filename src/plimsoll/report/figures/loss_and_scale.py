@@ -1,6 +1,6 @@
 """`loss_and_scale`: the loss, the loss scale, skipped steps, a guard's acts and the findings, on one time axis."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +41,16 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return loss_and_scale(view, [finding], **arguments)
 
 
-@figure(runs=(1, 2), offered="scale", of_finding=_of_finding)
+def _height(view: View, arguments: Mapping[str, Any]) -> int:
+    findings = min(len(arguments.get("findings", ())), _MOST_FINDINGS + 1)
+    acts = any(event.kind == "guard" for event in view.events)
+    heights = [_PANELS[name] for name in ("loss", "scale") if len(view.scalar(name)[0])]
+    heights += [_LANE * (findings + acts)] if findings + acts else []
+    legend = 30 if len(heights) > 1 else 0
+    return sum(heights) + _GAP * max(len(heights) - 1, 0) + _AROUND + legend
+
+
+@figure(runs=(1, 2), offered="scale", of_finding=_of_finding, height=_height)
 def loss_and_scale(
     run: Source,
     findings: Sequence[Finding] | None = None,

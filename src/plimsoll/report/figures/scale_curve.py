@@ -28,7 +28,7 @@ _COSTS: WeakKeyDictionary[Narrow, dict[Format, tuple[Ints, Floats, Floats]]] = W
 _WIDE_BINADES = 100  # formats that reach farther are no one's trouble
 
 
-@figure(offered="scale", cases=if_scaled("Loss scale"))
+@figure(offered="scale", cases=if_scaled("Loss scale"), height=430)
 def scale_curve(
     run: Source, fmt: object = None, collection: str = "gradients", *, until: int | None = None
 ) -> "Figure":

@@ -37,7 +37,7 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return scale_window(view, since_step=finding.since_step, **arguments)
 
 
-@figure(offered="scale", cases=if_scaled("Scales that work"), of_finding=_of_finding)
+@figure(offered="scale", cases=if_scaled("Scales that work"), of_finding=_of_finding, height=450)
 def scale_window(
     run: Source,
     fmt: object = None,

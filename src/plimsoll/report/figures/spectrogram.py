@@ -45,7 +45,7 @@ def _of_finding(view: "View", finding: Finding, **arguments: Any) -> "Figure":
     return spectrogram(view, finding.collection, finding.where[0], since_step=finding.since_step, **arguments)
 
 
-@figure(of_finding=_of_finding)
+@figure(of_finding=_of_finding, height=_HEIGHT)
 def spectrogram(
     run: Source,
     collection: str,

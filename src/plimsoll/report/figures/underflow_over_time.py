@@ -48,7 +48,7 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     )
 
 
-@figure(offered="scale", cases=if_scaled("Underflow over time"), of_finding=_of_finding)
+@figure(offered="scale", cases=if_scaled("Underflow over time"), of_finding=_of_finding, height=470)
 def underflow_over_time(
     run: Source,
     collection: str = "gradients",

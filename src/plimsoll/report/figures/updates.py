@@ -48,7 +48,7 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return updates(view, focus=finding.where, since_step=finding.since_step, **arguments)
 
 
-@figure(offered="layers", cases=_cases, of_finding=_of_finding)
+@figure(offered="layers", cases=_cases, of_finding=_of_finding, height=550)
 def updates(
     run: Source, *, focus: Sequence[str] = (), since_step: int | None = None, until: int | None = None
 ) -> "Figure":

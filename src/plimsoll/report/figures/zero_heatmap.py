@@ -1,6 +1,6 @@
 """`zero_heatmap`: which values are zero, and which of those zeros a format has made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,16 @@ def _of_finding(view: View, finding: Finding, **arguments: Any) -> "Figure":
     return zero_heatmap(view, collection, focus=finding.where, since_step=finding.since_step, **arguments)
 
 
-@figure(of_finding=_of_finding)
+def _height_of(rows: int, parts: int) -> int:
+    return min(max(150 + (30 + 18 * rows) * parts, 260), 760)
+
+
+def _height(view: View, arguments: Mapping[str, Any]) -> int:
+    narrow = view.narrow(str(arguments.get("collection") or "activations"))
+    return 260 if narrow is None else _height_of(len(narrow.cells.names), 2 if narrow.censors.any() else 1)
+
+
+@figure(of_finding=_of_finding, height=_height)
 def zero_heatmap(
     run: Source,
     collection: str = "activations",
@@ -106,7 +115,7 @@ def _painted(
         top -= part_height + 0.1
     assert drawn is not None  # there is always the first part
     meta["rows"] = drawn.rows
-    layout["height"] = int(min(max(150 + (30 + 18 * drawn.count) * len(parts), 260), 760))
+    layout["height"] = _height_of(drawn.count, len(parts))
     subtitle = joined([said, drawn.only, *drawn.merged])
     return made("zero_heatmap", title, subtitle, traces, layout, meta)
 

@@ -5,16 +5,20 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plimsoll.diagnosis import View, whatif
+import numpy as np
+
+from plimsoll.diagnosis import Finding, View, whatif
 from plimsoll.diagnosis.what_if.answer import predictor_of
 from plimsoll.errors import ArgumentError, NotRecordedError, RunError
 from plimsoll.formats import FP32, BlockFormat, get, get_element
 from plimsoll.formats.catalogue import BLOCKS, ELEMENTS
+from plimsoll.report.figure_registry import expected_height
 from plimsoll.report.page.figures import offered
+from plimsoll.report.page.scalars import in_order
 from plimsoll.report.verdicts import summary_text
 from plimsoll.report.verdicts.run_summary import Summary, jsonable
 from plimsoll.runs import Event
-from plimsoll.tensor_collections import LABELS
+from plimsoll.tensor_collections import IN_DISPLAY_ORDER, LABELS
 
 _ROWS = 50  # layers of a what-if
 _EVENTS = 200
@@ -30,18 +34,38 @@ def run_answer(view: View, summary: Summary, root: Path | None = None) -> dict[s
         root: The served folder. Paths in messages are relative to it. Default: paths stay as they are.
     """
     steps = [step for step in view.run.steps if view.until is None or step <= view.until]
+    heights = [expected_height(view, finding) for finding in summary.findings]
     return {
         "summary": summary_answer(summary, root),
+        "figure_heights": heights,
+        "first_tensor": first_tensor(view, summary.findings),
         "shown": summary_text.run_shown(summary, view.events),
         "collections": _in_display_order(view.run.tensors),
         "collection_labels": LABELS,
-        "scalars": view.run.scalar_names,
+        "scalars": in_order(view.run.scalar_names),
         "steps": {"first": steps[0] if steps else -1, "last": steps[-1] if steps else -1, "count": len(steps)},
         "formats": (*OFFERED, *(fmt.name for fmt in BLOCKS if fmt.block in view.run.block_lengths)),
         "settings": view.run.settings,
         "events": [_event(event) for event in view.events[-_EVENTS:]],
-        "pictures": offered(view),
+        "pictures": offered(view, summary.findings),
     }
+
+
+def first_tensor(view: View, findings: Sequence[Finding]) -> dict[str, str] | None:
+    """Return the tensor to look at first: the worst of the most severe finding that names one, or else the largest.
+
+    The largest says more than the first by name, which may be a single number (a temperature, a scale).
+    """
+    tensors = view.run.tensors
+    for finding in findings:
+        if finding.where and finding.where[0] in tensors.get(finding.collection or "", ()):
+            return {"collection": str(finding.collection), "name": finding.where[0]}
+    for collection in (c.name for c in IN_DISPLAY_ORDER if tensors.get(c.name)):
+        cells = view.cells(collection)
+        if cells is not None and len(cells):
+            sizes = np.bincount(cells.layer, weights=cells.column("count"), minlength=len(cells.names))
+            return {"collection": collection, "name": cells.names[int(np.argmax(sizes))]}
+    return None
 
 
 def summary_answer(summary: Summary, root: Path | None = None) -> dict[str, object]:

@@ -1,8 +1,11 @@
-"""Files of the front end: served one by one by the live page, bundled into one file by the report."""
+"""Files of the front end: the live page serves them one by one, the report has them in one file."""
 
+import functools
+import gzip
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from plimsoll.report.drawing.theme import TEMPLATES
 
 FILES = Path(__file__).parent / "files"
 PLOTLY = FILES / "plotly.min.js"
+_CLASSIC = ("js/first.js", "plotly.min.js")  # scripts that are no modules
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -24,27 +28,55 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """A file's content, its kind, and a digest by which a browser asks whether it has changed."""
+    """File of the page.
+
+    Attributes:
+        body: The content.
+        packed: The content compressed with gzip. None: it would not be much smaller.
+        kind: The media type.
+        digest: Digest of the content, in quotes, as an ETag.
+    """
 
     body: bytes
+    packed: bytes | None
     kind: str
     digest: str
 
 
-def assets() -> dict[str, Asset]:
-    """Return all files by their path below /assets/."""
-    found = {
+@functools.cache
+def assets() -> tuple[str, Mapping[str, Asset]]:
+    """Return the version of the page, a digest of all its files, and the files by their path below /assets/.
+
+    Addresses in index.html begin with /assets/VERSION, so a browser can keep what it fetched from them for ever.
+    """
+    files = {
         path.relative_to(FILES).as_posix(): _asset(path.read_bytes(), path.suffix)
         for path in sorted(FILES.rglob("*"))
         if path.is_file()
     }
-    found["templates.json"] = _asset(json.dumps(dict(TEMPLATES), allow_nan=False).encode(), ".json")
-    return found
+    files["templates.json"] = _asset(json.dumps(dict(TEMPLATES), allow_nan=False).encode(), ".json")
+    version = hashlib.blake2s(repr([(name, f.digest) for name, f in files.items()]).encode(), digest_size=8).hexdigest()
+    files["index.html"] = _asset(_index(files, version).encode(), ".html")
+    return version, files
+
+
+def _index(files: Mapping[str, Asset], version: str) -> str:
+    """Return index.html with versioned addresses and the names of all modules.
+
+    A browser finds out about a module only when it has read one that imports it. With all names in index.html it
+    fetches them at once: over a tunnel of 50 ms that saves three round trips.
+    """
+    modules = (name for name in files if name.endswith(".js") and name not in _CLASSIC)
+    hints = "".join(f'    <link rel="modulepreload" href="/assets/{name}">\n' for name in modules)
+    page = files["index.html"].body.decode().replace('    <script type="module"', f'{hints}    <script type="module"')
+    return page.replace('"/assets', f'"/assets/{version}')
 
 
 def _asset(body: bytes, suffix: str) -> Asset:
     digest = hashlib.blake2s(body, digest_size=12).hexdigest()
-    return Asset(body=body, kind=_KINDS[suffix], digest=f'"{digest}"')
+    packed = gzip.compress(body, 9, mtime=0)
+    small = len(packed) < 0.9 * len(body)
+    return Asset(body=body, packed=packed if small else None, kind=_KINDS[suffix], digest=f'"{digest}"')
 
 
 def script() -> str:

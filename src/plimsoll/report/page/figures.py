@@ -55,10 +55,21 @@ def listed() -> list[dict[str, object]]:
     ]
 
 
-def offered(view: View) -> list[dict[str, object]]:
-    """Return the drawings that the page and the report of a run offer, as the figures declare them."""
+def offered(view: View, findings: Sequence[Finding] = ()) -> list[dict[str, object]]:
+    """Return the drawings that the page and the report of a run offer, as the figures declare them.
+
+    Args:
+        view: The run.
+        findings: Its findings, which some figures show.
+    """
     return [
-        {"figure": each.name, "section": each.offered, "label": case.label, "arguments": dict(case.arguments)}
+        {
+            "figure": each.name,
+            "section": each.offered,
+            "label": case.label,
+            "arguments": dict(case.arguments),
+            "height": each.expected_height(view, {**case.arguments, "findings": findings}),
+        }
         for each in figures_of(1).values()
         if each.offered is not None
         for case in ([Case(label=each.name, arguments={})] if each.cases is None else each.cases(view))

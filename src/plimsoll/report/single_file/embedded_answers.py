@@ -10,7 +10,7 @@ from plimsoll.diagnosis.what_if.result import interval_words
 from plimsoll.errors import NotRecordedError
 from plimsoll.report.drawing.theme import TEMPLATES
 from plimsoll.report.figure_registry import FIGURES
-from plimsoll.report.page.answers import run_answer
+from plimsoll.report.page.answers import first_tensor, run_answer
 from plimsoll.report.page.figures import drawn, offered
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline
 from plimsoll.report.verdicts.run_summary import Summary
@@ -92,7 +92,9 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
 
     # The budget of bytes may end first: what findings already show is added last.
     pictures = [
-        d for d in sorted(_pictures(view), key=is_above) if figures.add(d["figure"], d["arguments"]) is not None
+        d
+        for d in sorted(_pictures(view, findings), key=is_above)
+        if figures.add(d["figure"], d["arguments"]) is not None
     ]
     hardest = [(collection, name) for name in answers[0].names] if collection and answers else []
     tensors = spectrograms(figures, view, findings, hardest)
@@ -134,8 +136,8 @@ def spectrograms(
     return tensors
 
 
-def _pictures(view: View) -> list[dict[str, Any]]:
-    return list(offered(view))
+def _pictures(view: View, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return list(offered(view, findings))
 
 
 def _query(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -162,7 +164,9 @@ def _needs(collection: str, answers: Sequence[Offline]) -> dict[str, object]:
 
 def _ordered(view: View, findings: Sequence[Finding], hardest: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Tensors, each once: those that findings name, those that are hardest to hold, then some of each collection."""
-    named = [(f.collection, name) for f in findings if f.collection for name in f.where[:_EACH]]
+    first = first_tensor(view, findings)
+    named = [] if first is None else [(first["collection"], first["name"])]
+    named += [(f.collection, name) for f in findings if f.collection for name in f.where[:_EACH]]
     spread = [(c, names[int(i * len(names) / 6)]) for c, names in view.run.tensors.items() if names for i in range(6)]
     for collection, name in dict.fromkeys([*named, *hardest[:12], *spread]):
         if name in view.run.tensors.get(collection, ()):

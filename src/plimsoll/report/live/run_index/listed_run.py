@@ -1,10 +1,13 @@
-"""`Listed`: one run of a list, told from its manifests and the names of its parts; no Parquet file is opened."""
+"""`Listed`: one run of a list, by its manifests and the names of its parts. No Parquet file is opened."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 from plimsoll.errors import RunError
 from plimsoll.report.page.answers import within
@@ -13,16 +16,34 @@ from plimsoll.runs.storage import manifest as _manifest
 
 _LIVE_SECONDS = 300.0  # an open run that nothing was written to for so long is not called live
 _LONGEST = 500  # characters of a problem
+# A list of a thousand runs is kept in memory, and a manifest may hold 32 MB.
+_MOST_SETTINGS, _LONGEST_SETTING = 64, 100
+_LARGEST = 2**53  # integers beyond it are no numbers of JavaScript
 
-Stamp = tuple[tuple[int, int, int], ...]  # what changes when something is written to a run; a time in ns leads each
+Stamp = tuple[
+    tuple[int, int, int], ...
+]  # changes when something is written to a run; each entry begins with a time in ns
+Setting = str | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
     """One run of the list.
 
-    `token` changes whenever something was written. `created` and `modified` are Unix seconds. `problem`: what is wrong
-    with its manifest; None for nothing. `opens`: whether it can be read nevertheless.
+    Attributes:
+        id: Path below the served folder.
+        name: Name of its folder.
+        path: Its folder.
+        token: A text that changes whenever something was written.
+        last_step: The last step with records. -1: none.
+        closed: Whether all writers have closed it.
+        created: Unix seconds.
+        modified: Unix seconds.
+        tensors: Number of series.
+        ranks: Number of ranks with records.
+        problem: The defect of its manifest. None: there is none.
+        opens: Whether it can be read nevertheless.
+        settings: Settings of the writer, nested ones by names with dots, and the facts on the model.
     """
 
     id: str
@@ -37,6 +58,7 @@ class Listed:
     ranks: int = 0
     problem: str | None = None
     opens: bool = True
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting], hash=False)
 
     def is_live(self, now: float) -> bool:
         """Return whether a training seems to be writing the run."""
@@ -89,7 +111,37 @@ def _of_catalog(
         tensors=len(names),
         ranks=len(catalog.ranks),
         problem=unread[0][:_LONGEST] if unread else None,
+        settings=settings_of(head),
     )
+
+
+def settings_of(manifest: Mapping[str, object]) -> dict[str, Setting]:
+    """Return the settings of a manifest, each a number, a truth value, a short text or None.
+
+    >>> settings_of({"settings": {"optimizer": {"lr": 0.1}, "layers": [1, 2]}, "parameters": 10})
+    {'optimizer.lr': 0.1, 'layers': '[1, 2]', 'parameters': 10}
+    """
+    settings = cast("Mapping[str, object]", manifest.get("settings") or {})
+    facts = {name: manifest[name] for name in ("model", "parameters") if name in manifest}
+    entries = [*_flat(settings, "", 2), *facts.items()]
+    return {name[:_LONGEST_SETTING]: _setting(value) for name, value in entries[:_MOST_SETTINGS]}
+
+
+def _flat(settings: Mapping[str, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and depth:
+            yield from _flat(cast("Mapping[str, object]", value), f"{prefix}{name}.", depth - 1)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _setting(value: object) -> Setting:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and math.isfinite(value) and abs(value) <= _LARGEST:
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_SETTING else f"{text[:_LONGEST_SETTING]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _token(catalog: RunFolder, mark: Callable[[str], str]) -> str:

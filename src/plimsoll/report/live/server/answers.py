@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,12 @@ from plimsoll.report.live.live_runs import Live
 from plimsoll.report.live.run_index.run_list import Listed
 from plimsoll.report.page.answers import difference, encoded, run_answer, summary_answer, whatif_answer, within
 from plimsoll.report.page.figures import drawn, drawn_of_two, listed, needs_findings, whole
+from plimsoll.report.page.scalars import scalar_answer
 from plimsoll.report.verdicts.run_summary import Summary, first_step, median_loss, seconds_of, summary
 from plimsoll.tensor_collections import LABELS
 
+MOST_COLUMNS = 16  # settings that a list shows at a time
+_MOST_SETTINGS = 200  # names that are offered
 _LIST_SECONDS = 0.5  # how old the list may be
 _FOLLOWED_SECONDS = 1.5  # the same for who only waits to hear of a change
 
@@ -34,12 +38,26 @@ class Answers:
         """The served folder."""
         return self.live.list.folder
 
-    def runs(self) -> bytes:
-        """The list of runs."""
+    def runs(self, columns: Sequence[str] = ()) -> bytes:
+        """Return the list of runs.
+
+        Args:
+            columns: Names of settings whose values are wanted.
+
+        Raises:
+            ArgumentError: There are more than `MOST_COLUMNS` names.
+        """
+        if len(columns) > MOST_COLUMNS:
+            raise ArgumentError(
+                f"serve: expected at most {MOST_COLUMNS} columns; got {len(columns)}. Ask for fewer at a time."
+            )
         self.verdicts.looked_at()
-        found, now = self.live.list.runs(_LIST_SECONDS), self._clock()
-        rows = [self._row(run, now) for run in found]
-        return encoded({"folder": self.root.name or str(self.root), "version": self.version, "runs": rows})
+        listed, now = self.live.list.runs(_LIST_SECONDS), self._clock()
+        rows = [self._row(run, now) for run in listed]
+        for row, run in zip(rows, listed, strict=True):
+            row["settings"] = {name: run.settings[name] for name in columns if name in run.settings}
+        folder = self.root.name or str(self.root)
+        return encoded({"folder": folder, "version": self.version, "settings": _settings(listed), "runs": rows})
 
     def figures(self) -> bytes:
         """All figures and their arguments."""
@@ -78,6 +96,17 @@ class Answers:
         question = ("figure", name, *sorted(query.items()), None if verdict is None else verdict.serial)
         _, body = self.live.answer(run_id, question, make)
         return _with({"token": _token(listed, verdict)}, body)
+
+    def scalar(self, run_id: str, query: Mapping[str, str]) -> bytes:
+        """Return a scalar of a run."""
+        unknown = sorted(query.keys() - {"name"})
+        if unknown or not query.get("name"):
+            raise ArgumentError(
+                f"serve: expected the name of a scalar; got {', '.join(query)[:200] or 'nothing'}. Correct the address."
+            )
+        name = query["name"]
+        listed, body = self.live.answer(run_id, ("scalar", name), lambda view: encoded(scalar_answer(view, name)))
+        return _with({"token": _token(listed, self.verdicts.of(listed))}, body)
 
     def whatif(self, run_id: str, query: Mapping[str, str]) -> bytes:
         """Return the effect of a format and a scale on a run."""
@@ -169,6 +198,20 @@ class Answers:
         except Exception as error:  # noqa: BLE001  (a damaged run must end neither the thread nor the list)
             why = within(str(error), self.root) if isinstance(error, PlimsollError) else type(error).__name__
             return f"Cannot be judged: {why}"
+
+
+def _settings(runs: Sequence[Listed]) -> list[dict[str, object]]:
+    """Return the settings of the runs: each one's name and whether it differs among them, those that differ first."""
+    values: dict[str, set[object]] = {}
+    counts: Counter[str] = Counter()
+    readable = [run for run in runs if run.settings]
+    for run in readable:
+        for name, value in run.settings.items():
+            values.setdefault(name, set()).add((type(value), value))
+            counts[name] += 1
+    differs = {name: len(known) > 1 or counts[name] < len(readable) for name, known in values.items()}
+    ordered = sorted(differs, key=lambda name: not differs[name])
+    return [{"name": name, "differs": differs[name]} for name in ordered[:_MOST_SETTINGS]]
 
 
 def _summary_of(verdict: Verdict) -> Summary:

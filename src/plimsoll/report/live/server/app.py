@@ -4,9 +4,11 @@ Questions are answered in `Turns`, so a slow run delays no other; `Live` keeps t
 """
 
 import contextlib
+import gzip
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,6 +38,12 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 
 
 _LOG = logging.getLogger("plimsoll")
+
+_VERSION = re.compile(r"^[0-9a-f]{16}/")  # before a file's name in its address
+_KEEP, _ASK_AGAIN = "private, max-age=31536000, immutable", "no-cache"
+_REFUSED = re.compile(r"\s*q=0(\.0*)?\s*$")
+_GZIP = b"\x1f\x8b"
+_PACKED_FROM_BYTES = 1400  # what fits into one packet is not compressed
 
 
 class App:
@@ -90,7 +98,7 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
         docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False, **_SILENT
     )
     _add_errors(inner, answers)
-    _add_page(inner, assets())
+    _add_page(inner, *assets())
     _add_api(inner, answers, Turns())
 
     @inner.api_route("/api/stream", methods=["GET", "HEAD"], response_model=None)
@@ -103,9 +111,9 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
 def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
     def get(path: str, answer: Callable[[Request], bytes]) -> None:
         async def endpoint(request: Request) -> Response:
-            runs = _runs(request)
+            runs, takes_gzip = _runs(request), _takes_gzip(request)
             try:
-                body = await turns.answer(runs, lambda: answer(request))
+                body = await turns.answer(runs, lambda: _packed(answer(request), takes_gzip))
             except Exception as error:  # a run may hold anything; one that cannot be answered about is no 500
                 if isinstance(error, PlimsollError) or not any(runs):
                     raise
@@ -114,20 +122,32 @@ def _add_api(inner: FastAPI, answers: Answers, turns: Turns) -> None:
                     "serve: expected a run that can be read and judged; got one for which that fails "
                     f"({type(error).__name__}). The terminal of plimsoll serve says where."
                 ) from error
-            return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+            headers = {"cache-control": "no-store", "vary": "accept-encoding"}
+            if body.startswith(_GZIP):  # JSON never begins so
+                headers["content-encoding"] = "gzip"
+            return Response(body, media_type="application/json", headers=headers)
 
         inner.api_route(path, methods=["GET", "HEAD"], response_model=None)(endpoint)
 
-    get("/api/runs", lambda _: answers.runs())
+    get("/api/runs", lambda request: answers.runs(request.query_params.getlist("column")))
     get("/api/figures", lambda _: answers.figures())
     get("/api/runs/{id}", lambda request: answers.run(_part(request, "id")))
     get(
         "/api/runs/{id}/figure/{figure}",
         lambda request: answers.figure(_part(request, "id"), _part(request, "figure"), _query(request)),
     )
+    get("/api/runs/{id}/scalar", lambda request: answers.scalar(_part(request, "id"), _query(request)))
     get("/api/runs/{id}/whatif", lambda request: answers.whatif(_part(request, "id"), _query(request)))
     get("/api/compare", lambda request: answers.compare(*_pair(_query(request))))
     get("/api/compare/figure/{figure}", lambda request: _compare_figure(answers, request))
+
+
+def _packed(body: bytes, takes_gzip: bool) -> bytes:
+    """Return an answer compressed with gzip if the client takes that and the answer is large."""
+    if not takes_gzip or len(body) < _PACKED_FROM_BYTES:
+        return body
+    # Level 1: a figure of 300 KB shrinks to a third in 4 ms, and level 6 takes 15 ms for a tenth less.
+    return gzip.compress(body, 1, mtime=0)
 
 
 def _compare_figure(answers: Answers, request: Request) -> bytes:
@@ -162,22 +182,35 @@ def _pair(query: dict[str, str]) -> tuple[str, str]:
     return query["a"], query["b"]
 
 
-def _add_page(inner: FastAPI, files: dict[str, Asset]) -> None:
-    def sent(request: Request, asset: Asset) -> Response:
-        headers = {"etag": asset.digest, "cache-control": "no-cache"}
-        if request.headers.get("if-none-match") == asset.digest:
+def _add_page(inner: FastAPI, version: str, files: Mapping[str, Asset]) -> None:
+    def send(request: Request, file: Asset, cache: str) -> Response:
+        packed = file.packed is not None and _takes_gzip(request)
+        # A packed body is another representation, and by HTTP has another ETag.
+        digest = f'{file.digest[:-1]}-gzip"' if packed else file.digest
+        headers = {"etag": digest, "cache-control": cache, "vary": "accept-encoding"}
+        if request.headers.get("if-none-match") == digest:
             return Response(status_code=304, headers=headers)
-        return Response(asset.body, media_type=asset.kind, headers=headers)
+        if packed:
+            return Response(file.packed, media_type=file.kind, headers={**headers, "content-encoding": "gzip"})
+        return Response(file.body, media_type=file.kind, headers=headers)
 
     @inner.api_route("/", methods=["GET", "HEAD"], response_model=None)
     async def index(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return sent(request, files["index.html"])
+        return send(request, files["index.html"], _ASK_AGAIN)
 
     @inner.api_route("/assets/{path:path}", methods=["GET", "HEAD"], response_model=None)
     async def asset(request: Request, path: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        if path not in files:
-            raise NotRecordedError("serve: expected a file of the live page; got an address that none has. Go to /.")
-        return sent(request, files[path])
+        name = _VERSION.sub("", path)
+        if name not in files:
+            raise NotRecordedError("serve: expected a file of the live page; got an unknown address. Go to /.")
+        # A page that was opened before the server was replaced asks for the former version: it gets the present file.
+        return send(request, files[name], _KEEP if path.startswith(f"{version}/") else _ASK_AGAIN)
+
+
+def _takes_gzip(request: Request) -> bool:
+    """Return whether the client decompresses gzip."""
+    offers = (offer.partition(";") for offer in request.headers.get("accept-encoding", "").lower().split(","))
+    return any(name.strip() == "gzip" and _REFUSED.match(weight) is None for name, _, weight in offers)
 
 
 def _add_errors(inner: FastAPI, answers: Answers) -> None:

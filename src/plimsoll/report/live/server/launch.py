@@ -9,6 +9,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,23 @@ def serve(
             on_ready(address)
         else:
             print(printable(_words(made.answers.live.list.source, address, place, token)), flush=True)  # noqa: T201
+        threading.Thread(target=_load_slow_packages, name="plimsoll-packages", daemon=True).start()
         if open_browser:
             webbrowser.open(address)
         run(made, place.listener)
     finally:
         place.listener.close()
+
+
+def _load_slow_packages() -> None:
+    """Load what the first verdict and the first figure need: over a second of imports, while the browser starts."""
+    import numpy as np
+
+    from plimsoll.diagnosis.tables.trend import trend
+    from plimsoll.report.drawing.plotly_parts import nothing
+
+    trend(np.arange(9), np.arange(9.0))
+    nothing("serve", "", "", {}).to_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ import { isReport, unpacked } from "../embedded.js";
 import { onTheme, printing, theme } from "../theme.js";
 
 // plotly.js with the traces that figures use, and plimsoll.report.TEMPLATES.
-const PLOTLY = "/assets/plotly.min.js";
-const TEMPLATES = "/assets/templates.json";
+const ASSETS = document.documentElement.dataset.assets; // holds the page's version, so the browser keeps these files
+const PLOTLY = `${ASSETS}/plotly.min.js`;
+const TEMPLATES = `${ASSETS}/templates.json`;
 const SHEET = 680; // pixels across a printed page
 const CONFIG = {
   displaylogo: false,

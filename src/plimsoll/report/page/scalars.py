@@ -1,0 +1,75 @@
+"""Scalars as answers: at most 600 points each, with the values of the axes over which they can be drawn."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from plimsoll.diagnosis import View
+from plimsoll.diagnosis.tables.cells import Floats, Ints
+from plimsoll.report.drawing.aggregation import Columns
+from plimsoll.runs.reading.row_selection import unknown
+
+POINTS = 600  # some 40 KB of JSON, and more than a figure has pixels on a small screen
+_DIGITS = 6
+_EPOCH = "epoch"  # the name under which a training logs its epochs
+# Scalars that the watch records for every run come after those that say how the training goes.
+_LAST = ("scale", "nonfinite")
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the page: losses, what the training logged, the watch's own, scales of casts."""
+
+    def place(name: str) -> tuple[int, str]:
+        if name == "loss" or name.startswith("loss:"):
+            return 0, name
+        return (3 if name.startswith("cast:") else 2 if name in _LAST else 1), name
+
+    return sorted(names, key=place)
+
+
+def scalar_answer(view: View, name: str, most: int = POINTS) -> dict[str, object]:
+    """Return a scalar as data.
+
+    Points stand for equally many steps each. `mean`, `low` and `high` are of the finite values of a point and null
+    where there is none. `low` and `high` are left out where each point is one step.
+
+    Args:
+        view: The run.
+        name: Name of the scalar.
+        most: Maximum number of points.
+
+    Raises:
+        NotRecordedError: The name was not recorded.
+    """
+    if name not in view.run.scalar_names:
+        raise unknown("serve", "a scalar", name, view.run.scalar_names, closed=view.run.closed)
+    steps, values = view.scalar(name)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    columns = Columns.of(steps, most)
+    with np.errstate(over="ignore"):  # the sum of two finite losses may be too large
+        mean = columns.merged(finite, "mean")
+    answer: dict[str, object] = {
+        "name": name,
+        "step": columns.at.tolist(),
+        "each": columns.each,
+        "mean": _listed(mean),
+        "nonfinite": int(np.count_nonzero(~np.isfinite(values))),
+    }
+    if columns.each > 1:
+        answer |= {"low": _listed(columns.merged(finite, "min")), "high": _listed(columns.merged(finite, "max"))}
+    epochs = None if name == _EPOCH else _epochs(view, columns.at)
+    return answer if epochs is None else {**answer, "epoch": _listed(epochs)}
+
+
+def _epochs(view: View, steps: Ints) -> Floats | None:
+    """Return the epoch at each step, between two logged ones in proportion. None: no axis can be made of them."""
+    known, values = view.scalar(_EPOCH)
+    there = np.isfinite(values)
+    known, values = known[there], values[there]
+    if len(known) < 2 or (np.diff(values) < 0).any() or values[0] == values[-1]:
+        return None
+    return np.interp(steps, known, values, left=np.nan, right=np.nan)
+
+
+def _listed(values: Floats) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
