@@ -1,4 +1,4 @@
-"""Unit scaling: every tensor starts at unit scale, so that FP16 and FP8 train without a loss scale.
+"""Unit scaling: tensors at unit scale, for FP16 and FP8 without a loss scale.
 
 Each operation multiplies by one constant forward and by another one backward, which depend on its shapes. `functional`
 has the operations, `nn` the modules, `optim` the optimizers whose learning rate carries over width. `convert` rewrites

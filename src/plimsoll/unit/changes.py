@@ -1,4 +1,4 @@
-"""Changes of a conversion to a captured graph, as data. The analysis writes them, and the rebuilt model applies them.
+"""Changes of a captured graph by a conversion, as data.
 
 Every operation becomes ``out = scale(op(scale(input), ...))``: a factor each way on its output and on each tensor
 input. So a change can be applied without knowledge of the operation.
@@ -19,7 +19,9 @@ Port = int | str | tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """Factor ``value * n ** power``, where n is the product of sizes of a node's tensor. So it follows the batch.
+    """Factor ``value * n ** power``, n a product of sizes of a node's tensor.
+
+    So it follows the batch.
 
     Attributes:
         value: Constant part.
@@ -35,7 +37,7 @@ class Factor:
 
     @property
     def is_one(self) -> bool:
-        """Whether the factor changes nothing."""
+        """Return whether the factor changes nothing."""
         return self.value == 1.0 and self.of is None
 
 
@@ -52,7 +54,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChange:
-    """Factors of one operation's output and inputs. Inputs that are not named have none.
+    """Factors of one operation's output and inputs, 1 for inputs without a name.
 
     Attributes:
         operation: Name such as "linear".
@@ -69,7 +71,7 @@ class NodeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChange:
-    """Change of a parameter: how it is drawn, and its kind and depth for the optimizers' rules.
+    """Change of a parameter: its draw, its kind and its depth.
 
     Attributes:
         draw: How it is drawn.
@@ -105,5 +107,5 @@ class SkippedOperation(NotebookRepr):
         return f"{self.module or 'model'}: {self.operation}{location}: {self.why}"
 
 
-# Name in version 0.1, kept for one release.
+# Name in version 0.1, available for one release.
 Left = SkippedOperation

@@ -1,11 +1,12 @@
-"""`scaled` multiplies by one constant forward and by another one backward. Unit scaling consists of it."""
+"""`scaled` multiplies by different constants forward and backward."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating, described
 
 
 def scaled(x: Tensor, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
@@ -61,16 +62,6 @@ class _Scaled(torch.autograd.Function):
         return gradient if _is_one(ctx.beta) else _times(gradient, ctx.beta), None, None
 
 
-def check_floating(operation: str, **tensors: Tensor | None) -> None:
-    """Raise an error for tensors that are not floating point. None stands for an omitted argument."""
-    for name, x in tensors.items():
-        if x is not None and not (isinstance(x, Tensor) and x.dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UnsupportedTensorError(
-                f"{operation}: expected a floating-point tensor; got {name}={_described(x)}. Convert it first: a scale "
-                "is of real numbers."
-            )
-
-
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
     """Return the product in the dtype of `x`."""
     product = x * factor
@@ -92,16 +83,10 @@ def _check_factor(name: str, factor: object) -> None:
         if factor.dim() != 0 or factor.requires_grad or not factor.dtype.is_floating_point:
             raise ArgumentError(
                 f"scaled: expected {name} to be a number, or a 0-d tensor that needs no gradient; got "
-                f"{_described(factor)}. Multiply with * where it is a tensor or is trained."
+                f"{described(factor)}. Multiply with * where it is a tensor or is trained."
             )
         return
     if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.SymFloat, torch.SymInt)):
-        raise ArgumentError(f"scaled: expected {name} to be a number; got {_described(factor)}. Give a float.")
+        raise ArgumentError(f"scaled: expected {name} to be a number; got {described(factor)}. Give a float.")
     if not isinstance(factor, (torch.SymFloat, torch.SymInt)) and not -float("inf") < factor < float("inf"):
         raise ArgumentError(f"scaled: expected {name} to be finite; got {factor}. Give a finite number.")
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor ({value.dtype}, {tuple(value.shape)})"
-    return f"{value!r} ({type(value).__name__})"

@@ -241,10 +241,10 @@ def test_what_cannot_be_audited_is_refused() -> None:
     with pytest.raises(ArgumentError, match="audit: expected a torch.nn.Module; got function. Give the model itself"):
         audit(lambda x: x, x)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ArgumentError, match="audit: expected example to be a tensor, a tuple .*; got list. Give a batch"
+        ArgumentError, match="audit: expected an example that is a tensor, a tuple .*; got list. Write a batch"
     ):
         audit(model, [x])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ArgumentError, match="audit: expected example to be a tensor, a tuple .*; got dict"):
+    with pytest.raises(ArgumentError, match="audit: expected an example that is a tensor, a tuple .*; got dict"):
         audit(model, {1: x})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="audit: expected loss to be None or a function .*; got float. Write"):
         audit(model, x, 1.0)  # pyright: ignore[reportArgumentType]
@@ -252,7 +252,9 @@ def test_what_cannot_be_audited_is_refused() -> None:
         ArgumentError, match=r"audit: expected loss to return a floating scalar; got a tensor .*\(4, 4\)"
     ):
         audit(model, x, lambda y: y)
-    with pytest.raises(ArgumentError, match="audit: expected loss to return a floating scalar; got float. Reduce it"):
+    with pytest.raises(
+        ArgumentError, match="audit: expected loss to return a floating scalar; got 1.0 .float.. Reduce it"
+    ):
         audit(model, x, lambda y: 1.0)  # pyright: ignore[reportArgumentType]
     with torch.inference_mode(), pytest.raises(ArgumentError, match="audit: expected a place where gradients can be"):
         audit(model, x)
@@ -262,7 +264,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
         UnsupportedTensorError, match="parameters with their values here; got 'weight', one on the meta"
     ):
         audit(nn.Linear(8, 4, device="meta"), x)
-    with pytest.raises(UnsupportedTensorError, match="got 'weight', one that is not initialised yet. Run a batch"):
+    with pytest.raises(UnsupportedTensorError, match="got 'weight', one that is not initialized yet. Run a batch"):
         audit(nn.LazyLinear(4), x)
 
 

@@ -94,18 +94,20 @@ def test_a_table_has_eighty_columns_and_says_what_is_left_out() -> None:
     assert found.table().row_count == 32 and found.table(most=5).row_count == 6
     assert found.table("worst", most=40).row_count == 32
     with pytest.raises(
-        ArgumentError, match="Audit.table: expected order to be one of program, worst; got 'up'. Choose"
+        ArgumentError, match="Audit.table: expected order to be 'program' or 'worst'; got order='up'. Use"
     ):
         found.table("up")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ArgumentError, match="Audit.table: expected most to be None or at least 1; got 0. Leave it out"):
+    with pytest.raises(
+        ArgumentError, match="Audit.table: expected most to be an integer of at least 1; got most=0. Leave it out"
+    ):
         found.table(most=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"by": "fp4"}, "Audit.ranked: expected by to be one of scale, fp16, e4m3, e5m2; got 'fp4'. Choose one"),
-     ({"kind": "view"}, "Audit.ranked: expected kind to be one of operation, parameter, input; got 'view'"),
-     ({"direction": "up"}, "Audit.readings: expected direction to be one of forward, backward; got 'up'")],
+    [({"by": "fp4"}, "Audit.ranked: expected by to be 'scale', 'fp16', 'e4m3' or 'e5m2'; got by='fp4'. Did you mean"),
+     ({"kind": "view"}, "Audit.ranked: expected kind to be 'operation', 'parameter' or 'input'; got kind='view'"),
+     ({"direction": "up"}, "Audit.readings: expected direction to be 'forward' or 'backward'; got direction='up'")],
 )  # fmt: skip
 def test_what_does_not_exist_is_refused(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):

@@ -300,13 +300,13 @@ def test_other_kinds_of_tensors_are_refused(name: str, dtype: torch.dtype) -> No
 
 @each("name", [*SHARED, "linear", "conv1d", "conv2d", "conv_transpose2d", "linear_readout"])
 def test_other_constraints_are_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"\w+: expected constraint to be None or one of gmean, .*; got 'mean'"):
+    with pytest.raises(ArgumentError, match=r"\w+: expected constraint to be None, 'gmean', .*; got constraint='mean'"):
         ALL[name][0](*tensors(name), constraint="mean")
 
 
 X = torch.ones(2, 4)
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: U.gelu(X, "erf"), "gelu: expected approximate to be 'none' or 'tanh'; got 'erf'"),
+    (lambda: U.gelu(X, "erf"), "gelu: expected approximate to be 'none' or 'tanh'; got approximate='erf'"),
     (lambda: U.gelu(X, mult=0.0), "gelu: expected mult to be a finite number above 0; got 0.0 (float)"),
     (lambda: U.silu(X, mult=float("inf")), "silu: expected mult to be a finite number above 0; got inf"),
     (lambda: U.softmax(X, -1, mult=True), "softmax: expected mult to be a finite number above 0; got True (bool)"),
@@ -316,7 +316,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: U.cross_entropy(X, X, reduction="avg"),
-        "cross_entropy: expected reduction to be 'mean', 'sum' or 'none'; got 'avg'",
+        "cross_entropy: expected reduction to be 'mean', 'sum' or 'none'; got reduction='avg'",
     ),
     (lambda: U.mse_loss(X, X[0]), "mse_loss: expected input and target of one shape; got (2, 4) and (4,)"),
     (lambda: U.dropout(X, 1.5), "dropout: expected the share to drop between 0 and 1; got 1.5"),

@@ -269,7 +269,7 @@ def test_the_chain_of_an_mlp_has_one_product_each_way():
     [
         (
             lambda: unn.Linear(2, 2, constraint="mean"),
-            "Linear: expected constraint to be None or one of gmean.* got 'mean'",
+            "Linear: expected constraint to be None, 'gmean'.* got constraint='mean'",
         ),
         (lambda: unn.Conv2d(2, 2, 1, constraint="mean"), "Conv2d: expected constraint"),
         (lambda: unn.GELU(mult=0.0), r"GELU: expected mult to be a finite number above 0; got 0.0 \(float\)"),

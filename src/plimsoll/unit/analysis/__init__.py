@@ -1,1 +1,1 @@
-"""Analysis of a captured model: the factors of its operations, and the changes of its parameters."""
+"""Analysis of a captured model: factors of operations, changes of parameters."""

@@ -1,4 +1,4 @@
-"""Changes of a captured graph by a conversion: separate factors on free edges, shared ones elsewhere.
+"""Changes of a graph by a conversion: separate factors on free edges only.
 
 Every tensor u has a number c(u), the factor between its gradient and the true one. An edge from u to v with the factors
 a forward and b backward changes it by b / a. So the gradient is a true one if and only if there are such numbers with b
@@ -24,13 +24,14 @@ from plimsoll.unit.changes import ONE, Factor, NodeChange, ParameterChange, Port
 from plimsoll.unit.factors.formulas import Constraint, check_constraint
 from plimsoll.unit.rules.losses import LOSSES
 from plimsoll.unit.rules.measured import ENTRY, MEASURED, of_cluster
-from plimsoll.unit.rules.operation import Ideal, Rule, Site, mean, parameter_behind, skipped as _skipped, times
+from plimsoll.unit.rules.operation import Ideal, Rule, Site, mean, parameter_behind, skipped, times
 from plimsoll.unit.rules.pointwise import POINTWISE
 from plimsoll.unit.rules.products import PRODUCTS
 from plimsoll.unit.rules.sums import SUMS
 
 # A formula replaces the measurement of the same operation: it is exact and follows the batch.
 _RULES: dict[str, Rule] = {**MEASURED, **PRODUCTS, **POINTWISE, **SUMS, **LOSSES}
+_INSIDE = Ideal(why="part of an operation written in several", rigid=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Analysis:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """Facts that hold before edges are considered: ideal factors, clusters, free edges."""
+    """Facts known before edges: ideal factors, clusters, free edges."""
 
     graph: Flow
     nodes: Mapping[str, fx.Node]
@@ -67,12 +68,12 @@ class _Rules:
     depth: Mapping[str, int]
 
     def ratio(self, edge: Edge, end: str) -> float:
-        """Return the backward factor of an edge into an operation, divided by its forward factor."""
+        """Return the backward over the forward factor of an edge into an operation."""
         return self.potential.get(edge.source, 1.0) / self.potential.get(end, 1.0)
 
 
 def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", residual_tau: Tau = None) -> Analysis:
-    """Return the changes that bring every tensor of `captured` to unit scale, forward and backward.
+    """Return the changes that bring every tensor to unit scale in both directions.
 
     Args:
         captured: The graph.
@@ -89,13 +90,11 @@ def analyse(captured: Captured, *, constraint: Constraint | None = "gmean", resi
     check_aliases(captured, graph)
     rules = _rules(captured, graph, constraint, residual_tau)
     changes = _changes(rules)
-    unchanged = {name for name, ideal in rules.ideals.items() if ideal.skipped}
-    parameters, kept = parameter_changes(captured, graph, unchanged, rules.depth)
-    skipped = [
-        skipped_operation(rules.nodes[name], ideal.skipped) for name, ideal in rules.ideals.items() if ideal.skipped
-    ]
+    left = {name: ideal.skipped for name, ideal in rules.ideals.items() if ideal.skipped}
+    parameters, unchanged = parameter_changes(captured, graph, set(left), rules.depth)
+    skipped = (*(skipped_operation(rules.nodes[name], why) for name, why in left.items()), *unchanged)
     reasons = {name: ideal.why for name, ideal in rules.ideals.items()}
-    return Analysis(changes=changes, parameters=parameters, skipped=(*skipped, *kept), flow=graph, reasons=reasons)
+    return Analysis(changes=changes, parameters=parameters, skipped=skipped, flow=graph, reasons=reasons)
 
 
 def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: Tau) -> _Rules:
@@ -109,7 +108,7 @@ def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: 
             continue
         if name in together:
             cluster = together[name]
-            ideals[name] = of_cluster(cluster, graph, values, means) if cluster.exit == name else _inside(node)
+            ideals[name] = of_cluster(cluster, graph, values, means) if cluster.exit == name else _INSIDE
         else:
             ports = {port: source for port, source in tensor_ports(node) if source.name in graph.nodes}
             site = Site(node=node, flow=graph, ports=ports, means=means, values=values)
@@ -120,18 +119,21 @@ def _rules(captured: Captured, graph: Flow, constraint: Constraint | None, tau: 
     incoming, own = incoming_factors(graph, free, ideals, nodes)
     potential = joins.potential if constraint else balanced(graph, free, ideals, together, nodes, own)
     return _Rules(
-        graph=graph, nodes=nodes, clusters=together, free=free, ideals=ideals, constraint=constraint,
-        potential=potential, incoming=incoming, depth=joins.depth,
-    )  # fmt: skip
+        graph=graph,
+        nodes=nodes,
+        clusters=together,
+        free=free,
+        ideals=ideals,
+        constraint=constraint,
+        potential=potential,
+        incoming=incoming,
+        depth=joins.depth,
+    )
 
 
 def _ideal(site: Site) -> Ideal:
     rule = _RULES.get(site.operation)
-    return _skipped(site, "no rule for this operation") if rule is None else rule(site)
-
-
-def _inside(node: fx.Node) -> Ideal:
-    return Ideal(operation=base_name(node), why="part of an operation written in several", rigid=True)
+    return skipped("no rule for this operation") if rule is None else rule(site)
 
 
 def _changes(rules: _Rules) -> dict[str, NodeChange]:
@@ -146,7 +148,8 @@ def _changes(rules: _Rules) -> dict[str, NodeChange]:
         inputs = {port: scale for port, scale in inputs.items() if not _is_one(scale)}
         output = Scale(forward=outputs[name], backward=rules.incoming.get(name, ONE))
         if inputs or not _is_one(output):
-            changes[name] = NodeChange(operation=ideal.operation, why=ideal.why, output=output, inputs=inputs)
+            operation = base_name(rules.graph.nodes[name])
+            changes[name] = NodeChange(operation=operation, why=ideal.why, output=output, inputs=inputs)
     return changes
 
 
@@ -155,18 +158,19 @@ def _is_one(scale: Scale) -> bool:
 
 
 def _bound(name: str, rules: _Rules) -> list[Edge]:
-    """Return the edges into an operation (or into a whole cluster) that are not free and do not carry a parameter."""
+    """Return the bound edges into an operation or cluster, without parameters'."""
     cluster = rules.clusters.get(name)
     inside = cluster.nodes if cluster else frozenset({name})
     edges = [edge for member in inside for edge in rules.graph.into[member] if edge.source not in inside]
     return [
-        edge for edge in edges
+        edge
+        for edge in edges
         if edge not in rules.free and parameter_behind(rules.graph.nodes[edge.source], rules.graph) is None
-    ]  # fmt: skip
+    ]
 
 
 def _output(name: str, ideal: Ideal, rules: _Rules) -> Factor:
-    """Return the factor of an operation's result: its ideal one, or a common one of both directions."""
+    """Return a result's factor: the ideal one, or one common to both directions."""
     bound = [] if ideal.rigid else _bound(name, rules)
     if not bound or rules.constraint is None:
         return ideal.output

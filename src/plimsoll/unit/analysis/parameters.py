@@ -1,4 +1,4 @@
-"""Draw, kind and fan-in of each parameter, which follow from the operations that use it."""
+"""Draw, kind and fan-in of each parameter, derived from its uses."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -15,9 +15,10 @@ from plimsoll.unit.rules.operation import VIEWS
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
 _PRODUCTS = frozenset(
-    {"linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-     "conv_transpose2d", "conv_transpose3d"}
-)  # fmt: skip
+    """
+    linear matmul mm bmm mv dot addmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    """.split()
+)
 # Position of the argument that is multiplied from the right.
 _RIGHT = {"matmul": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
 _TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -27,7 +28,9 @@ _ADDITIONS = frozenset({"add", "sub", "cat", "stack", "where"})
 def parameter_changes(
     captured: Captured, graph: Flow, skipped: set[str], depth: Mapping[str, int]
 ) -> tuple[dict[str, ParameterChange], list[SkippedOperation]]:
-    """Return the change of every parameter under each of its names, and those that stay unchanged, with reasons.
+    """Return the change of every parameter, and the unchanged ones with reasons.
+
+    Shared parameters are listed under each of their names.
 
     Args:
         captured: Graph of the model.
@@ -108,7 +111,7 @@ def _is_weight(edge: Edge, graph: Flow) -> bool:
 
 
 def tag_fan_ins(model: nn.Module, captured: Captured) -> None:
-    """Tag the converted model's parameters with their fan-in, if the shape alone does not contain it.
+    """Tag the converted model's parameters with a fan-in that the shape lacks.
 
     A weight that is multiplied from the right, ``x @ w``, sums over its first dimension. Torch's linear products and
     convolutions sum over all but the first.

@@ -1,4 +1,4 @@
-"""Residual additions: additions that join a branch with the path that it left, and their weights.
+"""Residual additions, which join a branch with the path it left, and weights.
 
 A branch joins as ``x * sqrt(1 - tau) + f(x) * sqrt(tau)``. With ordinary products its gradient would be small by
 sqrt(tau) all the way through. So it enters the branch unscaled, and is multiplied by sqrt(tau) at the branch's start.
@@ -6,11 +6,11 @@ sqrt(tau) all the way through. So it enters the branch unscaled, and is multipli
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import networkx as nx
 from torch import fx
 
+from plimsoll.checks import number
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.capture.gradient_graph import Flow, base_name
 from plimsoll.unit.changes import Port
@@ -24,7 +24,7 @@ _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "addmm", "badd
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Residual addition: start of the skip path, ports of both operands, and the branch's weight."""
+    """Residual addition: the skip path's start, both ports, the branch's weight."""
 
     addition: str
     start: str
@@ -36,7 +36,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Residual additions of a graph, with the potential c and the depth of every node inside a branch.
+    """Residual additions of a graph, with potential c and depth of inner nodes.
 
     The depth is the number of branches that join the same path. Depths of paths within branches multiply.
     """
@@ -46,7 +46,7 @@ class Residuals:
     depth: dict[str, int] = field(default_factory=dict[str, int])
 
     def weighted(self, name: str, ideal: Ideal) -> Ideal:
-        """Return the rule's factors of a node, with the weights of a residual addition if it is one."""
+        """Return a node's factors, with weights if it is a residual addition."""
         join = self.joins.get(name)
         if join is None:
             return ideal
@@ -55,7 +55,7 @@ class Residuals:
 
 
 def residuals(graph: Flow, tau: Tau, inside: frozenset[str] = frozenset()) -> Residuals:
-    """Return the residual additions of `graph`, weighted by `tau`, without those inside a cluster."""
+    """Return the residual additions of `graph` that are outside of clusters."""
     _check(tau)
     result = Residuals()
     depth: dict[str, int] = {}
@@ -83,7 +83,7 @@ def _join(node: fx.Node, graph: Flow, tau: Tau, depth: dict[str, int]) -> Join |
 
 
 def _behind(skip: str, branch: str, graph: Flow) -> str | None:
-    """Return the node where both the skip path and the branch start, back from `skip` through views and dropout."""
+    """Return the common start of skip path and branch, behind views and dropout."""
     before = nx.ancestors(graph.directed, branch)
     while skip not in before:
         edges = graph.into[skip]
@@ -132,9 +132,11 @@ def _count(result: Residuals, graph: Flow) -> None:
 def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
     region = _inside(join, graph)
     leaving = [
-        edge for name in region for edge in graph.out_of[name]
+        edge
+        for name in region
+        for edge in graph.out_of[name]
         if edge.target not in region and (edge.target, edge.port) != (join.addition, join.branch)
-    ]  # fmt: skip
+    ]
     if leaving:
         return  # the inside of the branch is used elsewhere, so its gradient needs the scale of the outside
     for name in region:
@@ -143,12 +145,9 @@ def _enter(join: Join, graph: Flow, potential: dict[str, float]) -> None:
 
 def _check(tau: Tau) -> None:
     weights = tau if isinstance(tau, Mapping) else {} if tau is None else {"": tau}
-    for kind, value in cast("Mapping[str, object]", weights).items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
-            raise ArgumentError(
-                f"convert: expected residual_tau to lie between 0 and 1; got {value!r}"
-                f"{f' for {kind}' if kind else ''}. 0.5 weights a branch as its skip path; None weights all equally."
-            )
+    remedy = "0.5 weights a branch as its skip path; None weights all equally."
+    for kind, value in weights.items():
+        number("convert", f"residual_tau[{kind!r}]" if kind else "residual_tau", value, above=0, below=1, remedy=remedy)
     if isinstance(tau, Mapping) and set(tau) != {"attention", "mlp", "other"}:
         raise ArgumentError(
             f"convert: expected residual_tau for the kinds attention, mlp and other; got {sorted(tau)}. Name all three."

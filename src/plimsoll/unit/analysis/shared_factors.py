@@ -1,14 +1,14 @@
-"""Gradients that several paths share: one number for all of them, where each path has its own factors.
+"""One factor for gradients that several paths share.
 
 Three cases need one. Without a constraint, every operation has its own factor forward and backward, so the paths into a
-tensor that several operations use bring its gradient in different units. Path e brings c(e) times the true gradient.
-All are brought to one number c with 1 / c^2 = sum of 1 / c(e)^2, so that the sum of independent parts is at unit scale
-again. A residual addition needs no rule of its own: the branch's gradient is multiplied by sqrt(tau) at the start.
+tensor that several operations use have its gradient in different units. Path e has c(e) times the true gradient. All
+are brought to one number c with 1 / c^2 = sum of 1 / c(e)^2, so that the sum of independent parts is at unit scale
+again. Residual additions need no separate rule: the branch's gradient is multiplied by sqrt(tau) at the start.
 
 A parameter that several operations use is an end of the graph, so its number is free. But its uses are joined by the
-rest of the model, so they must agree on one, chosen likewise.
+rest of the model, so they must agree on one, which is chosen in the same way.
 
-Losses that are added share their paths too. What each would have alone cannot be applied to each. Its geometric mean is
+Losses that are added share their paths too, so their separate factors cannot be applied. Their geometric mean is
 applied where all of them end, at the result that the model returns.
 """
 
@@ -34,7 +34,7 @@ def balanced(
     nodes: Mapping[str, fx.Node],
     incoming: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the factor between the gradient of every tensor and the true one. It is 1 behind a bridge.
+    """Return each tensor's gradient over the true one, which is 1 behind a bridge.
 
     Args:
         graph: Graph that gradients flow through.
@@ -64,7 +64,7 @@ def balanced(
 
 
 def _end(edge: Edge, clusters: Mapping[str, Cluster]) -> tuple[str, object]:
-    """Return the operation that an edge leads to, and its port. All edges into a cluster are one."""
+    """Return the target operation of an edge and its port. A cluster has one port."""
     cluster = clusters.get(edge.target)
     return (edge.target, edge.port) if cluster is None else (cluster.exit, ENTRY)
 
@@ -80,7 +80,7 @@ def _ideal_ratio(edge: Edge, end: str, ideals: Mapping[str, Ideal], nodes: Mappi
 
 
 def _part(edge: Edge, end: str, graph: Flow) -> float:
-    """Return the share of a tensor that gets a gradient by one path. A slice's gradient is zero elsewhere."""
+    """Return the share of a tensor whose gradient comes by one path, as by a slice."""
     if end == SINK or base_name(graph.nodes[end]) not in _PARTS:
         return 1.0
     node, source = graph.nodes[end], graph.nodes[edge.source]
@@ -101,7 +101,7 @@ def tied_factors(
     """Return the backward factor of every edge from a parameter that is no bridge."""
 
     def forward(edge: Edge) -> float:
-        """Return the forward factor of an edge, divided by the number of the operation that it leads to."""
+        """Return the forward factor of an edge over the potential of its target."""
         ideal = ideals.get(edge.target)
         value = number(outputs[edge.target], nodes) * ideal.weights.get(edge.port, 1.0) if ideal else 1.0
         return value / potential.get(edge.target, 1.0)
@@ -120,7 +120,7 @@ def tied_factors(
 
 
 def _following(factors: list[Factor], whole: float, nodes: Mapping[str, fx.Node]) -> Factor:
-    """Return a number that follows the batch as the first use does, whose sizes all later uses can read."""
+    """Return a number that follows the batch as the first use does."""
     first = next((factor for factor in factors if factor.of is not None), None)
     return Factor(value=whole) if first is None else times(first, whole / number(first, nodes))
 
@@ -128,7 +128,7 @@ def _following(factors: list[Factor], whole: float, nodes: Mapping[str, fx.Node]
 def incoming_factors(
     graph: Flow, free: frozenset[Edge], ideals: Mapping[str, Ideal], nodes: Mapping[str, fx.Node]
 ) -> tuple[dict[str, Factor], dict[str, float]]:
-    """Return the factor of each result at which gradients start, and the ideal factor of each shared loss over it."""
+    """Return the factors of incoming gradients, and each shared loss's own ratio."""
     losses = {name: ideal.incoming for name, ideal in ideals.items() if not ideal.incoming.is_one}
     alone = {name: factor for name, factor in losses.items() if all(edge in free for edge in graph.out_of[name])}
     shared = {name: factor for name, factor in losses.items() if name not in alone and not shape_of(nodes[name])}

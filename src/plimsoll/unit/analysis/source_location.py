@@ -1,4 +1,4 @@
-"""Locations of operations in the source and in the model, and refusals that name them."""
+"""Locations of operations in source and model, and refusals that name them."""
 
 import re
 from typing import cast
@@ -15,21 +15,21 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the name of the innermost module that called an operation, "" for the root."""
+    """Return the innermost module that called an operation, "" for the root."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     names = [name for name, _ in stack.values() if not name.startswith("_empty_nn_module_stack")]
     return names[-1] if names else ""
 
 
 def source_of(node: fx.Node) -> str | None:
-    """Return ``file:line`` of the model's code that called an operation: the innermost line outside torch."""
+    """Return ``file:line`` of an operation: the innermost line outside torch."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in frames if "/torch/" not in file]
     return ":".join(own[-1]) if own else None
 
 
 def check_aliases(captured: Captured, graph: Flow) -> None:
-    """Raise an error for a tensor that is written in place and read again under another name.
+    """Refuse a tensor that is written in place and read under another name.
 
     A factor would apply to only one of the two.
     """
@@ -51,7 +51,7 @@ def check_aliases(captured: Captured, graph: Flow) -> None:
 
 
 def _reads(source: fx.Node, writing: fx.Node, base: fx.Node) -> bool:
-    """Return whether a node is the written tensor under another name than the write's result."""
+    """Return whether a node is the written tensor, but not the write's result."""
     while source is not writing:
         if source is base:
             return True

@@ -1,4 +1,4 @@
-"""`audit` measures the scale of every tensor of one forward and backward pass, and of every gradient."""
+"""`audit` measures the scale of every tensor and gradient of one pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.unit.arguments import call_arguments, described
 from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
 from plimsoll.unit.auditing.result import Audit, Row
 from plimsoll.unit.auditing.state_guard import borrowed_models, gradients_restored
@@ -23,7 +24,7 @@ def audit(
     *,
     every: bool = False,
 ) -> Audit:
-    """Measure the scale of every operation of one forward and backward pass of any module, converted or not.
+    """Measure the scale of every operation of a forward and backward pass.
 
     Each operation's result, each floating-point input and each parameter is measured exactly and completely
     (`plimsoll.measure`), and so is its gradient. A module of `unit`, or a function of `unit.functional`, is one
@@ -54,7 +55,7 @@ def audit(
     [('model linear', 0.58, 1.0)]
     """
     root = _checked(model, loss)
-    args, kwargs = _arguments(example)
+    args, kwargs = call_arguments("audit", example)
     roots = [root, *([loss] if isinstance(loss, nn.Module) else [])]
     observer = Observer(_run.__code__)
     devices = {x.device for module in roots for x in module.parameters()}
@@ -89,7 +90,7 @@ def _run(observer: Observer, root: nn.Module, inputs: tuple[tuple[Any, ...], dic
 
 
 def _ends(output: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the tensors from which the backward pass starts without a loss, each with its gradient."""
+    """Return the starts of a backward pass without a loss, with their gradients."""
     for end in cast("tuple[Any, ...]", (_own_loss(output), output)):
         if isinstance(end, Tensor) and end.numel() == 1 and end.is_floating_point():
             return [(end, None)]
@@ -112,9 +113,9 @@ def _own_loss(output: Any) -> Any:
 def _scalar(value: Any) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         return value
-    got = f"a tensor ({value.dtype}, {tuple(value.shape)})" if isinstance(value, Tensor) else _kind(value)
     raise ArgumentError(
-        f"audit: expected loss to return a floating scalar; got {got}. Reduce it: loss.mean(), or output['loss']."
+        f"audit: expected loss to return a floating scalar; got {described(value)}. Reduce it: loss.mean(), or "
+        "output['loss']."
     )
 
 
@@ -140,11 +141,21 @@ def _rows(entries: Sequence[Entry], inputs: int, names: Mapping[int, str], *, ha
         calls[key] = calls.get(key, -1) + 1
         rows.append(
             Row(
-                position=position, kind=kind, operation=entry.operation, module=module, call=calls[key],
-                output=entry.output, source=entry.site.source, shape=entry.shape, dtype=_name(entry.dtype),
-                moved=entry.moved, forward=entry.forward, backward=entry.backward, absence=entry.absence,
+                position=position,
+                kind=kind,
+                operation=entry.operation,
+                module=module,
+                call=calls[key],
+                output=entry.output,
+                source=entry.site.source,
+                shape=entry.shape,
+                dtype=_name(entry.dtype),
+                moved=entry.moved,
+                forward=entry.forward,
+                backward=entry.backward,
+                absence=entry.absence,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -155,10 +166,16 @@ def _parameter_rows(parameters: Sequence[tuple[str, Tensor]], position: int) -> 
         if forward is None:
             continue
         yield Row(
-            position=position + number, kind="parameter", operation=own, module=module or ROOT, shape=tuple(leaf.shape),
-            dtype=_name(leaf.dtype), forward=forward, backward=None if leaf.grad is None else spectrum_of(leaf.grad),
+            position=position + number,
+            kind="parameter",
+            operation=own,
+            module=module or ROOT,
+            shape=tuple(leaf.shape),
+            dtype=_name(leaf.dtype),
+            forward=forward,
+            backward=None if leaf.grad is None else spectrum_of(leaf.grad),
             absence=None if leaf.grad is not None else "never came" if leaf.requires_grad else "frozen",
-        )  # fmt: skip
+        )
 
 
 def _kind(value: object) -> str:
@@ -182,21 +199,6 @@ def _module_names(root: nn.Module, loss: object) -> dict[int, str]:
 
 def _as_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs or (args[0] if len(args) == 1 else args)
-
-
-def _arguments(example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, tuple):
-        return cast("tuple[Any, ...]", example), {}
-    if isinstance(example, Mapping):
-        named = dict(cast("Mapping[Any, Any]", example))
-        if all(isinstance(name, str) for name in named):
-            return (), named
-    raise ArgumentError(
-        f"audit: expected example to be a tensor, a tuple of arguments or a mapping of keyword arguments; got "
-        f"{_kind(cast('object', example))}. Give a batch as the model is called with it: (x, y) for model(x, y)."
-    )
 
 
 def _checked(model: object, loss: object) -> nn.Module:
@@ -224,12 +226,10 @@ def _checked(model: object, loss: object) -> nn.Module:
 
 def _check_parameter(name: str, p: Tensor) -> None:
     if nn.parameter.is_lazy(p):
-        problem, advice = "one that is not initialised yet", "Run a batch through the model first."
+        problem, advice = "one that is not initialized yet", "Run a batch through the model first."
     elif p.is_meta:
-        problem, advice = (
-            "one on the meta device, without values",
-            "Materialize it with model.to_empty(device=...), and draw it.",
-        )
+        problem = "one on the meta device, without values"
+        advice = "Materialize it with model.to_empty(device=...), and draw it."
     elif hasattr(p, "_local_tensor"):
         problem, advice = "a DTensor, of which a part is elsewhere", "Audit the model before it is sharded."
     else:

@@ -1,4 +1,4 @@
-"""Observer of every operation of a forward pass, and of the gradients of the results.
+"""Observer of all operations of a forward pass, and of their gradients.
 
 A torch-function mode receives each function that Python calls. A hook on the function's result receives the gradient.
 No such mode receives a `torch.autograd.Function`, so `apply` is replaced while an audit runs, for its thread.
@@ -165,7 +165,7 @@ class Observer(TorchFunctionMode):
             self._measure(Entry(operation=name, site=site, output=index, moved=unchanged, value=x))
 
     def _part(self, site: CallSite, name: str, x: Tensor) -> None:
-        """Keep a part of an operation with factors as its result, until another part follows."""
+        """Take a part of an operation with factors as its result, until the next part."""
         operation = canonical(site.function) or name
         before = self._pending
         if before is not None and not site.function and factor_rank(name) < factor_rank(before.operation):
@@ -173,7 +173,10 @@ class Observer(TorchFunctionMode):
         self._pending = Entry(operation=operation, site=site, moved=moves(operation), value=x)
 
     def _measure(self, entry: Entry) -> None:
-        """Measure an entry's value and later its gradient. A second run completes the entry of the first."""
+        """Measure an entry's value, and later its gradient.
+
+        A second run completes the entry of the first.
+        """
         x, entry.value = entry.value, None
         assert x is not None
         with self.quietly():
@@ -223,7 +226,7 @@ class Observer(TorchFunctionMode):
 
 
 def spectrum_of(x: Tensor) -> Spectrum | None:
-    """Return the spectrum of a tensor, with both parts of complex numbers, or None if it has no values to measure."""
+    """Return a tensor's spectrum (of both parts if complex), or None."""
     try:
         x = x.detach()
         x = x.to_dense() if x.layout is not torch.strided else x
@@ -254,7 +257,7 @@ def _same(again: Iterator[Entry], entry: Entry) -> Entry | None:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result that contain real or complex numbers."""
+    """Return the tensors of real or complex numbers in an argument or a result."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() or value.is_complex() else []
     if isinstance(value, (list, tuple, set)):
@@ -269,7 +272,7 @@ def _version(x: Tensor) -> int:
 
 
 def _is_input(x: Tensor, inputs: Sequence[Tensor], versions: Sequence[int]) -> bool:
-    """Return whether it is an unchanged input or a view of one: nothing was written to it."""
+    """Return whether it is an input, or a view of one, that was not written to."""
     for other, version in zip(inputs, versions, strict=True):
         if other is x or _memory(other) == _memory(x) != 0:
             return _version(other) == version
@@ -285,9 +288,9 @@ def _memory(x: Tensor) -> int:
 
 @functools.cache
 def _without_its_check(function: FunctionType) -> Callable[..., Any]:
-    """Return the function without its first check for torch-function modes, which would call the observer again.
+    """Return the function without its first check for torch-function modes.
 
-    The code is the same otherwise.
+    The check would call the observer again. The code is the same otherwise.
     """
     names: dict[str, Any] = {**function.__globals__, "has_torch_function": _never}
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -1,4 +1,4 @@
-"""Operations that an audit records: their names, and the places that they are called from.
+"""Operations that an audit records: their names and call sites.
 
 Python's own stack has the module that runs, the user's line, and the operation with factors that a call is part of. So
 nothing has to be hooked. An operation with its factors is one call of a function of `unit.functional`. In a converted
@@ -66,7 +66,7 @@ class CallSite:
 
 
 def find_call_site(until: CodeType) -> CallSite:
-    """Return the call site of the operation that is called now. The search ends at the frame of the code `until`."""
+    """Return the call site of the current operation, below the frame of `until`."""
     site = CallSite()
     frame: FrameType | None = cast("Any", sys)._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code is not until:
@@ -110,28 +110,45 @@ def _kind(file: str) -> str:
 
 # Python's operators, and functions whose name in Python is not that in torch's dispatcher.
 _OTHER_NAMES = {
-    "invert": "bitwise_not", "truediv": "div", "true_divide": "div", "divide": "div",
-    "multiply": "mul", "subtract": "sub", "cross_entropy_loss": "cross_entropy", "residual_add": "add",
-    "linear_readout": "linear", "concat": "cat", "concatenate": "cat", "convolution": "conv", "_softmax": "softmax",
-    "_log_softmax": "log_softmax", "nll_loss_nd": "nll_loss", "special_softmax": "softmax",
-    "native_layer_norm": "layer_norm", "native_group_norm": "group_norm", "native_dropout": "dropout",
-    "_native_batch_norm_legit": "batch_norm", "Scaled": "scaled", "Sized": "scaled",
-    "Fp8Product": "linear", "feature_dropout": "dropout2d",
-}  # fmt: skip
+    "invert": "bitwise_not",
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "cross_entropy_loss": "cross_entropy",
+    "residual_add": "add",
+    "linear_readout": "linear",
+    "concat": "cat",
+    "concatenate": "cat",
+    "convolution": "conv",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "nll_loss_nd": "nll_loss",
+    "special_softmax": "softmax",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_dropout": "dropout",
+    "_native_batch_norm_legit": "batch_norm",
+    "Scaled": "scaled",
+    "Sized": "scaled",
+    "Fp8Product": "linear",
+    "feature_dropout": "dropout2d",
+}
 _OPERATORS = frozenset(("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod", "div"))
 
 # Operations whose results contain the values of their inputs: views, copies, joins, codes.
-_MOVES = frozenset((
-    "adjoint", "alias", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "block_diag", "broadcast_tensors",
-    "broadcast_to", "cat", "chunk", "clone", "column_stack", "constant_pad_nd", "contiguous", "copy", "detach",
-    "diagonal", "dsplit", "dstack", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "fp8_cast",
-    "gather", "getitem", "hsplit", "hstack", "index_select", "masked_select", "meshgrid", "moveaxis", "movedim",
-    "narrow", "pad", "permute", "pixel_shuffle", "pixel_unshuffle", "ravel", "repeat", "repeat_interleave", "reshape",
-    "reshape_as", "residual_split", "resolve_conj", "resolve_neg", "roll", "rot90", "select", "setitem", "slice",
-    "split", "split_with_sizes", "squeeze", "stack", "swapaxes", "swapdims", "t", "take", "take_along_dim",
-    "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
-    "vstack", "zero_pad2d",
-))  # fmt: skip
+_MOVES = frozenset(
+    """
+    adjoint alias as_strided atleast_1d atleast_2d atleast_3d block_diag broadcast_tensors broadcast_to cat chunk
+    clone column_stack constant_pad_nd contiguous copy detach diagonal dsplit dstack expand expand_as flatten flip
+    fliplr flipud fp8_cast gather getitem hsplit hstack index_select masked_select meshgrid moveaxis movedim narrow
+    pad permute pixel_shuffle pixel_unshuffle ravel repeat repeat_interleave reshape reshape_as residual_split
+    resolve_conj resolve_neg roll rot90 select setitem slice split split_with_sizes squeeze stack swapaxes swapdims
+    t take take_along_dim tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as vsplit vstack
+    zero_pad2d
+    """.split()
+)
 # Operations whose results do not depend on the values of their inputs.
 _MAKERS = ("new_", "zeros", "ones", "empty", "full", "rand", "arange", "linspace", "eye", "tensor", "as_tensor")
 # Operations that the factors around another one consist of. A product may be one too.
@@ -167,10 +184,10 @@ def canonical(name: str) -> str:
 
 
 def moves(operation: str) -> bool:
-    """Return whether the operation computes nothing: it moves values, or makes them of none."""
+    """Return whether the operation only moves values, or makes them of none."""
     return operation in _MOVES or operation.startswith(_MAKERS)
 
 
 def factor_rank(operation: str) -> int:
-    """Return a higher rank the less likely the operation is a factor of another one in the same line."""
+    """Return a rank that is low for likely factors of another operation in a line."""
     return _FACTORS.index(operation) if operation in _FACTORS else len(_FACTORS)

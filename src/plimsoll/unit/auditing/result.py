@@ -1,4 +1,4 @@
-"""Result of an audit: its rows, a ranking, a comparison with another audit, tables, text and data."""
+"""Result of an audit: rows, ranking, comparison, tables, text and data."""
 
 import io
 import math
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll import display
+from plimsoll.checks import integer, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
@@ -31,7 +32,7 @@ _WIDTH, _NAME_WIDTH, _WORST_SHOWN = 80, 28, 12
 _NEAR, _FAR = 2.0, 6.0  # binades from unit scale above which a scale is marked
 _FEW, _MANY = 0.01, 0.1  # fractions likewise
 _ABSENCES: dict[Absence | None, str] = {"frozen": "frozen", "no_grad": "no grad", "never came": "none", None: ""}
-_CAPTION = "scale: log2 of the standard deviation. fp16, e4m3, e5m2: % lost below (<) or beyond (>) what they hold."
+_CAPTION = "scale: log2 of the standard deviation. fp16, e4m3, e5m2: % that underflows (<) or overflows (>)."
 # FP8 training computes forward in E4M3 and keeps gradients in E5M2, which has the range that they need.
 _FORMATS_OF: dict[Direction, tuple[str, str]] = {"forward": ("fp16", "e4m3"), "backward": ("fp16", "e5m2")}
 
@@ -67,7 +68,7 @@ class Reading(NotebookRepr):
 
     @property
     def spoiled(self) -> int:
-        """Number of values that are NaN or +Inf. A -Inf is not counted, since masks consist of them."""
+        """Number of NaN and +Inf. A -Inf does not count, since masks consist of them."""
         return self.spectrum.nans + self.spectrum.pos_infs
 
     def lost(self, fmt: object) -> float:
@@ -107,7 +108,7 @@ class Reading(NotebookRepr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
-    """Tensor of a forward pass: an operation's result, an input of the model, or a parameter.
+    """Tensor of a forward pass: a result, an input of the model, or a parameter.
 
     Attributes:
         position: Position in program order. Parameters come after all operations, in the model's order.
@@ -141,7 +142,7 @@ class Row(NotebookRepr):
 
     @property
     def name(self) -> str:
-        """Name such as "blocks.0.mlp linear", with the call and the output if there are several."""
+        """Name such as "blocks.0.mlp linear", with call and output if several."""
         call = f" #{self.call + 1}" if self.call else ""
         output = f" [{self.output}]" if self.output else ""
         if self.kind == "parameter":
@@ -177,13 +178,21 @@ class Row(NotebookRepr):
         """Return the row as data for JSON."""
         forward, backward = self.reading("forward"), self.reading("backward")
         return {
-            "position": self.position, "kind": self.kind, "name": self.name, "operation": self.operation,
-            "module": self.module, "call": self.call, "output": self.output, "source": self.source,
-            "shape": list(self.shape), "dtype": self.dtype, "moved": self.moved,
+            "position": self.position,
+            "kind": self.kind,
+            "name": self.name,
+            "operation": self.operation,
+            "module": self.module,
+            "call": self.call,
+            "output": self.output,
+            "source": self.source,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "moved": self.moved,
             "forward": None if forward is None else forward.to_dict(),
             "backward": None if backward is None else backward.to_dict(),
             "absence": self.absence,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +208,7 @@ class Pair:
         return self.before.name
 
     def distances(self, direction: Direction) -> tuple[float, float]:
-        """Return the distances from unit scale in binades, before and after. NaN stands for a missing scale."""
+        """Return the distances from unit scale in binades, before and after, or NaN."""
         readings = [row.reading(direction) for row in (self.before, self.after)]
         before, after = (math.nan if reading is None else reading.distance for reading in readings)
         return before, after
@@ -224,7 +233,7 @@ class Comparison(NotebookRepr):
     only_after: tuple[Row, ...]
 
     def table(self, most: int | None = None) -> Table:
-        """Return a rich table of 80 columns: scales of operations before and after, forward and backward.
+        """Return a rich table of 80 columns: operations' scales before and after.
 
         Args:
             most: Largest number of operations. Default: all.
@@ -232,16 +241,20 @@ class Comparison(NotebookRepr):
         return _comparison_table(self._operations(), most)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the comparison as data for JSON, without spectra, which the audits' own data contains."""
+        """Return the comparison as data for JSON, without the audits' spectra."""
         return {
-            "before": self.before.model, "after": self.after.model,
+            "before": self.before.model,
+            "after": self.after.model,
             "pairs": [_scales(pair) for pair in self.pairs],
             "only_before": [row.name for row in self.only_before],
             "only_after": [row.name for row in self.only_after],
-        }  # fmt: skip
+        }
 
     def figure(self) -> Any:
-        """Return a Plotly figure of scales before (hollow) and after (solid). Needs the extra `report`."""
+        """Return a Plotly figure of scales before (hollow) and after (solid).
+
+        Needs the extra `report`.
+        """
         return display.function("audit")(self.before, self.after)
 
     def __str__(self) -> str:
@@ -293,13 +306,15 @@ class Audit(NotebookRepr):
 
     @property
     def worst(self) -> tuple[Reading, ...]:
-        """Readings of operations, each direction apart, the worst scale first. See `ranked`."""
+        """Readings of operations, each direction apart, worst scale first."""
         return self.ranked()
 
     def ranked(
         self, by: By = "scale", *, direction: Direction | None = None, kind: Kind = "operation"
     ) -> tuple[Reading, ...]:
-        """Return readings, the worst first: those with NaN or +Inf, then by `by`. Ties are in program order.
+        """Return readings, worst first: those with NaN or +Inf, then by `by`.
+
+        Ties are in program order.
 
         Args:
             by: `"scale"` ranks by the distance of the standard deviation from 1 in binades. All zero is worst. Single
@@ -311,16 +326,16 @@ class Audit(NotebookRepr):
         Raises:
             ArgumentError: An argument is none of these.
         """
-        _check("ranked", "by", by, ("scale", *FORMATS))
-        _check("ranked", "kind", kind, ("operation", "parameter", "input"))
+        one_of("Audit.ranked", "by", by, ("scale", *FORMATS))
+        one_of("Audit.ranked", "kind", kind, ("operation", "parameter", "input"))
         ranked = [r for r in self.readings(direction, kind) if by != "scale" or r.spoiled or not math.isnan(r.scale)]
         keys = {id(r): _badness(r, by) for r in ranked}
         return tuple(sorted(ranked, key=lambda r: keys[id(r)], reverse=True))
 
     def readings(self, direction: Direction | None = None, kind: Kind = "operation") -> Iterator[Reading]:
-        """Yield the readings of a kind's rows in program order, of one direction or of both."""
+        """Yield the readings of a kind's rows in program order."""
         if direction is not None:
-            _check("readings", "direction", direction, DIRECTIONS)
+            one_of("Audit.readings", "direction", direction, DIRECTIONS)
         for row in self._of(kind):
             for side in DIRECTIONS if direction is None else (direction,):
                 reading = row.reading(side)
@@ -328,11 +343,13 @@ class Audit(NotebookRepr):
                     yield reading
 
     def beyond(self, binades: float, direction: Direction | None = None) -> tuple[Reading, ...]:
-        """Return readings of operations further than so many binades from unit scale, the worst first."""
+        """Return operations' readings so many binades from unit scale, worst first."""
         return tuple(r for r in self.ranked("scale", direction=direction) if r.spoiled or r.distance > binades)
 
     def total(self, direction: Direction, kind: Kind = "operation") -> Spectrum:
-        """Return the spectrum of all values of one direction, as for a format with one scale for the whole model.
+        """Return the spectrum of all values of one direction.
+
+        It is that for a format with one scale for the whole model.
 
         >>> Audit(model="Empty", rows=()).total("forward").count
         0
@@ -340,7 +357,7 @@ class Audit(NotebookRepr):
         return sum((reading.spectrum for reading in self.readings(direction, kind)), start=Spectrum.empty())
 
     def table(self, order: Literal["program", "worst"] = "program", most: int | None = None) -> Table:
-        """Return a rich table of 80 columns: scales of operations and losses in formats, forward and backward.
+        """Return a rich table of 80 columns: operations' scales and losses in formats.
 
         Args:
             order: `"program"`, or `"worst"` for the worst operations first. Default: `"program"`.
@@ -349,17 +366,19 @@ class Audit(NotebookRepr):
         Raises:
             ArgumentError: `order` is neither, or `most` is below 1.
         """
-        _check("table", "order", order, ("program", "worst"))
-        if most is not None and (isinstance(most, bool) or most < 1):
-            raise ArgumentError(f"Audit.table: expected most to be None or at least 1; got {most!r}. Leave it out.")
+        one_of("Audit.table", "order", order, ("program", "worst"))
+        if most is not None:
+            integer("Audit.table", "most", most, low=1, remedy="Leave it out for all.")
         return _operations_table(self._ordered(order), most)
 
     def to_dict(self) -> dict[str, object]:
         """Return the audit as data for JSON."""
         return {
-            "model": self.model, "training": self.training, "rows": [row.to_dict() for row in self.rows],
+            "model": self.model,
+            "training": self.training,
+            "rows": [row.to_dict() for row in self.rows],
             "unmeasured": list(self.unmeasured),
-        }  # fmt: skip
+        }
 
     def compare(self, other: "Audit") -> Comparison:
         """Compare this audit with a later one, for example of the converted model.
@@ -376,7 +395,7 @@ class Audit(NotebookRepr):
         return _compare(self, other)
 
     def figure(self) -> Any:
-        """Return a Plotly figure of all scales in program order, forward and backward, with the limits of formats.
+        """Return a Plotly figure of all scales in program order, with formats' limits.
 
         Needs the extra `report`.
         """
@@ -415,10 +434,12 @@ def _compare(before: "Audit", after: "Audit") -> Comparison:
     pairs = [Pair(before=row, after=later[row.key]) for row in before.rows if row.key in later]
     known = {pair.before.key for pair in pairs}
     return Comparison(
-        before=before, after=after, pairs=tuple(pairs),
+        before=before,
+        after=after,
+        pairs=tuple(pairs),
         only_before=tuple(row for row in before.rows if row.key not in known),
         only_after=tuple(row for row in after.rows if row.key not in known),
-    )  # fmt: skip
+    )
 
 
 def _scales(pair: Pair) -> dict[str, object]:
@@ -435,15 +456,8 @@ def _badness(reading: Reading, by: By) -> tuple[int, float]:
     return min(reading.spoiled, 1), -1.0 if math.isnan(value) else value
 
 
-def _check(operation: str, name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ArgumentError(
-            f"Audit.{operation}: expected {name} to be one of {', '.join(choices)}; got {value!r}. Choose one."
-        )
-
-
 def _operations_table(rows: Sequence[Row], most: int | None) -> Table:
-    """Return a table with a line for each row. A last line counts the rows that are not shown."""
+    """Return a table of rows. A last line counts those that are not shown."""
     table = _empty_table(("forward", "fp16", "e4m3", "backward", "fp16", "e5m2"), (8, 6, 6, 8, 6, 6))
     shown = rows[:most]
     for row in shown:
@@ -471,7 +485,7 @@ def _comparison_table(pairs: Sequence[Pair], most: int | None) -> Table:
 
 
 def _summary(audit: Audit) -> str:
-    """Return one line: the number of operations, and the range of their scales in each direction."""
+    """Return one line: the number of operations, and their scales' range."""
     parts = [f"{len(audit.operations):,} operations"]
     for direction in DIRECTIONS:
         scales = [r.scale for r in audit.readings(direction) if math.isfinite(r.scale)]
@@ -500,7 +514,7 @@ def _empty_table(heads: Sequence[str], widths: Sequence[int]) -> Table:
 
 
 def _row_name(row: Row) -> Text:
-    """Return the row's name. A long path loses its beginning, since the end is more specific."""
+    """Return the row's name. A long path loses its beginning, the general part."""
     name = printable(row.name, lines=False)
     return Text(name if len(name) <= _NAME_WIDTH else f"…{name[1 - _NAME_WIDTH :]}")
 

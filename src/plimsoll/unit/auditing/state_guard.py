@@ -1,4 +1,4 @@
-"""Guard of a model's state: saves all that a forward and a backward pass may change, and restores it after the audit.
+"""State of a model, saved before an audit and restored after it.
 
 - Parameters are replaced by new leaves over the same memory, so that gradients, hooks and optimizers of the real ones
   are not touched. Buffers are replaced by copies.
@@ -25,7 +25,7 @@ _MODULE_STATE = ("_parameters", "_buffers", "_modules")
 
 @contextlib.contextmanager
 def borrowed_models(roots: Iterable[nn.Module], devices: set[torch.device]) -> Generator[dict[int, nn.Parameter]]:
-    """Lend the modules to an audit. Yield the leaf of each parameter, by the parameter's id."""
+    """Lend the modules to an audit, and yield each parameter's leaf by its id."""
     random = RandomState(devices)
     leaves: dict[int, nn.Parameter] = {}
     copies: dict[int, Any] = {}
@@ -78,7 +78,7 @@ def _copied(value: Any, leaves: dict[int, nn.Parameter], copies: dict[int, Any])
 
 @contextlib.contextmanager
 def gradients_restored(ends: Iterable[Tensor], audited: Iterable[Tensor]) -> Generator[None]:
-    """Restore the gradients of all leaves that a backward pass from these tensors reaches, but the audited ones."""
+    """Restore the gradients of leaves that these tensors reach, but the audited."""
     own = {id(x) for x in audited}
     saved = [(leaf, leaf.grad) for leaf in _leaves_of(ends) if id(leaf) not in own]
     for leaf, _ in saved:
@@ -129,5 +129,5 @@ def _nothing(*_: object) -> None:
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Run compiled code eagerly, since compiled code calls no operation that can be observed."""
+    """Run compiled code eagerly: it calls no operation that can be observed."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

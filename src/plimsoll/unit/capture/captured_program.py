@@ -1,7 +1,7 @@
-"""The graph of a model, as `torch.export` captures it for training, and where in the source a capture fails.
+"""Graph of a model, captured by `torch.export` as it trains.
 
-The captured program is only read: what is built from it is ordinary modules. Sizes are left open (`Dim.AUTO`), so that
-a factor that depends on the batch can be told from a constant.
+The captured program is only read: the conversion builds ordinary modules from it. Sizes stay open (`Dim.AUTO`), so that
+a factor that depends on the batch differs from a constant.
 """
 
 import inspect
@@ -18,17 +18,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
+from plimsoll.unit.arguments import call_arguments
 
 _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A model's graph, and what it was captured with.
+    """Graph of a model, with the call that it was captured from.
 
-    - `training`: the mode that the model was in. `args`, `kwargs`: the example as the model was called with it.
-    - `strict`: whether the bytecode had to be analysed, since running the model's own code was not enough.
-    - `ties`: groups of names of one and the same parameter, the name that comes first in the model before the others.
+    Attributes:
+        program: Result of `torch.export`.
+        training: Whether the model was in training mode.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        strict: Whether the bytecode was analyzed, because running the model's own code failed.
+        ties: Groups of names of one shared parameter, in the model's order.
     """
 
     program: torch.export.ExportedProgram
@@ -40,79 +45,68 @@ class Captured:
 
     @property
     def graph(self) -> torch.fx.Graph:
-        """The captured graph."""
+        """Captured graph."""
         return self.program.graph
 
     @property
     def parameters(self) -> dict[str, str]:
-        """The placeholder of each parameter that the graph names, and the parameter's name in the model."""
+        """Name in the model of each parameter, by its placeholder in the graph."""
         return dict(self.program.graph_signature.inputs_to_parameters)
 
     @property
     def buffers(self) -> dict[str, str]:
-        """The placeholder of each buffer, and the buffer's name in the model."""
+        """Name in the model of each buffer, by its placeholder in the graph."""
         return dict(self.program.graph_signature.inputs_to_buffers)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The placeholders of the model's own inputs, in their order."""
+        """Placeholders of the model's inputs, in their order."""
         return tuple(str(name) for name in self.program.graph_signature.user_inputs if name is not None)
 
 
 def capture(model: nn.Module, example: object, *, training: bool = True, operation: str = "convert") -> Captured:
-    """The graph of `model`, called with `example`, all sizes of whose tensors are open where the model allows.
+    """Return the graph of `model` called with `example`, with open sizes.
 
-    The model is left as it was: flags of training, buffers, gradients, random state.
+    All sizes of tensors are open if the model allows it. The model does not change: its training flags, buffers,
+    gradients and random state are restored.
 
     Args:
-        model: any module, on any device, meta too.
-        example: a tensor; a tuple of positional arguments; or a mapping of keyword arguments. The first dimension of
-            its tensors is the batch, of at least 2: export takes a size of 1 for a constant.
-        training: whether the model is captured as it trains, or as it evaluates.
-        operation: whose errors these are.
+        model: Any module, on any device, meta included.
+        example: A tensor, a tuple of positional arguments, or a mapping of keyword arguments. The first dimension of
+            its tensors is the batch, of at least 2. Torch.export takes a size of 1 for a constant.
+        training: Whether the model is captured in training or in evaluation mode. Default: True.
+        operation: Name of the operation for errors. Default: `"convert"`.
 
-    Raises `ArgumentError`: the example is none; or the graph cannot be captured, since its control flow depends on
-    data, its batch is fixed, or it does what torch.export does not know. The message names the place.
+    Raises:
+        ArgumentError: The example is no call, or the graph cannot be captured. Its control flow depends on data, its
+            batch is fixed, or torch.export does not support an operation. The message names the line.
+        UnsupportedTensorError: A tensor of the example is not dense.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise ArgumentError(
             f"{operation}: expected an nn.Module; got {type(model).__name__}. Give the model that would be trained."
         )
-    args, kwargs = _apart(_arguments(example, operation))
+    args, kwargs = _copied(model, call_arguments(operation, example))
     batch = _batch(args, kwargs, operation)
     with _mode(model, training), _quiet(), _no_hook_left():
         program, strict = _export(model, args, kwargs, operation)
     _check_batch(program, batch, model, operation)
-    return Captured(
-        program=program, training=training, args=args, kwargs=kwargs, strict=strict, ties=_ties(model),
-    )  # fmt: skip
+    return Captured(program=program, training=training, args=args, kwargs=kwargs, strict=strict, ties=_ties(model))
 
 
-def _arguments(example: object, operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, tuple):
-        return cast("tuple[Any, ...]", example), {}
-    if isinstance(example, Mapping):
-        given = cast("Mapping[Any, Any]", example)
-        named: dict[str, Any] = {name: given[name] for name in given}
-        if all(isinstance(cast("object", name), str) for name in named):
-            return (), named
-    raise ArgumentError(
-        f"{operation}: expected an example that is a tensor, a tuple of arguments or a mapping of keyword arguments; "
-        f"got {type(cast('object', example)).__name__}. Write a batch as the model is called with it: (x, y) for "
-        "model(x, y)."
-    )
+def _copied(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy each tensor of a call: export takes two with the same memory for one input.
 
+    The copies are on the meta device if the model is.
+    """
+    meta = any(parameter.is_meta for parameter in model.parameters())
 
-def _apart(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Every tensor of an example as a tensor of its own: export takes one tensor at two places for one input."""
+    def copy(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        return leaf.detach().to("meta") if meta else leaf.detach().clone()
 
-    def own(leaf: object) -> object:
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-    copied = pytree.tree_map(own, given)
-    return cast("tuple[tuple[Any, ...], dict[str, Any]]", copied)
+    return cast("tuple[tuple[Any, ...], dict[str, Any]]", pytree.tree_map(copy, call))
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> int:
@@ -132,7 +126,7 @@ def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> int
     if shaped[0].shape[0] < 2:
         raise ArgumentError(
             f"{operation}: expected an example whose first tensor has a batch of at least 2; got shape "
-            f"{tuple(shaped[0].shape)}. A size of 1 would be taken for a constant: repeat the row."
+            f"{tuple(shaped[0].shape)}. Torch.export takes a size of 1 for a constant: repeat the row."
         )
     return shaped[0].shape[0]
 
@@ -150,7 +144,7 @@ def _mode(model: nn.Module, training: bool) -> Generator[None]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Export logs what fails before it falls back; what matters is raised."""
+    """Silence torch.export's log of failures. The last failure is raised."""
     logger = logging.getLogger("torch.export")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -162,7 +156,7 @@ def _quiet() -> Generator[None]:
 
 @contextmanager
 def _no_hook_left() -> Generator[None]:
-    """Where an export fails, torch 2.9 leaves a hook behind that hears of every module's buffers."""
+    """Remove the hook on buffers that torch 2.9 leaves if an export fails."""
     hooks: dict[int, Any] = vars(torch.nn.modules.module)["_global_buffer_registration_hooks"]
     before = set(hooks)
     try:
@@ -178,10 +172,10 @@ def _export(
     shapes = _open_shapes(model, args, kwargs, operation)
     try:
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False), False
-    except Exception as first:  # noqa: BLE001  (whatever torch.export raises; it has no tree of its own)
+    except Exception as first:  # noqa: BLE001  (torch.export has no base class for its errors)
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=True), True
-        except Exception:  # noqa: BLE001  (the first failure names the model's own line, the second the analyser's)
+        except Exception:  # noqa: BLE001  (the first failure names the model's line, the second the analyzer's)
             raise _refusal(first, model, operation) from first
 
 
@@ -210,20 +204,20 @@ def _open_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _refusal(error: BaseException, model: nn.Module, operation: str) -> ArgumentError:
     names = {id(module): str(name) for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
     place = _place(error.__traceback__, names)
-    what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ") + "."
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ") + "."
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         return ArgumentError(
             f"{operation}: expected a model whose control flow does not depend on the values of tensors; got a branch "
-            f"on data{place}: {what} Write it with torch.where, or convert the modules on both sides of it."
+            f"on data{place}: {reason} Write it with torch.where, or convert the modules on both sides of it."
         )
     return ArgumentError(
         f"{operation}: expected a model whose graph torch.export can capture; got {type(error).__name__}{place}: "
-        f"{what} Change that line, or convert the parts of the model that can be captured."
+        f"{reason} Change that line, or convert the parts of the model that can be captured."
     )
 
 
 def _place(trace: TracebackType | None, names: Mapping[int, str]) -> str:
-    """The last line of the model's own code on the way to an error, and the module that it belongs to."""
+    """Return the module, and the last line of the model's own code, before an error."""
     line, module = "", None
     while trace is not None:
         frame = trace.tb_frame
@@ -250,7 +244,7 @@ def _check_batch(program: torch.export.ExportedProgram, batch: int, model: nn.Mo
         if node.op != "placeholder" or node.name not in own or not isinstance(value, Tensor) or not value.dim():
             continue
         size: Any = value.shape[0]
-        if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:  # a fixed one may be a symbol
+        if not isinstance(size, torch.SymInt) or size.node.maybe_as_int() is not None:  # a symbol may be fixed too
             raise ArgumentError(
                 f"{operation}: expected a model that takes any batch size; got {type(model).__name__}, which takes "
                 f"only {batch} rows of '{node.name}'. Write sizes from the input's shape: x.view(x.shape[0], -1)."

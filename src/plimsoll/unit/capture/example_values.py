@@ -1,4 +1,4 @@
-"""Values of what carries no gradient: masks, positions, tables of angles, as the example gives them.
+"""Values of tensors without gradients, as in the example: masks, positions.
 
 Measured factors need them: a softmax behind a causal mask has another scale than one without. Nothing here depends on a
 parameter, so a model without values (on the meta device) only lacks its buffers.
@@ -18,27 +18,27 @@ from plimsoll.unit.capture.gradient_graph import size_at_example, value_of
 
 
 class NoValueError(Exception):
-    """A tensor whose values are not known: on the meta device, or of an operation that cannot be run by itself."""
+    """Tensor without known values: on the meta device, or of an unrunnable node."""
 
 
 class Values:
-    """Values of the nodes that carry no gradient, each computed when it is first asked for, on the CPU."""
+    """Values of nodes without gradients, computed on the CPU at their first use."""
 
     def __init__(self, captured: Captured, carrying: frozenset[str]) -> None:
         self._carrying = carrying
         self._known: dict[str, Any] = {}
-        self._given = _given(captured)
+        self._inputs = _input_values(captured)
         self._module = captured.program.graph_module
         self._remembered: dict[str, Any] = {}
 
     def remembered(self, key: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for a key."""
+        """Return the result of `make`, computed once for a key."""
         if key not in self._remembered:
             self._remembered[key] = make()
         return self._remembered[key]
 
     def of(self, argument: Any) -> Any:
-        """An argument of a node with every node in it replaced by its value."""
+        """Return an argument of a node with every node in it replaced by its value."""
         return map_arg(argument, self._node)
 
     def _node(self, node: fx.Node) -> Any:
@@ -53,7 +53,7 @@ class Values:
         if node.name in self._carrying:
             raise NoValueError(node.name)
         if node.op == "placeholder":
-            return self._given_value(node)
+            return self._input_value(node)
         if node.op == "get_attr":  # the inside of a region without gradients or under autocast
             return self._module.get_submodule(str(node.target))
         if node.op != "call_function" or isinstance(node.target, str):
@@ -69,11 +69,11 @@ class Values:
             keywords["device"] = torch.device("cpu")
         if node.target is operator.getitem or not arguments:
             return arguments, keywords
-        # What is written in place is written to a copy: a buffer stays as it is.
+        # An operation in place gets copies, so that buffers do not change.
         return pytree.tree_map(_copied, arguments), keywords
 
-    def _given_value(self, node: fx.Node) -> Any:
-        value = self._given.get(node.name)
+    def _input_value(self, node: fx.Node) -> Any:
+        value = self._inputs.get(node.name)
         if isinstance(value, Tensor) and value.device.type == "meta":
             raise NoValueError(node.name)
         return value.detach().cpu() if isinstance(value, Tensor) else value
@@ -83,14 +83,15 @@ def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _given(captured: Captured) -> dict[str, Any]:
+def _input_values(captured: Captured) -> dict[str, Any]:
+    """Return values of the example, buffers and constants by placeholders."""
     inputs = iter(pytree.tree_leaves((captured.args, dict(captured.kwargs))))
     program = captured.program
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for spec in program.graph_signature.input_specs:
         name = getattr(spec.arg, "name", "")
         if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
-            given[name] = next(inputs, None)
+            values[name] = next(inputs, None)
         elif spec.target is not None:
-            given[name] = program.state_dict.get(spec.target, program.constants.get(spec.target))
-    return given
+            values[name] = program.state_dict.get(spec.target, program.constants.get(spec.target))
+    return values

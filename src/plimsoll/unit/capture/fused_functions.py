@@ -1,4 +1,4 @@
-"""Clusters: a function of one tensor that was written in several operations, as a GELU or a norm by hand.
+"""Clusters: functions of one tensor that are written in several operations.
 
 Scaled one by one, its operations would compute something else: ``x * rsqrt(mean(x^2))`` is a norm only as a whole. So
 from the point where its paths come together, they are followed back to the one tensor they all come from, through
@@ -14,24 +14,22 @@ from torch import Tensor, fx
 from plimsoll.unit.capture.gradient_graph import Edge, Flow, base_name, bridges, shape_of, value_of
 
 _VALUES = frozenset(
-    {
-        "add", "sub", "rsub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "abs", "exp",
-        "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "relu", "silu", "gelu", "softplus", "clamp",
-        "clamp_min", "clamp_max", "sin", "cos", "maximum", "minimum", "elu", "leaky_relu", "logsigmoid", "masked_fill",
-        "where", "true_divide",
-    }
-)  # fmt: skip
+    """
+    add sub rsub mul div pow square sqrt rsqrt reciprocal neg abs exp expm1 log log1p tanh sigmoid erf relu silu
+    gelu softplus clamp clamp_min clamp_max sin cos maximum minimum elu leaky_relu logsigmoid masked_fill where
+    true_divide
+    """.split()
+)
 _STATISTICS = frozenset(
     {"mean", "sum", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "amax", "amin", "logsumexp"}
 )
 _SHAPES = frozenset(
-    {
-        "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "slice", "select", "chunk", "split",
-        "getitem", "cat", "stack", "to", "_to_copy", "contiguous", "clone", "type_as", "transpose", "permute",
-        "flatten", "unflatten", "split_with_sizes", "unbind", "narrow", "broadcast_to", "repeat", "roll",
-        "float", "_unsafe_view",
-    }
-)  # fmt: skip
+    """
+    view reshape unsqueeze squeeze expand expand_as slice select chunk split getitem cat stack to _to_copy
+    contiguous clone type_as transpose permute flatten unflatten split_with_sizes unbind narrow broadcast_to repeat
+    roll float _unsafe_view
+    """.split()
+)
 _INSIDE = _VALUES | _STATISTICS | _SHAPES
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax"})
 _MASKING = frozenset({"masked_fill", "add", "where", "to", "view", "reshape", "unsqueeze", "maximum", "clamp"})
@@ -39,7 +37,7 @@ _MASKING = frozenset({"masked_fill", "add", "where", "to", "view", "reshape", "u
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Operations that are one function: its input, the operation that gives the result, and all inner ones."""
+    """Operations that are one function: its input, its last one, and all of them."""
 
     entry: str
     exit: str
@@ -48,16 +46,16 @@ class Cluster:
 
 def clusters(flow: Flow) -> dict[str, Cluster]:
     """Return the clusters of a graph, by the name of every operation inside."""
-    found: dict[str, Cluster] = {}
+    by_name: dict[str, Cluster] = {}
     order = {name: position for position, name in enumerate(flow.nodes)}
     for name in reversed(flow.nodes):
         node = flow.nodes[name]
-        if node.op != "call_function" or name in found:
+        if node.op != "call_function" or name in by_name:
             continue
-        cluster = _softmax(node, flow) if base_name(node) in _SOFTMAX else _joined(node, flow, order, found)
+        cluster = _softmax(node, flow) if base_name(node) in _SOFTMAX else _joined(node, flow, order, by_name)
         if cluster is not None:
-            found |= dict.fromkeys(cluster.nodes, cluster)
-    return found
+            by_name |= dict.fromkeys(cluster.nodes, cluster)
+    return by_name
 
 
 def _joined(node: fx.Node, flow: Flow, order: Mapping[str, int], taken: Mapping[str, Cluster]) -> Cluster | None:
@@ -85,7 +83,7 @@ def _may_be_inside(node: fx.Node, flow: Flow, inside: set[str]) -> bool:
 
 
 def _softmax(node: fx.Node, flow: Flow) -> Cluster | None:
-    """Return a softmax with the masks before it, which decide over how many values it runs."""
+    """Return a softmax with the masks before it, which decide over its length."""
     inside, entry = {node.name}, flow.into[node.name][0].source
     while True:
         before = flow.nodes[entry]
@@ -98,15 +96,16 @@ def _softmax(node: fx.Node, flow: Flow) -> Cluster | None:
     return Cluster(entry, node.name, frozenset(inside)) if len(inside) > 1 else None
 
 
-def free_edges(flow: Flow, found: Mapping[str, Cluster]) -> frozenset[Edge]:
-    """Return the edges without another path around them. A cluster counts as one node with one incoming edge."""
-    seen = {edge: _seen(edge, found) for edge in flow.edges}
-    free = bridges(dict.fromkeys(one for one in seen.values() if one is not None))
-    return frozenset(edge for edge, one in seen.items() if one in free)
+def free_edges(flow: Flow, by_name: Mapping[str, Cluster]) -> frozenset[Edge]:
+    """Return the edges without another path around them. A cluster is one node."""
+    outer = {edge: _outer_edge(edge, by_name) for edge in flow.edges}
+    free = bridges(dict.fromkeys(edge for edge in outer.values() if edge is not None))
+    return frozenset(edge for edge, between in outer.items() if between in free)
 
 
-def _seen(edge: Edge, found: Mapping[str, Cluster]) -> Edge | None:
-    cluster = found.get(edge.target)
+def _outer_edge(edge: Edge, by_name: Mapping[str, Cluster]) -> Edge | None:
+    """Return an edge with clusters as nodes, or None for one inside a cluster."""
+    cluster = by_name.get(edge.target)
     if cluster is None:
         return edge
     return None if edge.source in cluster.nodes else Edge(cluster.entry, cluster.exit, "entry")

@@ -19,12 +19,12 @@ from plimsoll.unit.changes import Port
 
 # Operations that are step functions of their inputs, or that block gradients by design.
 _NO_GRADIENT = frozenset(
-    {
-        "detach", "alias_detach", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign", "round", "floor",
-        "ceil", "isnan", "isinf", "isfinite", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
-        "randn_like", "bernoulli", "new_zeros", "new_ones", "new_full", "new_empty", "heaviside", "one_hot",
-    }
-)  # fmt: skip
+    """
+    detach alias_detach argmax argmin eq ne lt le gt ge sign round floor ceil isnan isinf isfinite zeros_like
+    ones_like full_like empty_like rand_like randn_like bernoulli new_zeros new_ones new_full new_empty heaviside
+    one_hot
+    """.split()
+)
 SINK = "output"
 
 
@@ -38,19 +38,19 @@ class Edge:
 
 
 def operation_of(node: fx.Node) -> str:
-    """The name of a node's operation without overload: "linear", "add", "getitem"; of an in-place one too ("add_")."""
+    """Return an operation's name without overload: "linear", "add_"."""
     schema: Any = getattr(node.target, "_schema", None)
     return schema.name.split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
 def base_name(node: fx.Node) -> str:
-    """The operation's name, whether it writes in place or not."""
+    """Return the operation's name, without the mark of an operation in place."""
     name = operation_of(node)
     return name.removesuffix("_") if not name.startswith("_") else name
 
 
 def value_of(node: fx.Node) -> object:
-    """Return the captured result of a node: a fake tensor, a list of them, or a number."""
+    """Return the captured result of a node: fake tensor, list of them, or number."""
     return node.meta.get("val")
 
 
@@ -73,16 +73,19 @@ def is_open(node: fx.Node, dim: int) -> bool:
 
 
 def fixed_size(size: object) -> int | None:
-    """A size that the model fixes, whatever comes; None for an open one. Export may write a fixed one as a symbol."""
+    """Return a size that the model fixes, or None for an open one.
+
+    Export may write a fixed size as a symbol.
+    """
     if isinstance(size, torch.SymInt):
         return cast("int | None", size.node.maybe_as_int())
     return int(size)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
 def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
-    """Every node that `node` takes as an argument, and at which port.
+    """Yield the nodes among the arguments of `node`, with their ports.
 
-    Tensors that are broadcast against each other (in a loss) come out as they went in: each is its own member's.
+    Tensors that a loss broadcasts against each other are taken from before the broadcast.
     """
     for position, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and operation_of(argument) == "broadcast_tensors":
@@ -90,9 +93,9 @@ def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
         elif isinstance(argument, fx.Node):
             yield position, argument
         elif isinstance(argument, (list, tuple)):
-            for member, one in enumerate(argument):
-                if isinstance(one, fx.Node):
-                    yield (position, member), one
+            for member, item in enumerate(argument):
+                if isinstance(item, fx.Node):
+                    yield (position, member), item
     for keyword, argument in node.kwargs.items():
         if isinstance(argument, fx.Node):
             yield keyword, argument
@@ -100,17 +103,20 @@ def tensor_ports(node: fx.Node) -> Generator[tuple[Port, fx.Node]]:
 
 def _floats(value: object) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_floats(one) for one in cast("list[object]", value))
+        return any(_floats(item) for item in cast("list[object]", value))
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The nodes that carry a gradient, the edges between them, and which of the edges are bridges.
+    """Nodes that carry a gradient, and the edges between them.
 
-    - `edges`: in the order of the program. `outputs`: the names of the results that gradients start from: the scalar
-      ones where the model returns any (a loss), otherwise all. `parameters`: the names of their placeholders, and those
-      in the model. `carrying`: all that carries a gradient, also what no output depends on.
+    Attributes:
+        nodes: Nodes by name.
+        edges: Edges in the order of the program.
+        outputs: Names of the results that gradients start from: scalars (losses) if there are any, else all.
+        parameters: Names of parameters in the model by those of their placeholders.
+        carrying: Names of all nodes that carry a gradient, also of those that no output depends on.
     """
 
     nodes: dict[str, fx.Node]
@@ -122,18 +128,18 @@ class Flow:
     @cached_property
     def into(self) -> dict[str, list[Edge]]:
         """Edges that end at each node."""
-        found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
+        edges: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
         for edge in self.edges:
-            found[edge.target].append(edge)
-        return found
+            edges[edge.target].append(edge)
+        return edges
 
     @cached_property
     def out_of(self) -> dict[str, list[Edge]]:
         """Edges that start at each node."""
-        found: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
+        edges: dict[str, list[Edge]] = {name: [] for name in [*self.nodes, SINK]}
         for edge in self.edges:
-            found[edge.source].append(edge)
-        return found
+            edges[edge.source].append(edge)
+        return edges
 
     @cached_property
     def directed(self) -> "nx.DiGraph[str]":
@@ -156,12 +162,9 @@ def bridges(edges: Iterable[Edge]) -> frozenset[Edge]:
         between.setdefault(frozenset((edge.source, edge.target)), []).append(edge)
     plain: nx.Graph[str] = nx.Graph()
     plain.add_edges_from((edge.source, edge.target) for edge in edges)
-    found: set[Edge] = set()
-    for source, target in nx.bridges(plain):
-        parallel = between[frozenset((source, target))]
-        if len(parallel) == 1:
-            found.add(parallel[0])
-    return frozenset(found)
+    # networkx joins parallel edges into one, which then is a bridge although none of them is.
+    candidates = (between[frozenset(ends)] for ends in nx.bridges(plain))
+    return frozenset(parallel[0] for parallel in candidates if len(parallel) == 1)
 
 
 def flow(captured: Captured) -> Flow:
@@ -191,7 +194,7 @@ def _carrying(captured: Captured) -> set[str]:
         if node.op == "placeholder":
             if node.name in roots:
                 carrying.add(node.name)
-        elif base_name(node) not in _NO_GRADIENT and any(one.name in carrying for _, one in tensor_ports(node)):
+        elif base_name(node) not in _NO_GRADIENT and any(n.name in carrying for _, n in tensor_ports(node)):
             carrying.add(node.name)
     return carrying
 
@@ -200,23 +203,23 @@ def _leaves(argument: object) -> Iterator[fx.Node]:
     if isinstance(argument, fx.Node):
         yield argument
     elif isinstance(argument, (list, tuple)):
-        for one in argument:  # pyright: ignore[reportUnknownVariableType]
-            yield from _leaves(one)  # pyright: ignore[reportUnknownArgumentType]
+        for item in cast("Iterable[object]", argument):
+            yield from _leaves(item)
 
 
 def _outputs(graph: fx.Graph, carrying: set[str]) -> tuple[str, ...]:
     last = next(iter(reversed(graph.nodes)))
-    found = dict.fromkeys(node.name for node in _leaves(last.args[0]) if node.name in carrying)
+    names = dict.fromkeys(node.name for node in _leaves(last.args[0]) if node.name in carrying)
     by_name = {node.name: node for node in graph.nodes}
     scalars = tuple(
-        name for name in found if not shape_of(by_name[name]) and isinstance(value_of(by_name[name]), Tensor)
+        name for name in names if not shape_of(by_name[name]) and isinstance(value_of(by_name[name]), Tensor)
     )
-    return scalars or tuple(found)
+    return scalars or tuple(names)
 
 
 def _reaching(graph: fx.Graph, carrying: set[str], outputs: tuple[str, ...]) -> set[str]:
     reaching = set(outputs)
     for node in reversed(graph.nodes):
         if node.name in reaching:
-            reaching |= {one.name for _, one in tensor_ports(node) if one.name in carrying}
+            reaching |= {source.name for _, source in tensor_ports(node) if source.name in carrying}
     return reaching

@@ -1,12 +1,8 @@
 """`convert` returns the same model with every tensor at unit scale."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit.analysis.analyzer import Analysis, analyse
@@ -30,7 +26,7 @@ def convert(
     residual_tau: Tau = None,
     seed: int | None = None,
 ) -> Converted:
-    """Return a copy of `model` in which every operation has factors that bring its tensors to unit scale.
+    """Return a copy of `model` with factors that bring its tensors to unit scale.
 
     `torch.export` captures the model's graph. The result consists of ordinary modules with the original's names, each
     with generated code for its part of the graph (`.code`). `nn.Linear` becomes `unit.nn.Linear`. So hooks,
@@ -62,6 +58,7 @@ def convert(
         ArgumentError: The model is converted already, has no parameters or returns no tensor, its graph cannot be
             captured (the message has the line), or the example or an option is not allowed.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> converted = convert(model, torch.randn(4, 8), seed=0)
     >>> converted(torch.randn(100, 8)).shape, converted.coverage
@@ -70,7 +67,7 @@ def convert(
     _check(model)
     with warnings.catch_warnings():  # nn.LSTM sets its own attributes during a capture, and restores them
         warnings.filterwarnings("ignore", message="(?s)The tensor attributes? .* assigned during export")
-        captured = capture(model, _apart(model, example))
+        captured = capture(model, example)
     if not any(isinstance(output, str) for output in captured.program.graph_signature.user_outputs):
         raise ArgumentError(
             f"convert: expected a model that returns a tensor; got {type(model).__name__}, which returns none. Return "
@@ -97,32 +94,13 @@ def _check(model: object) -> None:
         return  # the capture raises the error
     for name, module in named_modules(model):
         if isinstance(module, Part) or type(module).__module__.startswith(_CONVERTED):
-            where = f"{type(module).__name__} at '{name}'" if name else type(module).__name__
+            location = f"{type(module).__name__} at '{name}'" if name else type(module).__name__
             raise ArgumentError(
-                f"convert: expected a model that has no factors yet; got {where}, which is a module of plimsoll: its "
-                "factors would be multiplied again. Convert the original, and use plimsoll.fp8 after it."
+                f"convert: expected a model that has no factors yet; got {location}, which is a module of plimsoll: "
+                "its factors would be multiplied again. Convert the original, and use plimsoll.fp8 after it."
             )
     if next(model.parameters(), None) is None:
         raise ArgumentError(
             f"convert: expected a model with parameters; got {type(model).__name__}, which has none. Use "
             "plimsoll.unit.functional for operations alone."
         )
-
-
-def _apart(model: nn.Module, example: object) -> Any:
-    """Return the example with copied tensors, since export takes two with the same memory for one input.
-
-    They are on the meta device if the model is.
-    """
-    meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())  # pyright: ignore[reportUnnecessaryIsInstance]
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return leaf
-        return leaf.detach().to("meta") if meta else leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    if not isinstance(example, (Tensor, tuple, Mapping)):
-        return example  # the capture raises the error
-    if isinstance(example, Mapping):
-        example = dict(cast("Mapping[Any, Any]", example))
-    return pytree.tree_map(own, example)

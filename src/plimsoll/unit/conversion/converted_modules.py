@@ -1,4 +1,4 @@
-"""Modules of a converted model, whose forward is generated code, under the names of the originals.
+"""Modules of a converted model, whose forward is generated code.
 
 Each code gets a class, so that a block's type appears in the model's text as before, and twelve equal blocks share one.
 A part is pickled as its code and its state. Loading it needs neither the original model's source nor torch.fx.
@@ -56,7 +56,7 @@ Kept = RemainingFactor
 
 
 def size_factor(tensor: Tensor, dims: tuple[int, ...], power: float, value: float) -> float:
-    """Return ``value * n ** power``, n being the product of these sizes of the tensor, at least 1."""
+    """Return ``value * n ** power``, n the product of these sizes, at least 1."""
     count = 1
     for dim in dims:
         count = count * tensor.shape[dim]
@@ -106,7 +106,7 @@ class Code:
 
 
 class Part(nn.Module):
-    """Module of a converted model: the original's parameters and modules, with its part of the graph as code.
+    """Module of a converted model: the original's state, with generated code.
 
     Its inputs and outputs are the values that cross its border in the graph, in the order of their first use.
     """
@@ -127,7 +127,7 @@ class Part(nn.Module):
         return self._code.like
 
     def reset_parameters(self) -> None:
-        """Draw its own parameters again, as the conversion did. For a model that comes from the meta device."""
+        """Draw its own parameters again, as after a move from the meta device."""
         for name, change in self._draws.items():
             parameter = self._parameters[name]
             if parameter is not None:
@@ -159,7 +159,7 @@ class Converted(Part):
         parameters: Mapping[str, ParameterChange],
         seed: int | None,
     ) -> None:
-        """Set what the model was built from, and how its parameters and those of each part are drawn."""
+        """Set the recipe, the signature, and the draws of all parameters."""
         self.recipe, self.signature, self._coverage = recipe, signature, list(skipped)
         self._all_draws, self._seed = dict(parameters), seed
         for path, module in named_modules(self):
@@ -175,7 +175,7 @@ class Converted(Part):
         return list(self._coverage)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, as the conversion did, and reset the running statistics of norms."""
+        """Draw all parameters again, and reset the running statistics of norms."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, change in self._all_draws.items():
             draw(parameters[name], change, seed=self._seed, name=name)
@@ -192,12 +192,12 @@ class Folded(Part):
 
     @property
     def kept(self) -> list[RemainingFactor]:
-        """Multiplications that remain, each with a reason. Empty if every factor is in a weight."""
+        """Multiplications that remain, with reasons. Empty if weights took all."""
         return list(self._kept)
 
-    def note(self, kept: Sequence[RemainingFactor]) -> None:
+    def note(self, remaining: Sequence[RemainingFactor]) -> None:
         """Set the multiplications that remain."""
-        self._kept = list(kept)
+        self._kept = list(remaining)
 
     def train(self, mode: bool = True) -> Self:
         """Raise an error for training mode: the gradients' factors are gone.
@@ -267,9 +267,14 @@ def _compiled(code: Code, base: type[Part]) -> type[Part]:
 
 
 _SPACE: dict[str, Callable[..., Any] | Any] = {
-    "torch": torch, "operator": operator, "math": math, "scaled": multiplied, "sized": sized,
-    "size_factor": size_factor, "_inputs": forward_signature,
-}  # fmt: skip
+    "torch": torch,
+    "operator": operator,
+    "math": math,
+    "scaled": multiplied,
+    "sized": sized,
+    "size_factor": size_factor,
+    "_inputs": forward_signature,
+}
 
 
 def _empty(code: Code, base: type[Part]) -> Part:

@@ -1,4 +1,4 @@
-"""Ideal factors of every operation as functions of its shapes, and the constraints that make them one number.
+"""Ideal factors of operations as functions of shapes, and their constraints.
 
 An ideal factor makes one tensor's scale 1 if all incoming tensors have scale 1 and are independent: normal values, mean
 zero, variance one. Forward, the scale is the standard deviation about the mean. Backward, the incoming gradient has
@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from plimsoll.errors import ArgumentError
+from plimsoll.checks import one_of
 
 Constraint = Literal["gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale"]
 _NAMES: tuple[str, ...] = get_args(Constraint)
@@ -23,7 +23,7 @@ _NAMES: tuple[str, ...] = get_args(Constraint)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Factors of an operation's tensors: its output, the gradient of each input, those of its parameters.
+    """Factors of an operation's output, inputs' gradients, and parameters.
 
     Args:
         output: Multiplies the output.
@@ -42,7 +42,7 @@ class Factors:
 
 
 def root(terms: float) -> float:
-    """Return ``terms ** -1/2``, the factor of a sum of so many independent terms, or 1 for none.
+    """Return ``terms ** -1/2``, the factor of a sum of independent terms.
 
     >>> root(16), root(0)
     (0.25, 1.0)
@@ -99,12 +99,12 @@ def total(weights: tuple[float, ...], spread: tuple[float, ...]) -> Factors:
 
 
 def embedding(vocabulary: int, looked_up: int) -> float:
-    """Return the factor of a table's gradient. An average row receives looked_up / vocabulary gradients."""
+    """Return the factor of a table's gradient, by the look-ups of an average row."""
     return root(looked_up / vocabulary) if vocabulary else 1.0
 
 
 def cross_entropy(classes: int) -> float:
-    """Return the factor of the logits' gradient, s / sqrt(s - 1) if all s classes are equally likely."""
+    """Return the factor of the logits' gradient for s equally likely classes."""
     return classes / (classes - 1) ** 0.5 if classes > 1 else 1.0
 
 
@@ -116,27 +116,27 @@ BINARY = 2.0
 
 
 def nll(classes: int) -> float:
-    """Return the factor of a log-likelihood's gradient, of which one in so many elements is -1."""
+    """Return the factor of a log-likelihood's gradient, -1 for one class in a row."""
     return classes**0.5 if classes else 1.0
 
 
 def dropout(p: float) -> float:
-    """Return the factor of both directions. A share of 1 - p is kept, and was divided by 1 - p."""
+    """Return the factor of both directions for a share p of dropped values."""
     return (1 - p) ** 0.5 if p < 1 else 1.0
 
 
 def average_pool(window: int, stride: int) -> Factors:
-    """Return the factors of a mean over a window. An input is part of window / stride means."""
+    """Return the factors of a mean over a window, of which strides overlap some."""
     return Factors(output=window**0.5, inputs=((window * stride) ** 0.5,))
 
 
 def maximum_pool(deviation: float, stride: int) -> Factors:
-    """Return the factors of a largest value of this deviation. One input in `stride` receives a gradient."""
+    """Return the factors of a maximum. One input in `stride` gets a gradient."""
     return Factors(output=1 / deviation, inputs=(stride**0.5,))
 
 
 def softmax(length: int, mult: float, spread: float, slope: float) -> Factors:
-    """Return the factors of a softmax, whose moments are `spread` and `slope` (`softmax_moments`)."""
+    """Return the factors of a softmax with these moments (`softmax_moments`)."""
     return Factors(output=(length / spread) ** 0.5, inputs=((length / slope) ** 0.5 / mult,))
 
 
@@ -151,7 +151,7 @@ def log_softmax(length: int, mult: float, spread: float, variance: float) -> Fac
 def attention(
     score: float, value_width: int, rows_per_key: float, keep: float, squares: float, slope: float, weighted: float
 ) -> Factors:
-    """Return the factors of attention's output, and of the gradients of query, key and value.
+    """Return the factors of attention: of its output, query, key and value.
 
     Args:
         score: Multiplies the products of queries and keys.
@@ -169,7 +169,9 @@ def attention(
 
 
 def constrained(constraint: Constraint | None, output: float, *inputs: float) -> tuple[float, ...]:
-    """Return the factors ``(output, *inputs)`` under a constraint: all of them one number, or unchanged with None.
+    """Return the factors ``(output, *inputs)`` under a constraint: one number.
+
+    With None they are unchanged.
 
     Args:
         constraint: `"gmean"`, `"hmean"` or `"amean"` take the geometric, harmonic or arithmetic mean of all factors.
@@ -192,11 +194,8 @@ def constrained(constraint: Constraint | None, output: float, *inputs: float) ->
 
 def check_constraint(operation: str, constraint: object) -> None:
     """Raise an error for an unknown constraint."""
-    if constraint is not None and constraint not in _NAMES:
-        raise ArgumentError(
-            f"{operation}: expected constraint to be None or one of {', '.join(_NAMES)}; got {constraint!r}. Use "
-            "'gmean' if other paths lead around the operation, None if there are none."
-        )
+    remedy = "Use 'gmean' if other paths lead around the operation, None if there are none."
+    one_of(operation, "constraint", constraint, (None, *_NAMES), remedy=remedy)
 
 
 def _shared(constraint: Constraint, factors: tuple[float, ...]) -> float:

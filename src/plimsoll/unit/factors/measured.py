@@ -1,4 +1,4 @@
-"""Scales and factors of an operation by measurement, for operations that have no formula and for tests of formulas.
+"""Scales and factors of an operation by measurement.
 
 The operation runs on independent normal inputs, with an independent normal gradient, several times. Forward, its scale
 is the standard deviation of all output values. Backward, it is the root of the second moment of each input's gradient.
@@ -60,7 +60,9 @@ def measure_scales(
     dtype: torch.dtype = torch.float32,
     inputs: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Scales:
-    """Return the scales of a function of tensors. Torch's random generator is restored afterwards.
+    """Return the scales of a function of tensors.
+
+    Torch's random generator is restored afterwards.
 
     Args:
         function: Function of tensors. A scalar result gets a gradient of 1.
@@ -107,7 +109,7 @@ def _scale(runs: list[Tensor], *, about_mean: bool = False) -> Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Mean and standard deviation of the output, and root second moments of the inputs' gradients."""
+    """Mean and deviation of the output, root second moments of the gradients."""
 
     mean: float
     std: float
@@ -124,7 +126,7 @@ class Measured:
 def measure_factors(
     function: Callable[[Mapping[str, Tensor]], Any], shapes: Mapping[str, tuple[int, ...]], means: Mapping[str, float]
 ) -> Measured | None:
-    """Return the scales of a function of normal inputs, or None unless all of them are positive numbers."""
+    """Return the scales of a function of normal inputs, or None if one is not > 0."""
     smallest = min((math.prod(shape) for shape in shapes.values()), default=0)
     if smallest == 0:
         return None

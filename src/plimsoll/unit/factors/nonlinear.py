@@ -1,7 +1,6 @@
-"""Ideal factors of functions of one number, by integration under the normal density.
+"""Ideal factors of functions of one number, integrated over normal values.
 
-Forward ``1 / std f(m x)``, about the mean; backward ``1 / sqrt(E (m f'(m x))^2)``, for x normal. The trapezoid rule
-converges faster than any power for smooth functions that a normal density ends: 16,001 points hold 12 digits.
+For x normal they are ``1 / std f(m x)`` forward, about the mean, and ``1 / sqrt(E (m f'(m x))^2)`` backward.
 """
 
 import functools
@@ -14,12 +13,14 @@ from numpy.typing import NDArray
 from plimsoll.unit.factors.formulas import RELU, Factors
 
 Reals = NDArray[np.float64]
+# The trapezoid rule converges faster than any power for smooth functions times a normal density. So many points give 12
+# digits.
 _X = np.linspace(-12.0, 12.0, 16_001)
 _DENSITY = np.exp(-(_X**2) / 2) / math.sqrt(2 * math.pi) * (_X[1] - _X[0])
 
 
 def _erf(x: Reals) -> Reals:
-    return np.array([math.erf(each) for each in x])
+    return np.array([math.erf(value) for value in x])
 
 
 def _gelu(x: Reals) -> tuple[Reals, Reals]:
@@ -49,13 +50,17 @@ def _sigmoid(x: Reals) -> tuple[Reals, Reals]:
 
 
 _FUNCTIONS: dict[str, Callable[[Reals], tuple[Reals, Reals]]] = {
-    "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu, "tanh": _tanh, "sigmoid": _sigmoid,
-}  # fmt: skip
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+}
 
 
 @functools.cache
 def nonlinear(name: str, mult: float = 1.0) -> Factors:
-    """The factors of ``f(mult * x)``: of gelu, gelu_tanh, silu, tanh, sigmoid or relu.
+    """Return the factors of ``f(mult * x)`` for a named activation.
 
     >>> factors = nonlinear("gelu")
     >>> round(factors.output, 3), round(factors.inputs[0], 3)
@@ -75,7 +80,7 @@ def _relu(x: Reals) -> tuple[Reals, Reals]:
 
 @functools.cache
 def off_centre(name: str, mean: float = 0.0) -> tuple[Factors, float]:
-    """The factors of ``f(mean + x)``, and its mean against its standard deviation.
+    """Return the factors of ``f(mean + x)``, and its mean over its deviation.
 
     >>> factors, mean = off_centre("relu")
     >>> round(factors.output, 3), round(mean, 3)
@@ -89,7 +94,7 @@ def off_centre(name: str, mean: float = 0.0) -> tuple[Factors, float]:
 
 @functools.cache
 def gated(name: str, mult: float = 1.0) -> Factors:
-    """The factors of ``x * f(mult * g)``: its output's, and those of the gradients of x and of g."""
+    """Return the factors of ``x * f(mult * g)``: output, gradients of x and g."""
     value, slope = _FUNCTIONS[name](mult * _X)
     squared, steep = float(value**2 @ _DENSITY), float((mult * slope) ** 2 @ _DENSITY)
     return Factors(output=squared**-0.5, inputs=(squared**-0.5, steep**-0.5))
@@ -97,7 +102,7 @@ def gated(name: str, mult: float = 1.0) -> Factors:
 
 @functools.cache
 def largest(count: int) -> float:
-    """The standard deviation of the largest of so many unit normal numbers.
+    """Return the standard deviation of the largest of so many normal values.
 
     >>> round(largest(2) ** 2, 6) == round(1 - 1 / math.pi, 6)
     True

@@ -1,11 +1,11 @@
-"""What softmax makes of unit-scale numbers: exact moments by integration, and as curves over the length.
+"""Moments of a softmax of normal values: exact, and as curves over the length.
 
 For x_i normal and independent, ``p_i = exp(m x_i) / Z`` with ``Z = sum exp(m x_i)``. Since ``Z^-j`` is the integral of
 ``t^(j-1) exp(-t Z) / (j-1)!`` over t, the mean of a product of probabilities is one integral of products of
-``phi_j(t) = E exp(j m x - t exp(m x))``. There is no asymptotic step in it: two classes are as exact as a million.
+``phi_j(t) = E exp(j m x - t exp(m x))``. No step is asymptotic: two classes are as exact as a million.
 
-A length may be a compiler's symbol, of which only powers can be taken. So each quantity, times the length n, is also
-held as a curve ``exp(polynomial in n^(-1/4))``, fitted to the integrals once for every multiplier, and then kept.
+A length may be a compiler's symbol, of which only powers can be taken. So each quantity, times the length n, is also a
+curve ``exp(polynomial in n^(-1/4))``, which is fitted to the integrals once for every multiplier.
 """
 
 import functools
@@ -28,11 +28,12 @@ _LENGTHS = np.unique(np.round(np.geomspace(2, LONGEST, 33)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of the probabilities of one softmax.
+    """Moments of the probabilities of one softmax.
 
-    - `squares`: the mean of ``sum p_i^2``, one over the number of those that count.
-    - `spread`: that less 1/n, its smallest value: n times the variance of a probability.
-    - `slope`: the mean of ``sum_ij (dp_i / d(m x_j))^2``: what a unit gradient becomes.
+    Attributes:
+        squares: Mean of ``sum p_i^2``, one over the number of classes that count.
+        spread: `squares` - 1/n, n times the variance of a probability.
+        slope: Mean of ``sum_ij (dp_i / d(m x_j))^2``, the second moment that a unit gradient becomes.
     """
 
     squares: float
@@ -41,7 +42,7 @@ class Moments:
 
 
 def moments(length: int, mult: float) -> Moments:
-    """The moments of a softmax of `mult` times so many unit normal numbers; their relative error is below 1e-6.
+    """Return a softmax's moments, with a relative error below 1e-6.
 
     >>> round(moments(2, 1.0).squares, 4), round(moments(65536, 1.0).squares * 65536, 3)  # e for many
     (0.6368, 2.718)
@@ -51,10 +52,10 @@ def moments(length: int, mult: float) -> Moments:
 
 
 def log_variance(lengths: Reals, mult: float) -> Reals:
-    """The variance of ``log p_i`` at each length, about its mean.
+    """Return the variance of ``log p_i`` about its mean, at each length.
 
-    That of ``m x_i - log Z``, which is ``m^2 (1 - 2/n)`` and the variance of ``log Z``. For an exponential variable T,
-    ``P(log T - log Z > u)`` is ``phi_0(e^u)^n``, and log T alone has a variance of pi^2 / 6.
+    It is ``m^2 (1 - 2/n)`` plus the variance of ``log Z``. For an exponential variable T, ``P(log T - log Z > u)`` is
+    ``phi_0(e^u)^n``, and log T alone has a variance of pi^2 / 6.
     """
     log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 30, 10 * mult + 5, 1200 + math.ceil(300 * mult))
     step = log_t[1] - log_t[0]
@@ -69,7 +70,7 @@ def log_variance(lengths: Reals, mult: float) -> Reals:
 
 @functools.cache
 def softmax_curves(mult: float) -> tuple[Curve, Curve, Curve]:
-    """Of `spread`, of `slope`, and of the variance of a logarithm over the length."""
+    """Return the curves of `spread`, `slope` and a logarithm's variance."""
     squares, cubes, pairs = _integrals(_LENGTHS, mult)
     return (
         _fitted(squares - 1 / _LENGTHS),
@@ -83,10 +84,15 @@ Attention = tuple[Curve, Curve, Curve]
 
 @functools.cache
 def attention_curves(mult: float, width: int, causal: bool) -> Attention:
-    """Of what attention needs, averaged over queries of `width` unit normal numbers; `mult` is the scores' scale.
+    """Return the curves of attention's moments, averaged over queries.
 
-    Of the sum of squared weights; of the slope; and of the slope where a query counts by its squared length, since long
-    queries have sharper weights. Causal: the mean over all rows, the i-th of which sees i keys.
+    The moments are those of the sum of squared weights, of the slope, and of the slope weighted by a query's squared
+    length, since long queries have sharper weights.
+
+    Args:
+        mult: Scale of the scores.
+        width: Width of the queries, which are unit normal.
+        causal: Whether to average over all rows, the i-th of which attends to i keys.
     """
     totals = np.zeros((3, len(_LENGTHS)))
     for length, weight in _lengths_of_normal_vectors(width):
@@ -94,13 +100,13 @@ def attention_curves(mult: float, width: int, causal: bool) -> Attention:
         slope = squares - 2 * cubes + pairs
         totals += weight * np.stack([squares, slope, slope * length**2])
     if causal:
-        first = (1.0, 0.0, 0.0)  # a row that sees one key
-        totals = np.stack([_causal(each, start) for each, start in zip(totals, first, strict=True)])
+        first = (1.0, 0.0, 0.0)  # of a row with one key
+        totals = np.stack([_causal(total, start) for total, start in zip(totals, first, strict=True)])
     return _fitted(totals[0]), _fitted(totals[1]), _fitted(totals[2])
 
 
 def along(curve: Curve, length: float) -> float:
-    """The curve's value at a length from 2, divided by the length: a number, or a symbol where the length is one."""
+    """Return a curve's value at a length from 2 (or a symbol) over the length."""
     at, power = length**-0.25, 0.0
     for coefficient in curve:
         power = power * at + coefficient
@@ -108,23 +114,23 @@ def along(curve: Curve, length: float) -> float:
 
 
 def _integrals(lengths: Reals, mult: float) -> tuple[Reals, Reals, Reals]:
-    """The means of ``sum p^2``, ``sum p^3`` and ``(sum p^2)^2`` at each length."""
+    """Return the means of ``sum p^2``, ``sum p^3`` and ``(sum p^2)^2``."""
     log_t = np.linspace(-10 * mult - math.log(float(lengths[-1])) - 9, 10 * mult + 5, 40 * math.ceil(10 + 2.5 * mult))
     width = log_t[1] - log_t[0]
-    product = np.exp(np.minimum(log_t[:, None] + mult * _X, 14.0))  # behind there the kernel is 0; no power is infinite
+    product = np.exp(np.minimum(log_t[:, None] + mult * _X, 14.0))  # from there on the kernel is 0; avoids overflow
     kernel = np.exp(-product) * _DENSITY
     # phi_j times t^j, so that neither becomes too large.
     phi = [kernel.sum(1)] + [np.einsum("tx,tx->t", kernel, product**j) for j in (2, 3, 4)]
     log_rest = np.log(np.maximum(phi[0], 1e-300))
     n = lengths[:, None]
-    one, two = np.exp((n - 1) * log_rest), np.exp((n - 2) * log_rest)
-    sums = [lengths * (one @ phi[j - 1]) * width / _FACTORIALS[j] for j in (2, 3, 4)]
-    pairs = lengths * (lengths - 1) * (two @ phi[1] ** 2) * width / _FACTORIALS[4]
+    others, without_pair = np.exp((n - 1) * log_rest), np.exp((n - 2) * log_rest)
+    sums = [lengths * (others @ phi[j - 1]) * width / _FACTORIALS[j] for j in (2, 3, 4)]
+    pairs = lengths * (lengths - 1) * (without_pair @ phi[1] ** 2) * width / _FACTORIALS[4]
     return sums[0], sums[1], sums[2] + pairs
 
 
 def _lengths_of_normal_vectors(width: int) -> list[tuple[float, float]]:
-    """Nodes and weights for the length of a normal vector, over its root mean square, which is sqrt(width)."""
+    """Return nodes and weights for a normal vector's length over sqrt(width)."""
     # Gauss's rule for a density that is sampled finely: the eigenvalues of its Jacobi matrix, by Stieltjes' recurrence.
     root = math.sqrt(width)
     r = np.linspace(max(root - 9, 1e-6), root + 9, 4001)
@@ -140,22 +146,22 @@ def _lengths_of_normal_vectors(width: int) -> list[tuple[float, float]]:
         before, now = now, (r - a[-1]) * now - b[-1] * before
         norm, last = float(density @ now**2), norm
         b.append(norm / last)
-    beside = np.diag(np.sqrt(b[1:5]), 1)
-    values, vectors = np.linalg.eigh(np.diag(a) + beside + beside.T)
+    off_diagonal = np.diag(np.sqrt(b[1:5]), 1)
+    values, vectors = np.linalg.eigh(np.diag(a) + off_diagonal + off_diagonal.T)
     return [(float(v), float(w)) for v, w in zip(values, vectors[0] ** 2, strict=True)]
 
 
 def _causal(values: Reals, first: float) -> Reals:
-    """The mean over the lengths from 1 to each; between the lengths that were integrated a spline in logarithms."""
+    """Return the mean over all lengths from 1 to each of `_LENGTHS`."""
     from scipy.interpolate import CubicSpline  # pyright: ignore[reportMissingTypeStubs]
 
-    spline = CubicSpline(np.log(_LENGTHS), np.log(values))
-    each = np.exp(spline(np.log(np.arange(2, LONGEST + 1))))
-    running = np.cumsum(np.concatenate([[first], each]))
+    spline = CubicSpline(np.log(_LENGTHS), np.log(values))  # between the lengths that were integrated
+    interpolated = np.exp(spline(np.log(np.arange(2, LONGEST + 1))))
+    running = np.cumsum(np.concatenate([[first], interpolated]))
     return running[_LENGTHS.astype(int) - 1] / _LENGTHS
 
 
 def _fitted(values: Reals) -> Curve:
-    """The polynomial's coefficients, the highest power first."""
+    """Return the polynomial's coefficients, the highest power first."""
     at, logarithms = _LENGTHS**-0.25, np.log(values * _LENGTHS)
     return tuple(float(c) for c in np.polyfit(at, logarithms, _DEGREE))

@@ -11,7 +11,7 @@ from plimsoll.unit.folding.fold_plan import plan_of
 
 @torch.no_grad()
 def fold(converted: nn.Module) -> Folded:
-    """Return a copy of a converted model with its factors in the weights, for inference.
+    """Return a converted model with its factors in the weights, for inference.
 
     Outputs are the same up to rounding. Forward factors move into weights, biases, tables, running statistics and the
     epsilon of norms, through every operation that is homogeneous: views, ReLU, pooling, sums whose terms agree.

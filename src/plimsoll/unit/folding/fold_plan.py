@@ -1,4 +1,4 @@
-"""Steps of a folded model, the multipliers of its parameters, and the scales of its values.
+"""Plan of a folded model: its steps, its parameters' multipliers, its scales.
 
 A value V of the converted model is s V' in the folded one. A homogeneous operation ties s of its result to s of its
 input, so values form classes whose members follow from one number. An operation that cannot absorb a factor wants a
@@ -29,12 +29,12 @@ from plimsoll.unit.conversion.converted_modules import RemainingFactor
 
 _TOLERANCE = 1e-7  # of a factor that is one
 _DIGITS = 9  # of logarithms that are equal: factors come from roots of small numbers
-_RETURNED = "what is returned is also used at another scale"
+_RETURNED = "another use needs the returned value at another scale"
 
 
 @dataclass(slots=True)
 class Plan:
-    """Result of folding: steps with the factors that remain, and multipliers of tensors by name."""
+    """Result of folding: steps with remaining factors, multipliers of tensors."""
 
     recipe: Recipe
     tensors: dict[str, float] = field(default_factory=dict[str, float])
@@ -42,7 +42,7 @@ class Plan:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """Fold every constant factor of a recipe as far as the algebra allows, for a model that does not train."""
+    """Fold the constant factors of a recipe as far as the algebra allows."""
     recipe = _inference(recipe)
     folding = _Folding(recipe)
     steps = [folding.folded(step) for step in recipe.steps]
@@ -62,7 +62,10 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def _inference(recipe: Recipe) -> Recipe:
-    """Return the steps without dropout and counts of batches. A dropout with a factor becomes a copy with it."""
+    """Return the steps without dropout and counts of batches.
+
+    A dropout with a factor becomes a copy with it.
+    """
     removed: dict[str, Any] = {}
     steps: list[Step] = []
 
@@ -97,7 +100,7 @@ class _Folding:
         self._uses = Counter(name for step in recipe.steps for name in refs_in((step.args, dict(step.kwargs))))
         self._uses.update(refs_in(list(recipe.outputs)))
         self._fixed = {step.name for step in recipe.steps if not step.floating}
-        self._fixed |= {name for name, one in recipe.sources.items() if one.kind != "parameter"}
+        self._fixed |= {name for name, source in recipe.sources.items() if source.kind != "parameter"}
         self._scales = Scales()
         self._absorbed: dict[str, float] = {}
         self.remaining: list[RemainingFactor] = []
@@ -109,7 +112,9 @@ class _Folding:
 
     def multipliers(self) -> dict[str, float]:
         """Return the multiplier of each tensor of the model, after all steps are folded."""
-        multipliers = {name: 1 / self._s(name) for name, one in self._recipe.sources.items() if one.kind == "parameter"}
+        multipliers = {
+            name: 1 / self._s(name) for name, source in self._recipe.sources.items() if source.kind == "parameter"
+        }
         multipliers |= self._absorbed
         return {name: factor for name, factor in multipliers.items() if abs(factor - 1) > _TOLERANCE}
 
@@ -133,7 +138,7 @@ class _Folding:
             self._scales.tie(step.name, name, ratio)
 
     def _free(self, nest: Any) -> str | None:
-        """Return the name of a parameter that only this argument uses, which can absorb any factor."""
+        """Return the parameter that only this argument uses, which absorbs any factor."""
         if isinstance(nest, Ref) and self._uses[nest.name] == 1:
             source = self._recipe.sources.get(nest.name)
             return nest.name if source is not None and source.kind == "parameter" else None
@@ -149,8 +154,8 @@ class _Folding:
             return
         terms = terms_of(step)
         if terms is not None:
-            for port, one in terms:
-                self._tie(step, one, _out(step) * _in(step, port))
+            for port, term in terms:
+                self._tie(step, term, _out(step) * _in(step, port))
             return
         self._relate_product(step, self._product(step))
 
@@ -171,7 +176,7 @@ class _Folding:
         return at if at is not None and isinstance(argument(step, at), Ref) else None
 
     def _relate_product(self, step: Step, product: list[tuple[Port, str]] | None) -> None:
-        """Tie the first operand that is no parameter and not fixed to the result, and want the others unchanged."""
+        """Tie the first movable operand to the result, and want the others unchanged."""
         homogeneous = dict(product or ())
         free = next((name for name in homogeneous.values() if self._free(Ref(name))), None)
         tied = next((port for port, name in homogeneous.items() if self._moves(name)), None)
@@ -193,10 +198,10 @@ class _Folding:
         weight, bias, epsilon = NORMS[name_of(step)]
         own = [argument(step, at) for at in (weight, bias) if at is not None]
         running = [argument(step, at) for at in RUNNING.get(name_of(step), ())]
-        alone = all(one is None or self._uses[one.name] == 1 for one in running)
+        alone = all(tensor is None or self._uses[tensor.name] == 1 for tensor in running)
         return (
             self._free(own[0]) is not None
-            and all(one is None or self._free(one) for one in own)
+            and all(tensor is None or self._free(tensor) for tensor in own)
             and isinstance(argument(step, epsilon), float)
             and alone
         )
@@ -213,8 +218,8 @@ class _Folding:
             return self._keeping(step, {}, 1.0, "")
         terms = terms_of(step)
         if terms is not None:
-            factors = {port: _out(step) * self._k(step, port, one) / self._s(step.name) for port, one in terms}
-            return self._keeping(step, factors, 1.0, "a sum of terms that have other scales")
+            factors = {port: _out(step) * self._k(step, port, term) / self._s(step.name) for port, term in terms}
+            return self._keeping(step, factors, 1.0, "the terms of the sum have different scales")
         return self._rest(step, self._product(step))
 
     def _k(self, step: Step, port: Port, name: str) -> float:
@@ -223,10 +228,10 @@ class _Folding:
     def _linear(self, step: Step) -> Step:
         at, weight, _ = WEIGHTS[name_of(step)]
         self._absorb(step, weight, self._k(step, at, step.args[at].name) if isinstance(step.args[at], Ref) else 1.0)
-        return self._keeping(step, self._of_bias(step), 1.0, "a bias that other operations use too")
+        return self._keeping(step, self._of_bias(step), 1.0, "other operations use the bias too")
 
     def _of_bias(self, step: Step) -> dict[Port, float]:
-        """Return the remaining factors of a bias: none if it can absorb them, all if it is shared."""
+        """Return a bias's remaining factors: none if it absorbs them, all if shared."""
         at = self._bias(step)
         if at is None:
             return {}
@@ -236,7 +241,7 @@ class _Folding:
         return {at: _out(step) * self._k(step, at, step.args[at].name) / self._s(step.name)}
 
     def _absorb(self, step: Step, port: int, others: float) -> None:
-        """Move all factors of a result into one of its tensors: a / s times the factors of all inputs."""
+        """Move the factors of a result into one of its tensors: a / s times `others`."""
         self._absorbed[step.args[port].name] = _out(step) * _in(step, port) * others / self._s(step.name)
 
     def _norm(self, step: Step) -> Step:
@@ -255,7 +260,7 @@ class _Folding:
         return self._keeping(step, {}, 1.0, "")
 
     def _rest(self, step: Step, product: list[tuple[Port, str]] | None) -> Step:
-        """Keep one factor of a step that is homogeneous in some inputs, or those of every input of another step."""
+        """Keep one factor of a homogeneous step, or each input's of another step."""
         homogeneous = dict(product or ())
         others = {port: self._k(step, port, name) for port, name in _ports(step) if port not in homogeneous}
         others |= self._of_bias(step)
@@ -265,11 +270,11 @@ class _Folding:
         free = next(((port, name) for port, name in homogeneous.items() if self._free(Ref(name))), None)
         if free is not None:
             self._absorbed[free[1]] = total / self._s(free[1])
-            return self._keeping(step, others, 1.0, "an input that is wanted at its own scale")
+            return self._keeping(step, others, 1.0, "another use needs the input at its own scale")
         if not homogeneous:
-            return self._keeping(step, others, total, f"{name_of(step)} is not linear, and cannot take it")
+            return self._keeping(step, others, total, f"{name_of(step)} is not linear and cannot absorb it")
         port = next(iter(homogeneous))  # at an input, since the result may be several tensors
-        return self._keeping(step, {**others, port: total}, 1.0, "what could take it is used at another scale too")
+        return self._keeping(step, {**others, port: total}, 1.0, "another use needs its value at another scale")
 
     def _keeping(self, step: Step, inputs: Mapping[Port, float], output: float, why: str) -> Step:
         """Return the step with these multiplications and those that follow the batch."""
@@ -294,10 +299,14 @@ class _Folding:
         module = step.stack[-1][1] if step.stack else ""
         self.remaining.append(
             RemainingFactor(
-                operation=name_of(step), module=module, source=step.place, at=at, factor=None if follows else factor,
+                operation=name_of(step),
+                module=module,
+                source=step.place,
+                at=at,
+                factor=None if follows else factor,
                 why="it follows the sizes of the batch" if follows else why,
             )
-        )  # fmt: skip
+        )
         return Scale(forward=remaining, backward=remaining)
 
 

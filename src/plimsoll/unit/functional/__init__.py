@@ -1,4 +1,4 @@
-"""Operations of unit scaling: those of `torch.nn.functional`, with a constant factor each way.
+"""Operations of `torch.nn.functional`, with a constant factor each way.
 
 Every function takes the arguments of torch's function of the same name, in the same order. `constraint`, `mult` and
 `factors` follow by keyword if they apply.
@@ -49,9 +49,5 @@ from plimsoll.unit.functional.products import (
     linear_readout as linear_readout,
     matmul as matmul,
 )
-from plimsoll.unit.functional.sums import (
-    add as add,
-    residual_add as residual_add,
-    residual_split as residual_split,
-)
+from plimsoll.unit.functional.sums import add as add, residual_add as residual_add, residual_split as residual_split
 from plimsoll.unit.scaled_multiply import scaled as scaled

@@ -1,4 +1,4 @@
-"""Activations and dropout at unit scale. The factors of GELU and the like are integrals (`factors.nonlinear`)."""
+"""Activations and dropout at unit scale (factors by `factors.nonlinear`)."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating, check_mult, check_not_inplace, check_probability
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import RELU, Constraint, check_constraint
-from plimsoll.unit.functional.ideal_factors import apply_checked, check_mult, gated, nonlinear, times
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.functional.ideal_factors import apply_checked, gated, nonlinear, times
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def gelu(
@@ -39,14 +41,16 @@ def gelu(
     >>> gelu(torch.tensor([1.0]), constraint=None)
     tensor([1.4311])
     """
-    if approximate not in ("none", "tanh"):
-        raise ArgumentError(f"gelu: expected approximate to be 'none' or 'tanh'; got {approximate!r}. Use 'none'.")
+    one_of("gelu", "approximate", approximate, ("none", "tanh"), remedy="Use 'none'.")
     name = "gelu" if approximate == "none" else "gelu_tanh"
     return _activation("gelu", name, lambda x: F.gelu(x, approximate=approximate), input, mult, constraint)
 
 
 def silu(input: Tensor, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> Tensor:  # noqa: A002
-    """Return `torch.nn.functional.silu` of `mult * input` at unit scale. Arguments and errors are those of `gelu`."""
+    """Return `torch.nn.functional.silu` of `mult * input` at unit scale.
+
+    Arguments and errors are those of `gelu`.
+    """
     return _activation("silu", "silu", F.silu, input, mult, constraint)
 
 
@@ -119,9 +123,10 @@ def dropout(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """Return `torch.nn.functional.dropout` at unit scale, or the input itself if it is not training.
+    """Return `torch.nn.functional.dropout` at unit scale.
 
-    The factor is sqrt(1 - p) both ways. Both ideal factors are the same number, so every constraint gives the same.
+    Without training it is the input itself. The factor is sqrt(1 - p) both ways. Both ideal factors are the same
+    number, so every constraint gives the same.
 
     Args:
         input: Floating-point tensor.
@@ -140,24 +145,6 @@ def dropout(
     check_not_inplace("dropout", inplace)
     factor = formulas.dropout(p) if training else 1.0
     return multiplied(F.dropout(input, p, training), factor, factor)
-
-
-def check_not_inplace(operation: str, inplace: bool) -> None:
-    """Raise an error if `inplace` is set: the values of the input are not at the scale of the result."""
-    if inplace:
-        raise ArgumentError(
-            f"{operation}: expected inplace=False, since the result has another scale than its input; got "
-            f"inplace={inplace!r}. Leave it out."
-        )
-
-
-def check_probability(operation: str, p: float) -> None:
-    """Raise an error unless `p` is a number from 0 to 1."""
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"{operation}: expected the share to drop between 0 and 1; got {p!r} ({type(p).__name__}). "
-            "0.1 drops a tenth."
-        )
 
 
 def _activation(

@@ -1,4 +1,4 @@
-"""Softmax and attention at unit scale. Their factors follow the length, and how sharp the weights are.
+"""Softmax and attention at unit scale, whose factors follow the length.
 
 The moments are integrals, kept as curves over the length (`factors.softmax_moments`). So a sequence may have any
 length, under a compiler too.
@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.unit.arguments import check_floating, check_mult, check_probability
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint
 from plimsoll.unit.factors.softmax_moments import along
-from plimsoll.unit.functional.activations import check_probability
 from plimsoll.unit.functional.ideal_factors import (
     apply_checked,
     apply_factors,
     attention_curves,
     check_factors,
-    check_mult,
     softmax_curves,
     times,
 )
-from plimsoll.unit.scaled_multiply import check_floating
 
 _NO_FACTORS = Factors(output=1.0, inputs=(1.0,))
 

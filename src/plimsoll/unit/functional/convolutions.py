@@ -11,11 +11,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.unit.arguments import check_floating
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
 from plimsoll.unit.functional.pooling import Sizes, per_dimension
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def conv1d(
@@ -30,11 +31,11 @@ def conv1d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.conv1d` at unit scale. Arguments are torch's, then those of `linear`.
+    """Return `torch.nn.functional.conv1d` at unit scale.
 
-    The forward factor is fan_in^-1/2, with the channels of a group times the kernel's size. The factor of the input's
-    gradient is fan_out^-1/2, likewise, times sqrt(stride). The gradients of weight and bias have positions^-1/2 under
-    every constraint, with all output positions of the batch.
+    Arguments are torch's, then those of `linear`. The forward factor is fan_in^-1/2, with the channels of a group times
+    the kernel's size. The factor of the input's gradient is fan_out^-1/2, likewise, times sqrt(stride). The gradients
+    of weight and bias have positions^-1/2 under every constraint, with all output positions of the batch.
 
     Raises:
         ArgumentError: `constraint` or `factors` is not allowed.
@@ -55,7 +56,10 @@ def conv2d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.conv2d` at unit scale: as `conv1d`, with both dimensions of kernel and stride."""
+    """Return `torch.nn.functional.conv2d` at unit scale.
+
+    As `conv1d`, with both dimensions of kernel and stride.
+    """
     return _convolution("conv2d", F.conv2d, input, weight, bias, stride, padding, dilation, groups, constraint, factors)
 
 
@@ -72,10 +76,10 @@ def conv_transpose2d(
     constraint: Constraint | None = "gmean",
     factors: Factors | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.conv_transpose2d` at unit scale: `conv2d` with its two directions exchanged.
+    """Return `torch.nn.functional.conv_transpose2d` at unit scale.
 
-    An output value sums over kernel / stride positions on average. If the stride does not divide the kernel's size,
-    some values sum over more of them than others.
+    It is `conv2d` with its two directions exchanged. An output value sums over kernel / stride positions on average. If
+    the stride does not divide the kernel's size, some values sum over more of them than others.
     """
     check_floating("conv_transpose2d", input=input, weight=weight, bias=bias)
     kernel, steps = math.prod(weight.shape[2:]), math.prod(_spread(stride, weight))
@@ -121,7 +125,7 @@ def _convolved(
     weight_terms: int,
     bias_terms: int,
 ) -> Tensor:
-    """Run a convolution between its factors. The parameters' gradients sum over so many terms each."""
+    """Run a convolution between its factors, for so many terms of its gradients."""
     custom = factors.weight
     x = multiplied(x, 1.0, factors.inputs[0])
     weight = multiplied(weight, 1.0, (root(weight_terms) if custom is None else custom) / factors.moment)

@@ -1,20 +1,20 @@
-"""Factors of a function: ideal ones under a constraint, or those of the caller; and the checks of its arguments.
+"""Factors of a function, ideal or custom, and the checks of its arguments.
 
 The integrals behind some factors are NumPy's, computed once for each multiplier. They run while a compiler traces,
 never inside the compiled code, so the code contains their results as constants.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating
 from plimsoll.unit.factors import nonlinear as _nonlinear, softmax_moments
 from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint, constrained
 from plimsoll.unit.factors.softmax_moments import Attention, Curve
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def apply_checked(
@@ -25,7 +25,7 @@ def apply_checked(
     *settings: object,
     **inputs: Tensor,
 ) -> Tensor:
-    """Run a function of tensors between its factors, after the checks that all functions share.
+    """Run a function of tensors between its factors, after common checks.
 
     Args:
         operation: Name of the public function, for errors.
@@ -61,7 +61,7 @@ def apply_factors(
 
 
 def resolve_factors(operation: str, constraint: Constraint | None, custom: Factors | None, ideal: Factors) -> Factors:
-    """Return the custom factors, or else the ideal ones under the constraint. Both are checked."""
+    """Return the custom factors, or the ideal ones under the constraint, checked."""
     check_constraint(operation, constraint)
     if custom is not None:
         check_factors(operation, custom, inputs=len(ideal.inputs))
@@ -77,17 +77,6 @@ def check_factors(operation: str, factors: object, *, inputs: int) -> None:
             f"{operation}: expected factors to be Factors with {inputs} input(s); got {factors!r}. Leave it out for "
             "the ideal ones."
         )
-
-
-def check_mult(operation: str, mult: float) -> float:
-    """Return `mult` as a number, or raise an error unless it is finite and above zero."""
-    if isinstance(mult, bool) or not isinstance(mult, (int, float, torch.SymFloat)) or not 0 < mult < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(
-            f"{operation}: expected mult to be a finite number above 0; got {mult!r} ({type(mult).__name__}). Use 1.0 "
-            "to leave the input as it is."
-        )
-    # A compiler may hold the multiplier as a symbol. copysign makes it a number with a guard, as no symbol passes it.
-    return math.copysign(mult, 1.0)
 
 
 def times(x: Tensor, mult: float) -> Tensor:

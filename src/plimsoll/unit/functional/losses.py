@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating, check_mult
 from plimsoll.unit.factors import formulas
-from plimsoll.unit.functional.ideal_factors import check_mult, times
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.functional.ideal_factors import times
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def cross_entropy(
@@ -26,11 +28,12 @@ def cross_entropy(
     *,
     mult: float = 1.0,
 ) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy` of `mult * input`. The logits' gradient starts at unit scale.
+    """Return `torch.nn.functional.cross_entropy` of `mult * input`.
 
-    The value is torch's, in the logits' dtype. The gradient is that of the sum over rows, times s / sqrt(s - 1) for s
-    classes, divided by `mult`. It is at unit scale exactly if all classes are equally likely, as a new model predicts.
-    If logits are at unit scale instead, it is larger by sqrt(1 + sum(p^2)), a few per cent for tens of classes.
+    The logits' gradient starts at unit scale. The value is torch's, in the logits' dtype. The gradient is that of the
+    sum over rows, times s / sqrt(s - 1) for s classes, divided by `mult`. It is at unit scale exactly if all classes
+    are equally likely, as a new model predicts. If logits are at unit scale instead, it is larger by sqrt(1 +
+    sum(p^2)), a few per cent for tens of classes.
 
     Args:
         input: Logits of shape (rows, classes, ...) or (classes,), floating point.
@@ -68,10 +71,10 @@ def nll_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return `torch.nn.functional.nll_loss`. The gradient is that of the sum, times sqrt(classes).
+    """Return `torch.nn.functional.nll_loss`, with a gradient of the sum.
 
-    A row of the sum's gradient has one element that is not zero, which is -1. Everything else is as in `cross_entropy`,
-    which needs no log-probabilities in 16 bits.
+    It is multiplied by sqrt(classes). A row of the sum's gradient has one element that is not zero, which is -1.
+    Everything else is as in `cross_entropy`, which needs no log-probabilities in 16 bits.
     """
     check_floating("nll_loss", input=input, weight=weight)
     _check_reduction("nll_loss", reduction)
@@ -108,10 +111,10 @@ def mse_loss(
     target: Tensor,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return `torch.nn.functional.mse_loss`. The gradients of both sides are those of the sum, times 8^-1/2.
+    """Return `torch.nn.functional.mse_loss`, with gradients of the sum.
 
-    That is unit scale for two independent sides at unit scale. Both must have one shape. There is no `mult`, which
-    would only be a factor. Everything else is as in `cross_entropy`.
+    Those of both sides are multiplied by 8^-1/2. That is unit scale for two independent sides at unit scale. Both must
+    have one shape. There is no `mult`, which would only be a factor. Everything else is as in `cross_entropy`.
     """
     check_floating("mse_loss", input=input, target=target)
     _check_reduction("mse_loss", reduction)
@@ -125,14 +128,11 @@ def mse_loss(
 
 
 def _check_reduction(operation: str, reduction: object) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ArgumentError(
-            f"{operation}: expected reduction to be 'mean', 'sum' or 'none'; got {reduction!r}. Use 'mean'."
-        )
+    one_of(operation, "reduction", reduction, ("mean", "sum", "none"), remedy="Use 'mean'.")
 
 
 def _reduced(losses: Tensor, reduction: str, count: float | Tensor) -> Tensor:
-    """Return the losses reduced. Each loss receives the incoming gradient unchanged, for every reduction."""
+    """Return the losses reduced. Each receives the incoming gradient unchanged."""
     if reduction == "none":
         return losses
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -144,7 +144,7 @@ def _reduced(losses: Tensor, reduction: str, count: float | Tensor) -> Tensor:
 
 
 def _counted(losses: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> float | Tensor:
-    """Return the divisor of a mean: the rows that are not ignored, or the sum of their classes' weights."""
+    """Return a mean's divisor: the counted rows, or the sum of their weights."""
     if target.dtype.is_floating_point:
         return losses.numel()
     counts = target != ignored

@@ -1,12 +1,13 @@
-"""Normalizations at unit scale. Outputs are at unit scale without factors, gradients of parameters are sums."""
+"""Normalizations at unit scale: factors only for parameters' gradients."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.unit.arguments import check_floating
 from plimsoll.unit.factors.formulas import root
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def layer_norm(
@@ -16,10 +17,11 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return `torch.nn.functional.layer_norm`. The gradients of weight and bias are multiplied by rows^-1/2.
+    """Return `torch.nn.functional.layer_norm`.
 
-    Output and input's gradient are at unit scale without a factor, so there is no constraint. (The gradient is at
-    sqrt(1 - 2/n), since a norm removes two of its n directions.) The same holds for the other norms.
+    The gradients of weight and bias are multiplied by rows^-1/2. Output and input's gradient are at unit scale without
+    a factor, so there is no constraint. (The gradient is at sqrt(1 - 2/n), since a norm removes two of its n
+    directions.) The same holds for the other norms.
 
     Raises:
         UnsupportedTensorError: A tensor is not floating point.
@@ -34,7 +36,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.rms_norm`. The weight's gradient is multiplied by rows^-1/2, as in `layer_norm`."""
+    """Return `torch.nn.functional.rms_norm`, with factors as `layer_norm`."""
     check_floating("rms_norm", input=input, weight=weight)
     return F.rms_norm(input, normalized_shape, _shared(weight, input), eps)
 
@@ -74,7 +76,7 @@ def batch_norm(
 
 
 def _shared(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a parameter that every row of `x` uses, with a factor for its gradient, which sums over the rows."""
+    """Return a parameter with a factor for its gradient, a sum over rows of `x`."""
     if parameter is None:
         return None
     terms = x.numel() // parameter.numel() if x.numel() and parameter.numel() else 0

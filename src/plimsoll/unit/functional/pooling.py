@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
 from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors
 from plimsoll.unit.functional.ideal_factors import apply_checked, largest
-from plimsoll.unit.scaled_multiply import check_floating
 
 Sizes = int | tuple[int, ...]
 
@@ -49,9 +49,10 @@ def avg_pool2d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """Return `torch.nn.functional.avg_pool2d` at unit scale: as `avg_pool1d`, k being the area of the window.
+    """Return `torch.nn.functional.avg_pool2d` at unit scale.
 
-    `divisor_override` must be None. A divisor is a factor, and the function has its own.
+    As `avg_pool1d`, k being the area of the window. `divisor_override` must be None. A divisor is a factor, and the
+    function has its own.
     """
     if divisor_override is not None:
         raise ArgumentError(
@@ -122,7 +123,7 @@ def max_pool2d(
     *,
     constraint: Constraint | None = "gmean",
 ) -> Tensor:
-    """Return `torch.nn.functional.max_pool2d` at unit scale: as `max_pool1d`, k being the area of the window."""
+    """Return `torch.nn.functional.max_pool2d`, as `max_pool1d` for k an area."""
     ideal = _maximum(kernel_size, stride, 2)
     settings = (kernel_size, stride, padding, dilation, ceil_mode)
     return apply_checked("max_pool2d", F.max_pool2d, ideal, constraint, *settings, input=input)
@@ -139,7 +140,7 @@ def _maximum(kernel: Sizes, stride: Sizes | None, dims: int) -> Factors:
 
 
 def _areas(kernel: Sizes, stride: Sizes | None, dims: int) -> tuple[int, int]:
-    """Return the number of values in a window, and in the step from one to the next. The default step is a window."""
+    """Return the number of values in a window, and in a step (default: a window)."""
     window = math.prod(per_dimension(kernel, dims))
     return window, window if stride is None else math.prod(per_dimension(stride, dims))
 

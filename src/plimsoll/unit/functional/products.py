@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's custom)
 
+from plimsoll.unit.arguments import check_floating
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint, constrained, root
 from plimsoll.unit.functional.ideal_factors import check_factors, resolve_factors
 from plimsoll.unit.functional.sums import broadcast
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def matmul(
@@ -28,7 +29,7 @@ def matmul(
     and Inf pass through.
 
     Args:
-        input: SkippedOperation operand, floating point.
+        input: Left operand, floating point.
         other: Right operand, floating point.
         constraint: How the three factors become one. None leaves each ideal. Default: `"gmean"`.
         factors: Custom factors of the output and both inputs. They replace the ideal ones and the constraint.
@@ -88,10 +89,10 @@ def linear_readout(
     constraint: Constraint | None = None,
     factors: Factors | None = None,
 ) -> Tensor:
-    """Return `linear` for a model's last product: fan_in^-1 forward, so that outputs start small at any width.
+    """Return `linear` for a model's last product: fan_in^-1 forward.
 
-    That is u-muP's rule for outputs. The edge after it is a cut edge, so there is no constraint by default. Arguments
-    and errors are those of `linear`.
+    So outputs start small at any width. That is u-muP's rule for outputs. The edge after it is a cut edge, so there is
+    no constraint by default. Arguments and errors are those of `linear`.
     """
     fan_out, fan_in = weight.shape[-2:] if weight.dim() > 1 else (1, weight.shape[-1])
     return _linear("linear_readout", input, weight, bias, constraint, factors, formulas.readout(fan_in, fan_out))
@@ -106,11 +107,11 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Return `torch.nn.functional.embedding` of a table of unit variance. Arguments are torch's.
+    """Return `torch.nn.functional.embedding` of a table of unit variance.
 
-    The factor of the table's gradient is sqrt(vocabulary / tokens). It brings the gradient to unit scale over the whole
-    table, for any distribution of tokens. The table is a cut edge, so there is no constraint. With
-    `scale_grad_by_freq`, torch divides by each token's count in addition.
+    Arguments are torch's. The factor of the table's gradient is sqrt(vocabulary / tokens). It brings the gradient to
+    unit scale over the whole table, for any distribution of tokens. The table is a cut edge, so there is no constraint.
+    With `scale_grad_by_freq`, torch divides by each token's count in addition.
 
     Raises:
         UnsupportedTensorError: The table is not floating point.

@@ -1,4 +1,4 @@
-"""Additions at unit scale: weighted sums, and residual branches with their own weight."""
+"""Additions at unit scale: weighted sums, and weighted residual branches."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import ArgumentError
+from plimsoll.unit.arguments import check_floating, check_tau
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, check_constraint, constrained
-from plimsoll.unit.scaled_multiply import check_floating, multiplied
+from plimsoll.unit.scaled_multiply import multiplied
 
 
 def add(
@@ -65,10 +66,11 @@ def add(
 
 
 def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  # noqa: A002  (torch's name)
-    """Return `input` twice: for the branch and for the skip connection. `residual_add` joins them with the same tau.
+    """Return `input` twice: for the branch and for the skip connection.
 
-    The weight sqrt(tau) of the branch's gradient is applied here, at the start of the branch, and not at its end. So
-    gradients inside the branch are at unit scale. The gradient of the whole is exact.
+    `residual_add` joins them with the same tau. The weight sqrt(tau) of the branch's gradient is applied here, at the
+    start of the branch, and not at its end. So gradients inside the branch are at unit scale. The gradient of the whole
+    is exact.
 
     Args:
         input: Floating-point tensor.
@@ -84,9 +86,10 @@ def residual_split(input: Tensor, tau: float = 0.5) -> tuple[Tensor, Tensor]:  #
 
 
 def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
-    """Return ``sqrt(tau) * branch + sqrt(1 - tau) * skip``, at unit scale if both are, and independent.
+    """Return ``sqrt(tau) * branch + sqrt(1 - tau) * skip``.
 
-    The branch's gradient is not multiplied here, since `residual_split` does it. Errors are those of `residual_split`.
+    It is at unit scale if both are, and independent. The branch's gradient is not multiplied here, since
+    `residual_split` does it. Errors are those of `residual_split`.
 
     >>> x = torch.ones(1, requires_grad=True)
     >>> branch, skip = residual_split(x, tau=0.36)
@@ -102,15 +105,6 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 0.5) -> Tensor:
 def broadcast(*shapes: Sequence[int]) -> Sequence[int]:
     """Return the shape that all of them broadcast to."""
     return cast("Sequence[int]", torch.broadcast_shapes(*shapes))
-
-
-def check_tau(operation: str, tau: object) -> None:
-    """Raise an error unless `tau` is between 0 and 1."""
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < 1:
-        raise ArgumentError(
-            f"{operation}: expected tau between 0 and 1, the branch's share of the variance; got {tau!r} "
-            f"({type(tau).__name__}). 0.5 gives branch and skip the same."
-        )
 
 
 def _tensors(operands: Sequence[Tensor | float]) -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""Activations, softmax and dropout as modules. None of them works in place, since a result has another scale."""
+"""Activations, softmax and dropout as modules. None of them works in place."""
 
 from typing import cast
 
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
+from plimsoll.unit.arguments import check_not_inplace
 from plimsoll.unit.factors.formulas import Constraint
-from plimsoll.unit.functional.activations import check_not_inplace
 from plimsoll.unit.nn.base import Constrained, Multiplied
 
 
@@ -25,7 +25,7 @@ class GELU(Multiplied, nn.GELU):
 
 
 class SiLU(Multiplied, nn.SiLU):
-    """`torch.nn.SiLU` of `mult * input` at unit scale. See `unit.functional.silu`. `inplace` must be False."""
+    """`torch.nn.SiLU` of `mult * input` at unit scale, never in place."""
 
     def __init__(self, inplace: bool = False, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> None:
         check_not_inplace("SiLU", inplace)
@@ -38,7 +38,7 @@ class SiLU(Multiplied, nn.SiLU):
 
 
 class ReLU(Constrained, nn.ReLU):
-    """`torch.nn.ReLU` at unit scale. See `unit.functional.relu`. `inplace` must be False."""
+    """`torch.nn.ReLU` at unit scale, never in place."""
 
     def __init__(self, inplace: bool = False, *, constraint: Constraint | None = "gmean") -> None:
         check_not_inplace("ReLU", inplace)
@@ -63,7 +63,7 @@ class Tanh(Multiplied, nn.Tanh):
 
 
 class Sigmoid(Multiplied, nn.Sigmoid):
-    """`torch.nn.Sigmoid` of `mult * input` at unit scale. See `unit.functional.sigmoid`."""
+    """`torch.nn.Sigmoid` of `mult * input` at unit scale."""
 
     def __init__(self, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Sigmoid(Multiplied, nn.Sigmoid):
 
 
 class Softmax(Multiplied, nn.Softmax):
-    """`torch.nn.Softmax` of `mult * input` at unit scale. See `unit.functional.softmax`. `dim` must be given."""
+    """`torch.nn.Softmax` of `mult * input` at unit scale. `dim` is required."""
 
     def __init__(self, dim: int, *, mult: float = 1.0, constraint: Constraint | None = "gmean") -> None:
         super().__init__(dim)
@@ -87,7 +87,7 @@ class Softmax(Multiplied, nn.Softmax):
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout` at unit scale. See `unit.functional.dropout`. `inplace` must be False."""
+    """`torch.nn.Dropout` at unit scale, never in place."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         check_not_inplace("Dropout", inplace)

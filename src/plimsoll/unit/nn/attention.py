@@ -19,7 +19,7 @@ _WEIGHT: Kind = "weight"
 
 
 class MultiheadAttention(Multiplied, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` at unit scale: unit-scaled projections and unit-scaled attention.
+    """`torch.nn.MultiheadAttention` at unit scale: projections and attention.
 
     Arguments, names and state are torch's. Masks mean what torch's do: positions with True or minus infinity are not
     attended to. `is_causal` needs no mask here. If both are given, the mask is taken to be causal, as in torch.
@@ -87,7 +87,7 @@ class MultiheadAttention(Multiplied, nn.MultiheadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections of queries, keys and values again. The output's projection is a separate module."""
+        """Draw the projections of queries, keys and values again."""
         for name in _WEIGHTS:
             if self._parameters[name] is not None:
                 draw_unit(self.get_parameter(name), self.in_proj_bias)
@@ -103,15 +103,21 @@ class MultiheadAttention(Multiplied, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attended values, and the weights or None. Arguments and shapes are torch's."""
+        """Return the attended values, and the weights or None, as torch's module."""
         single = query.dim() == 2
         q, k, v = (self._heads(x, single) for x in self._projected(query, key, value))
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(q, k, key_padding_mask, attn_mask, is_causal)
         attended = U.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0, is_causal=causal, mult=self.mult,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal,
+            mult=self.mult,
             constraint=self.constraint,
-        )  # fmt: skip
+        )
         out = self.out_proj(self._joined(attended, single))
         if not need_weights:
             return out, None
@@ -150,7 +156,7 @@ class MultiheadAttention(Multiplied, nn.MultiheadAttention):
         return U.linear(x, weight, bias, constraint=self.constraint)
 
     def _heads(self, x: Tensor, single: bool) -> Tensor:
-        """Return (batch, heads, length, width of a head), from any layout that torch accepts."""
+        """Return (batch, heads, length, width of a head), from torch's layouts."""
         x = x.unsqueeze(0) if single else x if self.batch_first else x.transpose(0, 1)
         return cast("Tensor", x.unflatten(-1, (self.num_heads, self.head_dim))).transpose(1, 2)
 

@@ -1,16 +1,16 @@
-"""Bases of the modules: the settings of unit scaling with their checks and text, and weights of unit variance."""
+"""Bases of the modules: settings of unit scaling, weights of unit variance."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plimsoll.unit.arguments import check_mult
 from plimsoll.unit.factors.formulas import Constraint, Factors, check_constraint
-from plimsoll.unit.functional.ideal_factors import check_mult
 
 
 class Constrained(nn.Module):
-    """Base of modules with a constraint. It stands before torch's module among the bases."""
+    """Base of modules with a constraint, placed before torch's module."""
 
     constraint: Constraint | None
 

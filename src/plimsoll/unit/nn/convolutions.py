@@ -62,7 +62,7 @@ class _Convolution(Weighted, nn.modules.conv._ConvNd):  # noqa: SLF001  # pyrigh
 
 
 class Conv1d(_Convolution, nn.Conv1d):
-    """`torch.nn.Conv1d` at unit scale. See `unit.functional.conv1d`. Arguments and state are torch's.
+    """`torch.nn.Conv1d` at unit scale. Arguments and state are torch's.
 
     The kernel's kind is "weight", the bias's "bias". `constraint` and `factors` are those of `Linear`.
     """
@@ -71,7 +71,7 @@ class Conv1d(_Convolution, nn.Conv1d):
 
 
 class Conv2d(_Convolution, nn.Conv2d):
-    """`torch.nn.Conv2d` at unit scale. See `unit.functional.conv2d`. Everything else is as in `Conv1d`.
+    """`torch.nn.Conv2d` at unit scale. Everything else is as in `Conv1d`.
 
     >>> Conv2d(3, 8, 3, padding=1)(torch.randn(2, 3, 16, 16)).shape
     torch.Size([2, 8, 16, 16])
@@ -81,7 +81,7 @@ class Conv2d(_Convolution, nn.Conv2d):
 
 
 class ConvTranspose2d(Weighted, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` at unit scale. See `unit.functional.conv_transpose2d`. As `Conv1d`.
+    """`torch.nn.ConvTranspose2d` at unit scale, as `Conv1d`.
 
     `padding_mode` must be "zeros". For the learning rate, an output sums over input channels times kernel over stride.
     """

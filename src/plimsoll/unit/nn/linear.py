@@ -12,7 +12,7 @@ from plimsoll.unit.optim.parameter_kinds import tag
 
 
 class Linear(Weighted, nn.Linear):
-    """`torch.nn.Linear` at unit scale: the weight has unit variance, with a factor for each direction.
+    """`torch.nn.Linear` at unit scale: a weight of unit variance, with factors.
 
     Arguments, attributes and state are torch's. The weight's kind is "weight", the bias's "bias".
 
@@ -55,10 +55,11 @@ class Linear(Weighted, nn.Linear):
 
 
 class LinearReadout(Linear):
-    """Last product of a model: `Linear` whose outputs are fan_in^-1 times the sums, so that they start small.
+    """Last product of a model: `Linear` with outputs of fan_in^-1 times the sums.
 
-    That is u-muP's rule for outputs. The first step moves them equally at any width. Only the loss follows, which is a
-    cut edge, so there is no constraint by default. The weight's kind is "readout". Arguments are those of `Linear`.
+    So outputs start small. That is u-muP's rule for outputs. The first step moves them equally at any width. Only the
+    loss follows, which is a cut edge, so there is no constraint by default. The weight's kind is "readout". Arguments
+    are those of `Linear`.
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class LinearReadout(Linear):
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding` with a factor for the table's gradient. Torch draws rows with unit variance already.
+    """`torch.nn.Embedding` with a factor for the table's gradient.
 
-    Arguments, attributes and state are torch's. The table's kind is "embedding".
+    Torch draws rows with unit variance already. Arguments, attributes and state are torch's. The table's kind is
+    "embedding".
 
     >>> table = Embedding(100, 16)
     >>> table(torch.tensor([3, 5])).shape
@@ -105,9 +107,18 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
-            _freeze, device, dtype,
-        )  # fmt: skip
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+        )
         tag(self, weight="embedding")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)

@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.functional.ideal_factors import check_mult
+from plimsoll.unit.arguments import check_mult
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of `mult * input`. See `unit.functional.cross_entropy`. Arguments are torch's."""
+    """`torch.nn.CrossEntropyLoss` of `mult * input`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Two products with an activation between them, whose factors are shared over the whole chain.
+"""Two products with an activation between them, with factors of the chain.
 
 On a residual branch every operation has another path around it. But no tensor inside the branch is used elsewhere. So
 it is enough that the product of all forward factors along the branch equals that of the backward ones. If a chain ends
@@ -19,8 +19,14 @@ from plimsoll.unit.nn.linear import Linear
 
 _BY_NAME: dict[str, Any] = {"relu": ReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
 _BY_FUNCTION: dict[Any, Any] = {
-    F.relu: ReLU, torch.relu: ReLU, F.gelu: GELU, F.silu: SiLU, F.tanh: Tanh, torch.tanh: Tanh, torch.sigmoid: Sigmoid,
-}  # fmt: skip
+    F.relu: ReLU,
+    torch.relu: ReLU,
+    F.gelu: GELU,
+    F.silu: SiLU,
+    F.tanh: Tanh,
+    torch.tanh: Tanh,
+    torch.sigmoid: Sigmoid,
+}
 _UNIT = tuple(_BY_NAME.values())
 
 
@@ -84,7 +90,7 @@ def chained(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Linear, Linear]:
-    """Return two layers whose forward and backward factors have the same product under a constraint."""
+    """Return two layers whose forward and backward factors have one product."""
     check_constraint("MLP", constraint)
     up, down = formulas.linear(width, hidden), formulas.linear(hidden, out)
     forward, backward = constrained(constraint, up.output * down.output, up.inputs[0] * down.inputs[0])
@@ -94,7 +100,7 @@ def chained(
 
 
 def activation_from(operation: str, activation: object, constraint: Constraint | None) -> nn.Module:
-    """Return the unit-scaled module of an activation: a name, torch's function, or such a module."""
+    """Return the unit-scaled module of an activation."""
     if isinstance(activation, _UNIT):
         return cast("nn.Module", activation)
     if isinstance(activation, str) and activation in _BY_NAME:

@@ -1,4 +1,4 @@
-"""Normalizations. Weights start at one and biases at zero, as in torch. Their gradients get factors."""
+"""Normalizations, with factors for the gradients of their parameters."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from plimsoll.unit.optim.parameter_kinds import tag
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale. Arguments and state are torch's."""
+    """`torch.nn.LayerNorm` whose parameters' gradients are at unit scale."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` whose weight's gradient is at unit scale. Arguments and state are torch's."""
+    """`torch.nn.RMSNorm` whose weight's gradient is at unit scale."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale. Arguments and state are torch's."""
+    """`torch.nn.GroupNorm` whose parameters' gradients are at unit scale."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose parameters' gradients are at unit scale. Arguments, buffers and state are torch's.
+    """`torch.nn.BatchNorm2d` whose parameters' gradients are at unit scale.
 
     In evaluation it divides by the running deviation, so its output is at unit scale if that follows the data.
     """

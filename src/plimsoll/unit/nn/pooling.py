@@ -1,4 +1,4 @@
-"""Pooling at unit scale: sums and largest values of windows, whose factors depend on their size."""
+"""Pooling at unit scale: means and largest values of windows."""
 
 from typing import Any, Literal
 
@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.factors.formulas import Constraint, check_constraint
+from plimsoll.unit.factors.formulas import Constraint
+from plimsoll.unit.nn.base import Constrained
 
 
-class AvgPool2d(nn.AvgPool2d):
-    """`torch.nn.AvgPool2d` at unit scale. See `unit.functional.avg_pool2d`. `divisor_override` must be None."""
+class AvgPool2d(Constrained, nn.AvgPool2d):
+    """`torch.nn.AvgPool2d` at unit scale. `divisor_override` must be None."""
 
     def __init__(
         self,
@@ -23,25 +24,29 @@ class AvgPool2d(nn.AvgPool2d):
         *,
         constraint: Constraint | None = "gmean",
     ) -> None:
-        check_constraint("AvgPool2d", constraint)
         if divisor_override is not None:
             raise ArgumentError(
                 f"AvgPool2d: expected divisor_override=None, as the factor takes its place; got {divisor_override!r}. "
                 "Leave it out."
             )
         super().__init__(kernel_size, stride, padding, ceil_mode, count_include_pad)
-        self.constraint: Constraint | None = constraint
+        self._set_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.avg_pool2d`."""
         return U.avg_pool2d(
-            input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
             constraint=self.constraint,
-        )  # fmt: skip
+        )
 
 
-class MaxPool2d(nn.MaxPool2d):
-    """`torch.nn.MaxPool2d` at unit scale. See `unit.functional.max_pool2d`. `return_indices` must be False."""
+class MaxPool2d(Constrained, nn.MaxPool2d):
+    """`torch.nn.MaxPool2d` at unit scale. `return_indices` must be False."""
 
     def __init__(
         self,
@@ -54,14 +59,13 @@ class MaxPool2d(nn.MaxPool2d):
         *,
         constraint: Constraint | None = "gmean",
     ) -> None:
-        check_constraint("MaxPool2d", constraint)
         if return_indices:
             raise ArgumentError(
                 f"MaxPool2d: expected return_indices=False, as unpooling has no known scale; got {return_indices!r}. "
                 "Leave it out."
             )
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
-        self.constraint: Constraint | None = constraint
+        self._set_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.max_pool2d`."""
@@ -76,13 +80,12 @@ class MaxPool2d(nn.MaxPool2d):
         )
 
 
-class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """`torch.nn.AdaptiveAvgPool2d` at unit scale. See `unit.functional.adaptive_avg_pool2d`."""
+class AdaptiveAvgPool2d(Constrained, nn.AdaptiveAvgPool2d):
+    """`torch.nn.AdaptiveAvgPool2d` at unit scale."""
 
     def __init__(self, output_size: Any, *, constraint: Constraint | None = "gmean") -> None:
-        check_constraint("AdaptiveAvgPool2d", constraint)
         super().__init__(output_size)
-        self.constraint: Constraint | None = constraint
+        self._set_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """See `unit.functional.adaptive_avg_pool2d`."""

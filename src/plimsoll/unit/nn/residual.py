@@ -1,4 +1,4 @@
-"""Residual branches with a weight, and stacks of them whose weights follow the depth.
+"""Residual branches with a weight, and stacks whose weights follow the depth.
 
 A branch has the share tau of the variance of the sum, the stream that it is added to has the rest. If every branch had
 the same share, each would shrink all earlier ones. So the shares fall along a stack. All branches count equally, and
@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from torch import Tensor, nn
 
 from plimsoll.unit import functional as U  # noqa: N812
-from plimsoll.unit.functional.sums import check_tau
+from plimsoll.unit.arguments import check_tau
 from plimsoll.unit.optim.parameter_kinds import tag_depth
 
 
@@ -31,7 +31,7 @@ def residual_tau(branch: int, layers: int) -> float:
 
 @runtime_checkable
 class Branching(Protocol):
-    """Module with residual branches. `taus` contains the share of each, in the order in which they run."""
+    """Module with residual branches, whose shares `taus` has in running order."""
 
     taus: list[float]
 
@@ -72,7 +72,7 @@ class Residual(nn.Module):
 
 
 class Stack(nn.Sequential):
-    """`torch.nn.Sequential` of residual layers, which sets the shares of all branches in it, and the depth.
+    """`torch.nn.Sequential` of residual layers, with depth and shares of branches.
 
     Layers are `Residual`, the transformer layers, or modules that contain them. The optimizers multiply learning rates
     inside by depth^-1/2.

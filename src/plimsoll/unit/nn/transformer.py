@@ -1,4 +1,4 @@
-"""Transformer layers and stacks of `torch.nn` at unit scale, with torch's names, arguments and state.
+"""Transformer layers and stacks of `torch.nn` at unit scale.
 
 Every branch is weighted (`_residual`). Its weight is applied backward at its start. Torch's fused path for inference
 has no factors, so it is not used.
@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from plimsoll.errors import ArgumentError
 from plimsoll.unit import functional as U  # noqa: N812
+from plimsoll.unit.arguments import check_tau
 from plimsoll.unit.factors.formulas import Constraint
-from plimsoll.unit.functional.sums import check_tau
 from plimsoll.unit.nn.activations import Dropout
 from plimsoll.unit.nn.attention import MultiheadAttention
 from plimsoll.unit.nn.mlp import activation_from, chained
@@ -23,7 +23,7 @@ from plimsoll.unit.nn.residual import residual_tau, spread
 
 
 class _Layer(nn.Module):
-    """Base of both layers: replaces the parts that torch's constructor has made by unit-scaled ones."""
+    """Base of both layers, which replaces torch's parts by unit-scaled ones."""
 
     taus: list[float]
     norm_first: bool
@@ -81,7 +81,9 @@ class _Layer(nn.Module):
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` at unit scale. Arguments, names and state are torch's.
+    """`torch.nn.TransformerEncoderLayer` at unit scale.
+
+    Arguments, names and state are torch's.
 
     Args:
         d_model: Width.
@@ -127,9 +129,21 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         )
         self.activation_relu_or_gelu = 0
         self._replace_parts(
-            ("self_attn",), d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, bias,
-            device, dtype, mult, constraint, taus,
-        )  # fmt: skip
+            ("self_attn",),
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            bias,
+            device,
+            dtype,
+            mult,
+            constraint,
+            taus,
+        )
 
     def forward(
         self,
@@ -144,7 +158,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` at unit scale. Arguments, names and state are torch's.
+    """`torch.nn.TransformerDecoderLayer` at unit scale.
 
     Arguments are those of `TransformerEncoderLayer`. `taus` has three shares: of self-attention, of attention to the
     memory, and of the feed-forward part.
@@ -172,9 +186,21 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             self, d_model, nhead, dim_feedforward, norm_first=norm_first, bias=bias, device="meta"
         )
         self._replace_parts(
-            ("self_attn", "multihead_attn"), d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
-            batch_first, bias, device, dtype, mult, constraint, taus,
-        )  # fmt: skip
+            ("self_attn", "multihead_attn"),
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            bias,
+            device,
+            dtype,
+            mult,
+            constraint,
+            taus,
+        )
 
     def forward(
         self,
@@ -187,7 +213,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Return the stream after both attentions and the feed-forward part. Arguments are torch's."""
+        """Return the stream after both attentions and the feed-forward part."""
         x = self._residual(0, tgt, lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal))
         x = self._residual(
             1, x, lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
@@ -196,10 +222,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` of unit-scaled layers. The branches' shares and the depth follow `num_layers`.
+    """`torch.nn.TransformerEncoder` of unit-scaled layers.
 
-    Every layer is a copy of `encoder_layer` whose parameters are drawn again (torch's copies start out equal). Nested
-    tensors have no factors, so `enable_nested_tensor` must be False. A causal mask is not detected: pass `is_causal`.
+    The branches' shares and the depth follow `num_layers`. Every layer is a copy of `encoder_layer` whose parameters
+    are drawn again (torch's copies start out equal). Nested tensors have no factors, so `enable_nested_tensor` must be
+    False. A causal mask is not detected: pass `is_causal`.
     """
 
     def __init__(
@@ -253,12 +280,18 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Return the stream after all layers and the norm. The memory's gradient is the sum over the layers."""
+        """Return the stream after all layers and the norm."""
         for layer in self.layers:
             tgt = layer(
-                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, bool(tgt_is_causal),
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                bool(tgt_is_causal),
                 memory_is_causal,
-            )  # fmt: skip
+            )
         return tgt if self.norm is None else self.norm(tgt)
 
 

@@ -1,4 +1,4 @@
-"""Torch's optimizers with learning rates that carry over width and depth, by the rules of u-muP."""
+"""Torch's optimizers with learning rates by u-muP's rules for width and depth."""
 
 from plimsoll import exports
 from plimsoll.unit.optim.optimizers import SGD as SGD, Adam as Adam, AdamW as AdamW

@@ -17,7 +17,7 @@ from plimsoll.unit.optim.groups import Group, ParameterKinds, Parameters, groups
 
 
 class UnitOptimizer(torch.optim.Optimizer):
-    """Base of `SGD`, `Adam` and `AdamW`. It stands before torch's optimizer among their bases."""
+    """Base of `SGD`, `Adam` and `AdamW`, placed before torch's optimizer."""
 
     def _prepared(
         self,
@@ -39,7 +39,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         return groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, whose parameters have the kind in its "kind" entry. "plain" stands for none."""
+        """Add a group with the parameters' kind in "kind", or "plain" for none."""
         if "lr_factor" in param_group:
             super().add_param_group(param_group)
             return
@@ -51,7 +51,7 @@ class UnitOptimizer(torch.optim.Optimizer):
             super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step of torch's optimizer, with each group's learning rate multiplied by its factor."""
+        """Run torch's step with each learning rate multiplied by its factor."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,7 +96,7 @@ def unhooked(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def _scale(group: Group) -> None:
-    """Set the values for torch's step. Independent decay is divided by torch's own factor of it."""
+    """Set the values for torch's step, without torch's own factor of the decay."""
     factor = group["lr_factor"]
     group["lr"] = group["lr"] * factor
     if group["independent_weight_decay"] and group["weight_decay"]:

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, one for each kind and factor of the learning rate."""
+"""Parameter groups of an optimizer, one per kind and learning-rate factor."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterKinds:
-    """ParameterKinds of parameters: names and traits by the parameter's id, and the plain ones."""
+    """Names and traits of parameters by their ids, and the plain ones."""
 
     operation: str
     names: dict[int, str]
@@ -42,7 +42,10 @@ class ParameterKinds:
 
 
 def kinds_from(operation: str, model: nn.Module | None, plain: bool | Sequence[str]) -> ParameterKinds:
-    """Return the kinds of a model's parameters. `plain` is for those without one, or whose names match a glob."""
+    """Return the kinds of a model's parameters.
+
+    `plain` is for those without one, or whose names match a glob.
+    """
     if model is None:
         if plain is not False and plain is not True:
             raise ArgumentError(
@@ -57,7 +60,7 @@ def kinds_from(operation: str, model: nn.Module | None, plain: bool | Sequence[s
 
 
 def split(kinds: ParameterKinds, group: Group) -> list[Group]:
-    """Split a group by kind and factor of its parameters, with the entries `kind` and `lr_factor`."""
+    """Split a group by kind and factor, with the entries `kind` and `lr_factor`."""
     own = group.get("kind")
     parts: dict[tuple[str, float], list[Any]] = {}
     for item in _listed(group["params"]):
@@ -84,7 +87,7 @@ def groups_from(operation: str, params: Parameters) -> list[Group]:
 
 
 def _stated(operation: str, kind: object, parameter: Tensor, group: Group) -> tuple[str, float]:
-    """Return the kind in a group's own entries, with its `fan_in` and `depth` if it has them."""
+    """Return the kind in a group's own entries, and its factor."""
     if kind == "plain":
         return "plain", 1.0
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW of torch by the rules of u-muP, in all their forms (foreach, fused, capturable)."""
+"""SGD, Adam and AdamW of torch, in all their forms, by the rules of u-muP."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -14,11 +14,12 @@ _ADAM, _ADAMW, _SGD = unhooked(torch.optim.Adam), unhooked(torch.optim.AdamW), u
 
 
 class AdamW(UnitOptimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` for unit-scaled models. The best learning rate of a narrow model works for a wide one.
+    """`torch.optim.AdamW` for unit-scaled models.
 
-    Each group's step is `lr` times its factor: fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms,
-    all times depth^-1/2 in residual stacks. `group["lr"]` is the plain learning rate, which any scheduler can set. The
-    factor is `group["lr_factor"]`, the kind `group["kind"]`.
+    The best learning rate of a narrow model works for a wide one. Each group's step is `lr` times its factor:
+    fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms, all times depth^-1/2 in residual stacks.
+    `group["lr"]` is the plain learning rate, which any scheduler can set. The factor is `group["lr_factor"]`, the kind
+    `group["kind"]`.
 
     Weight decay is independent: a step multiplies every weight by ``1 - weight_decay * lr / lr_0``, lr_0 being the `lr`
     of the constructor. So decay follows the schedule, but neither the learning rate itself nor the factors. With a
@@ -74,9 +75,18 @@ class AdamW(UnitOptimizer, torch.optim.AdamW):
     ) -> None:
         groups = self._prepared(params, lr, weight_decay, model, plain, independent_weight_decay)
         super().__init__(
-            groups, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-            differentiable=differentiable, fused=fused,
-        )  # fmt: skip
+            groups,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
         self.defaults["independent_weight_decay"] = independent_weight_decay
 
     def _torch_step(self) -> None:
@@ -109,9 +119,18 @@ class Adam(UnitOptimizer, torch.optim.Adam):
     ) -> None:
         groups = self._prepared(params, lr, weight_decay, model, plain, independent=False)
         super().__init__(
-            groups, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-            differentiable=differentiable, fused=fused,
-        )  # fmt: skip
+            groups,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
 
     def _torch_step(self) -> None:
         _ADAM(self)
@@ -145,9 +164,17 @@ class SGD(UnitOptimizer, torch.optim.SGD):
         _check_readouts(params if isinstance(params, nn.Module) else model)
         groups = self._prepared(params, lr, weight_decay, model, plain, independent_weight_decay)
         super().__init__(
-            groups, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach,
-            differentiable=differentiable, fused=fused,
-        )  # fmt: skip
+            groups,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
         self.defaults["independent_weight_decay"] = independent_weight_decay
 
     def _torch_step(self) -> None:

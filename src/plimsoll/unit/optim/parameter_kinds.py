@@ -1,4 +1,4 @@
-"""Kinds of a model's parameters, and the factors of their learning rates by the rules of u-muP.
+"""Kinds of a model's parameters, and u-muP's factors of their learning rates.
 
 A kind is an attribute of the module that owns the parameter, under the parameter's name, and not of the tensor.
 Sharding and `to_empty` replace the tensor, and copies and pickles drop its attributes. The same holds for two facts
@@ -54,7 +54,9 @@ class Trait:
 
 
 def tag(module: nn.Module, /, **kinds: Kind) -> None:
-    """Tag a module's own parameters with their kinds. Parameters of its children are tagged on the children.
+    """Tag a module's own parameters with their kinds.
+
+    Parameters of its children are tagged on the children.
 
     Args:
         module: Module that owns the parameters.
@@ -99,7 +101,9 @@ def tag_fan_in(module: nn.Module, /, **fans: int) -> None:
 
 
 def tag_depth(module: nn.Module, depth: int, *names: str) -> None:
-    """Tag a module as a residual stack of so many layers. Depths of stacks within stacks multiply.
+    """Tag a module as a residual stack of so many layers.
+
+    Depths of stacks within stacks multiply.
 
     Args:
         module: The stack.
@@ -119,7 +123,7 @@ def tag_depth(module: nn.Module, depth: int, *names: str) -> None:
 
 
 def kinds_of(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of each tagged parameter, by its name in `model.named_parameters()`.
+    """Return the kind of each tagged parameter, by its name in the model.
 
     A weight shared by an embedding and a readout is an embedding, since both have the same rule.
 
@@ -130,7 +134,7 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
 
 
 def traits_of(model: nn.Module) -> dict[str, Trait]:
-    """Return kind, fan-in and depth of each tagged parameter, by its name in `model.named_parameters()`."""
+    """Return kind, fan-in and depth of tagged parameters, by name in the model."""
     uses: dict[int, list[tuple[str, Trait]]] = {}
     for name, parameter, trait in _tagged(model, "", 1):
         uses.setdefault(id(parameter), []).append((name, trait))
@@ -138,7 +142,7 @@ def traits_of(model: nn.Module) -> dict[str, Trait]:
 
 
 def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, Tensor, Trait]]:
-    """Yield every use of a tagged parameter with its depth. Shared ones come once for each owner."""
+    """Yield each use of a tagged parameter with its depth, shared ones per owner."""
     depth *= getattr(module, _DEPTH, 1)
     fans = cast("dict[str, int]", _tags_of(module, _FANS))
     for name, kind in _tags_of(module, _KINDS).items():
@@ -151,7 +155,7 @@ def _tagged(module: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, T
 
 
 def trait_of(kind: Kind, parameter: Tensor, *, fan_in: int | None = None, depth: int = 1) -> Trait:
-    """Return the trait of a parameter of that kind. The default fan-in is read from the shape."""
+    """Return a parameter's trait. The default fan-in is that of the shape."""
     if kind in ("embedding", "bias", "norm"):
         return Trait(kind=kind, depth=depth)
     return Trait(kind=kind, fan_in=fan_in or max(1, math.prod(parameter.shape[1:])), depth=depth)
@@ -189,7 +193,7 @@ def _check_owned(module: nn.Module, name: str) -> None:
 
 
 def lr_factor(trait: Trait) -> float:
-    """Return fan_in^-1/2 for weights, 1 for readouts, embeddings, biases and norms, times depth^-1/2.
+    """Return a learning rate's factor: fan_in^-1/2 for weights, times depth^-1/2.
 
     >>> lr_factor(Trait(kind="weight", fan_in=256, depth=4)), lr_factor(Trait(kind="readout", fan_in=256))
     (0.03125, 1.0)

@@ -21,10 +21,8 @@ def _loss(site: Site, own: float, dims: list[int], place: int) -> Ideal:
     mean = site.argument(place, "reduction", _MEAN) == _MEAN
     incoming = following(x, dims, 1.0) if mean else Factor()
     gradients: dict[Port, Factor] = dict.fromkeys(site.ports, Factor(value=own))
-    return Ideal(
-        operation=site.operation, why="its value kept; n backward, and its own scale", gradients=gradients,
-        incoming=incoming, rigid=True,
-    )  # fmt: skip
+    why = "its value kept; n backward, and its own scale"
+    return Ideal(why=why, gradients=gradients, incoming=incoming, rigid=True)
 
 
 def _classes(site: Site) -> tuple[int, list[int]]:
@@ -39,7 +37,7 @@ def _cross_entropy(site: Site) -> Ideal:
 
 
 def _nll(site: Site) -> Ideal:
-    """Return the factors of a likelihood, of which one value in a row has a gradient of 1."""
+    """Return the factors of a likelihood, with one gradient of -1 in a row."""
     classes, rows = _classes(site)
     return _loss(site, formulas.nll(classes), rows, 3)
 
@@ -50,7 +48,7 @@ def _elementwise(site: Site) -> Ideal:
     return _loss(site, own, list(range(len(shape))), place)
 
 
-# Where each takes its reduction, and 1 / the scale of its gradient: (x - y) has variance 2.
+# Position of the reduction, and 1 / the scale of the gradient: (x - y) has variance 2.
 _ELEMENTWISE: dict[str, tuple[int, float]] = {
     "mse_loss": (2, formulas.MSE),
     "l1_loss": (2, 1.0),

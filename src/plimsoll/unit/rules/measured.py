@@ -1,4 +1,4 @@
-"""Rules by measurement: softmax, attention, pooling, activations without a formula, and clusters of operations."""
+"""Rules by measurement, for operations and clusters without a formula."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,41 +19,35 @@ ENTRY: Port = "entry"  # the port of a cluster
 
 def by_measurement(site: Site) -> Ideal:
     """Return the factors of a single measured operation."""
-    node = site.node
-    found = _measured([node], {one.name: one for one in site.ports.values()}, site.values, site.means)
-    if found is None:
-        return skipped(site, "no formula, and its scale cannot be measured")
+    scales = _measured([site.node], {node.name: node for node in site.ports.values()}, site.values, site.means)
+    if scales is None:
+        return skipped("no formula, and its scale cannot be measured")
     gradients: dict[Port, Factor] = {}
     for port, source in site.ports.items():
-        if source.name in found.gradients:
-            gradients[port] = Factor(value=1 / found.gradients[source.name])
-    return Ideal(
-        operation=site.operation, why="by measurement", output=Factor(value=1 / found.std), gradients=gradients,
-        mean=found.centre,
-    )  # fmt: skip
+        if source.name in scales.gradients:
+            gradients[port] = Factor(value=1 / scales.gradients[source.name])
+    output = Factor(value=1 / scales.std)
+    return Ideal(why="by measurement", output=output, gradients=gradients, mean=scales.centre)
 
 
 def of_cluster(cluster: Cluster, flow: Flow, values: Values, means: Mapping[str, float]) -> Ideal:
-    """Return the factors of several operations that are one. Without a measurement they stay unchanged."""
+    """Return a cluster's factors. Without a measurement it stays unchanged."""
     inside = [node for name, node in flow.nodes.items() if name in cluster.nodes]
     last = flow.nodes[cluster.exit]
-    found = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
-    if found is None or cluster.entry not in found.gradients:
-        why = "written in several operations, and their scale cannot be measured"
-        return Ideal(operation=base_name(last), why="not converted", rigid=True, skipped=why)
-    output, back = Factor(value=1 / found.std), Factor(value=1 / found.gradients[cluster.entry])
+    scales = _measured(inside, {cluster.entry: flow.nodes[cluster.entry]}, values, means)
+    if scales is None or cluster.entry not in scales.gradients:
+        return skipped("written in several operations, and their scale cannot be measured")
+    output, back = Factor(value=1 / scales.std), Factor(value=1 / scales.gradients[cluster.entry])
     if base_name(last) in ("softmax", "_softmax"):
         output, back = (_by_length(last, flow.nodes[cluster.entry], factor) for factor in (output, back))
-    return Ideal(
-        operation=base_name(last), why=f"{len(inside)} operations as one, by measurement", output=output,
-        gradients={ENTRY: back}, mean=found.centre,
-    )  # fmt: skip
+    why = f"{len(inside)} operations as one, by measurement"
+    return Ideal(why=why, output=output, gradients={ENTRY: back}, mean=scales.centre)
 
 
 def _measured(
     nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node], values: Values, means: Mapping[str, float]
 ) -> Measured | None:
-    """Return the scales of a chain of operations. Equal chains of other layers are measured once."""
+    """Return the scales of a chain of operations. Equal chains are measured once."""
 
     def run(inputs: Mapping[str, Tensor]) -> Any:
         known: dict[str, Any] = dict(inputs)
@@ -63,22 +57,24 @@ def _measured(
 
     def measure() -> Measured | None:
         try:
-            found = measure_factors(run, {name: shape_of(node) for name, node in sources.items()}, centres)
-        except NoValueError:
+            scales = measure_factors(run, {name: shape_of(node) for name, node in sources.items()}, centres)
+        except (NoValueError, RuntimeError, NotImplementedError):  # an operation without float64, or without backward
             return None
-        except (RuntimeError, NotImplementedError):  # an operation that has no float64, or no backward
-            return None
-        return found and replace(found, gradients={order[name]: one for name, one in found.gradients.items()})
+        return scales and replace(scales, gradients={order[name]: std for name, std in scales.gradients.items()})
 
     centres = {name: means.get(name, 0.0) for name in sources}
     order = {name: str(position) for position, name in enumerate(sources)}
-    found = values.remembered(_signature(nodes, sources) + repr(list(centres.values())), measure)
+    # Gradients are remembered by position, since the sources of an equal chain have other names.
+    scales = values.remembered(_signature(nodes, sources) + repr(list(centres.values())), measure)
     names = list(sources)
-    return found and replace(found, gradients={names[int(one)]: scale for one, scale in found.gradients.items()})
+    return scales and replace(scales, gradients={names[int(key)]: std for key, std in scales.gradients.items()})
 
 
 def _signature(nodes: Sequence[fx.Node], sources: Mapping[str, fx.Node]) -> str:
-    """What operations are, whatever their nodes are called: what goes in, and what carries no gradient, by its name."""
+    """Return a key for equal chains, which does not depend on nodes' names.
+
+    Tensors without gradients go by their names.
+    """
     called = {name: f"in{position}" for position, name in enumerate(sources)}
     called |= {node.name: f"at{position}" for position, node in enumerate(nodes)}
     shapes = [shape_of(node) for node in sources.values()]
@@ -95,12 +91,12 @@ def _named(arguments: Any, called: Mapping[str, str]) -> str:
 
 
 def _call(node: fx.Node, known: Mapping[str, Any], values: Values) -> Any:
-    """One operation on what is known, in float64 throughout; in place of what it would write to, a copy."""
+    """Run an operation in float64 on known values, on a copy if it writes in place."""
 
-    def value(one: fx.Node) -> Any:
-        if one.name in known:
-            return known[one.name]
-        fixed = values.of(one)
+    def value(source: fx.Node) -> Any:
+        if source.name in known:
+            return known[source.name]
+        fixed = values.of(source)
         return fixed.double() if isinstance(fixed, Tensor) and fixed.is_floating_point() else fixed
 
     args = cast("tuple[Any, ...]", map_arg(node.args, value))
@@ -114,7 +110,7 @@ def _call(node: fx.Node, known: Mapping[str, Any], values: Values) -> Any:
 
 
 def _by_length(softmax: fx.Node, source: fx.Node, factor: Factor) -> Factor:
-    """A softmax's factor, measured at the example's length, as it grows with an open one."""
+    """Let a softmax's factor, measured at the example's length, follow the length."""
     axis = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim", -1)
     shape = shape_of(source)
     if not isinstance(axis, int) or shape != shape_of(softmax) or not is_open(source, axis % len(shape)):
@@ -133,7 +129,7 @@ def _softmax(site: Site) -> Ideal:
 
 
 def _attention(site: Site) -> Ideal:
-    """Attention averages values: its factors grow as the root of the length."""
+    """Return attention's factors, which grow as the root of the length."""
     ideal = by_measurement(site)
     if ideal.skipped:
         return ideal
@@ -148,17 +144,19 @@ def _attention(site: Site) -> Ideal:
     return replace(ideal, why="by measurement, times the root of the length", output=output, gradients=gradients)
 
 
-_POINTWISE = (
-    "elu", "selu", "celu", "leaky_relu", "hardtanh", "relu6", "hardswish", "hardsigmoid", "softplus", "mish",
-    "logsigmoid", "log_sigmoid", "exp", "expm1", "sin", "cos", "abs", "pow", "square", "clamp", "clamp_min",
-    "clamp_max", "softsign", "hardshrink", "softshrink", "tanhshrink", "threshold", "erf", "atan", "asinh",
-    "maximum", "minimum", "prelu", "logcumsumexp", "logaddexp", "glu", "cumsum",
-)  # fmt: skip
-_POOLING = (
-    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-    "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "amax", "amin",
-    "logsumexp", "lp_pool2d",
-)  # fmt: skip
+_POINTWISE = tuple(
+    """
+    elu selu celu leaky_relu hardtanh relu6 hardswish hardsigmoid softplus mish logsigmoid log_sigmoid exp expm1 sin
+    cos abs pow square clamp clamp_min clamp_max softsign hardshrink softshrink tanhshrink threshold erf atan asinh
+    maximum minimum prelu logcumsumexp logaddexp glu cumsum
+    """.split()
+)
+_POOLING = tuple(
+    """
+    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d upsample_bilinear2d upsample_bicubic2d
+    upsample_linear1d upsample_trilinear3d amax amin logsumexp lp_pool2d
+    """.split()
+)
 
 MEASURED: dict[str, Rule] = {
     **dict.fromkeys((*_POINTWISE, *_POOLING), by_measurement),

@@ -1,4 +1,4 @@
-"""Ideal factors of one operation, which it has if nothing else uses its tensors, and helpers of the rules."""
+"""Ideal factors of one operation, and helpers of the rules."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +16,18 @@ from plimsoll.unit.factors.formulas import Constraint, constrained, root
 class Ideal:
     """Ideal factors of an operation.
 
-    - `output`: multiplies the output forward. `gradients`: multiplies the gradient of each port; 1 for those not named.
-    - `weights`: multiplies an input forward, as in a weighted sum.
-    - `incoming`: multiplies the gradient that comes to the output: of a loss, whose own gradient is 1.
-    - `mean`: the output's mean against its standard deviation: not zero behind a ReLU. A product sums second moments,
-      and an activation depends on where its input lies, so what comes next takes it into account.
-    - `rigid`: whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
-    - `left`: why the operation is left as it is; None where it is not.
+    Attributes:
+        why: Phrase for the rule that gave them.
+        output: Multiplies the output forward.
+        gradients: Multiplies the gradient of each port, 1 for ports that are not named.
+        weights: Multiplies an input forward, as in a weighted sum.
+        incoming: Multiplies the gradient that comes to the output, for a loss, whose own gradient is 1.
+        mean: Mean of the output over its standard deviation, not zero behind a ReLU. The next rule needs it: a product
+            sums second moments, and an activation depends on the mean of its input.
+        rigid: Whether forward factors are fixed, so that a constrained gradient takes theirs instead of a mean.
+        skipped: Reason why the operation is not converted, or None.
     """
 
-    operation: str
     why: str
     output: Factor = ONE
     gradients: dict[Port, Factor] = field(default_factory=dict[Port, Factor])
@@ -40,7 +42,12 @@ class Ideal:
 class Site:
     """Operation with its surroundings: the argument of a rule.
 
-    - `ports`: the nodes whose tensors carry a gradient. `means`: the mean of every node before this one.
+    Attributes:
+        node: The operation.
+        flow: Graph that gradients flow through.
+        ports: Nodes whose tensors carry a gradient.
+        means: Mean of every node before this one, over its standard deviation.
+        values: Values of tensors without gradients.
     """
 
     node: fx.Node
@@ -70,7 +77,7 @@ class Site:
         return parameter_behind(self.ports[port], self.flow) is not None
 
     def mean(self, node: object) -> float:
-        """Return the mean of an argument over its standard deviation, 0 for tensors without a gradient."""
+        """Return an argument's mean over its deviation, 0 without a gradient."""
         return self.means.get(node.name, 0.0) if isinstance(node, fx.Node) else 0.0
 
     def moment(self, node: object) -> float:
@@ -80,23 +87,21 @@ class Site:
 
 # Operations that rearrange or select values of a tensor, and change none.
 VIEWS = frozenset(
-    {
-        "view", "reshape", "transpose", "permute", "t", "contiguous", "unsqueeze", "squeeze", "flatten",
-        "unflatten", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "getitem", "narrow",
-        "to", "clone", "alias", "_to_copy", "type_as", "movedim", "moveaxis", "swapaxes", "swapdims", "view_as",
-        "reshape_as", "flip", "roll", "index_select", "float", "half", "bfloat16", "double", "tensor_split",
-        "numpy_T", "mT", "adjoint", "matrix_H", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-        "_unsafe_view", "rot90", "index", "gather", "detach_copy", "take_along_dim", "diagonal", "tril", "triu",
-        "lift_fresh_copy", "native_channel_shuffle", "unfold",
-    }
-)  # fmt: skip
+    """
+    view reshape transpose permute t contiguous unsqueeze squeeze flatten unflatten slice select chunk split
+    split_with_sizes unbind getitem narrow to clone alias _to_copy type_as movedim moveaxis swapaxes swapdims
+    view_as reshape_as flip roll index_select float half bfloat16 double tensor_split numpy_T mT adjoint matrix_H
+    pixel_shuffle pixel_unshuffle channel_shuffle _unsafe_view rot90 index gather detach_copy take_along_dim
+    diagonal tril triu lift_fresh_copy native_channel_shuffle unfold
+    """.split()
+)
 
 Rule = Callable[[Site], Ideal]
 
 
-def skipped(site: Site, why: str) -> Ideal:
-    """Return the rule of an operation that is not converted."""
-    return Ideal(operation=site.operation, why="not converted", rigid=True, skipped=why)
+def skipped(why: str) -> Ideal:
+    """Return the factors of an operation that is not converted."""
+    return Ideal(why="not converted", rigid=True, skipped=why)
 
 
 def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
@@ -107,12 +112,12 @@ def parameter_behind(node: fx.Node, flow: Flow) -> str | None:
 
 
 def following(node: fx.Node, dims: Sequence[int], power: float, value: float = 1.0) -> Factor:
-    """Return ``value * n ** power``, n being a product of sizes. Open sizes are read at run time."""
+    """Return ``value * n ** power``, n a product of sizes, open ones at run time."""
     shape = shape_of(node)
     dims = [dim % len(shape) for dim in dims]
     value *= _power(math.prod(shape[dim] for dim in dims if not is_open(node, dim)), power)
-    kept = tuple(dim for dim in dims if is_open(node, dim))
-    return Factor(value=value, of=node.name, dims=kept, power=power) if kept and power else Factor(value=value)
+    opened = tuple(dim for dim in dims if is_open(node, dim))
+    return Factor(value=value, of=node.name, dims=opened, power=power) if opened and power else Factor(value=value)
 
 
 def _power(n: int, power: float) -> float:
@@ -142,9 +147,9 @@ def mean(constraint: Constraint, factors: Sequence[Factor], nodes: Mapping[str, 
         return factors[0]
     if constraint == "to_grad_input_scale":
         return factors[1]
-    followed = {(one.of, one.dims) for one in factors if one.of is not None}
+    followed = {(factor.of, factor.dims) for factor in factors if factor.of is not None}
     if constraint == "gmean" and len(followed) == 1:
         of, dims = next(iter(followed))
-        value = math.prod(one.value for one in factors) ** (1 / len(factors))
-        return Factor(value=value, of=of, dims=dims, power=sum(one.power for one in factors) / len(factors))
-    return Factor(value=constrained(constraint, *(number(one, nodes) for one in factors))[0])
+        value = math.prod(factor.value for factor in factors) ** (1 / len(factors))
+        return Factor(value=value, of=of, dims=dims, power=sum(factor.power for factor in factors) / len(factors))
+    return Factor(value=constrained(constraint, *(number(factor, nodes) for factor in factors))[0])

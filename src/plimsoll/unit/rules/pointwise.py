@@ -1,4 +1,4 @@
-"""Rules of activations with a formula, of normalizations, and of operations that keep a scale."""
+"""Rules of activations, normalizations, and operations that keep a scale."""
 
 from typing import cast
 
@@ -16,14 +16,12 @@ def _activation(site: Site) -> Ideal:
         name = "gelu_tanh"
     ideal, mean = off_centre(name, site.mean(site.node.args[0]))
     gradients: dict[Port, Factor] = dict.fromkeys(site.ports, Factor(value=ideal.inputs[0]))
-    return Ideal(
-        operation=site.operation, why="by integration under the normal density", output=Factor(value=ideal.output),
-        gradients=gradients, mean=mean,
-    )  # fmt: skip
+    why = "by integration under the normal density"
+    return Ideal(why=why, output=Factor(value=ideal.output), gradients=gradients, mean=mean)
 
 
 def _norm(site: Site) -> Ideal:
-    """Return the factors of a norm, which is at unit scale. Its parameters' gradients are sums over rows."""
+    """Return the factors of a norm. Its parameters' gradients are sums over rows."""
     x = cast("fx.Node", site.node.args[0])
     dims = len(shape_of(x))
     if site.operation in ("layer_norm", "rms_norm"):
@@ -35,19 +33,21 @@ def _norm(site: Site) -> Ideal:
         port = site.port(place, keyword)
         if port is not None:
             gradients[port] = following(x, rows, -0.5)
-    return Ideal(operation=site.operation, why="at unit scale itself; rows^-1/2", gradients=gradients, rigid=True)
+    return Ideal(why="at unit scale itself; rows^-1/2", gradients=gradients, rigid=True)
 
 
 def _keeping(site: Site) -> Ideal:
     means = [site.mean(source) for source in site.ports.values()]
     mean = sum(means) / len(means) * (-1 if site.operation == "neg" else 1)
-    return Ideal(operation=site.operation, why="keeps the scale", mean=mean, rigid=True)
+    return Ideal(why="keeps the scale", mean=mean, rigid=True)
 
 
-_KEEPING = (
-    "dropout", "feature_dropout", "alpha_dropout", "masked_fill", "where", "cat", "stack", "neg", "pad",
-    "constant_pad_nd", "slice_scatter", "select_scatter", "reflection_pad2d", "replication_pad2d", "nan_to_num",
-)  # fmt: skip
+_KEEPING = tuple(
+    """
+    dropout feature_dropout alpha_dropout masked_fill where cat stack neg pad constant_pad_nd slice_scatter
+    select_scatter reflection_pad2d replication_pad2d nan_to_num
+    """.split()
+)
 
 POINTWISE: dict[str, Rule] = {
     **dict.fromkeys(("gelu", "relu", "silu", "tanh", "sigmoid"), _activation),

@@ -18,11 +18,12 @@ from plimsoll.unit.factors.formulas import root
 from plimsoll.unit.rules.operation import Ideal, Rule, Site, following, skipped, times
 
 Place = tuple[fx.Node, int]
+_BY_TERMS = "n^-1/2 for the n terms of each sum"
 
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """Operands with a letter for each of their dimensions, and the letters of the result.
+    """Operands with a letter for each of their dimensions, and the result's.
 
     A product sums over the dimensions that its result lacks: n^-1/2 for n terms. The gradient of an operand sums over
     the dimensions that the operand lacks and the other tensors have. An operand lacks the dimensions along which it is
@@ -65,9 +66,10 @@ class Contraction:
 
     def _place(self, letter: str) -> Place:
         all_places = [
-            (node, letters.index(letter)) for operand, (node, letters) in enumerate(self.operands)
+            (node, letters.index(letter))
+            for operand, (node, letters) in enumerate(self.operands)
             if letter in self._of(operand)
-        ]  # fmt: skip
+        ]
         return next((place for place in all_places if is_open(*place)), all_places[0])
 
 
@@ -88,7 +90,7 @@ def of_linear(x: fx.Node, weight: fx.Node) -> Contraction:
 
 
 def of_einsum(equation: str, operands: Sequence[fx.Node]) -> Contraction | None:
-    """Return the contraction of an einsum, or None if an operand has a letter twice (a diagonal)."""
+    """Return the contraction of an einsum, or None for a diagonal."""
     inputs, _, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     extra = max(len(shape_of(node)) - len(term.replace("...", "")) for node, term in zip(operands, terms, strict=True))
@@ -112,14 +114,18 @@ def _node(argument: object) -> fx.Node:
 
 
 def _product(site: Site, contraction: Contraction, ports: Sequence[Port], why: str) -> Ideal:
-    """Return the factors of a contraction with operands at `ports`, each divided by the others' second moments."""
+    """Return the factors of a contraction whose operands are at `ports`.
+
+    Each is divided by the other operands' second moments.
+    """
     moments = [site.moment(node) for node, _ in contraction.operands]
     product = math.prod(moments)
     gradients = {
         port: times(contraction.backward(operand), moments[operand] / product)
-        for operand, port in enumerate(ports) if port in site.ports
-    }  # fmt: skip
-    return Ideal(operation=site.operation, why=why, output=times(contraction.forward, 1 / product), gradients=gradients)
+        for operand, port in enumerate(ports)
+        if port in site.ports
+    }
+    return Ideal(why=why, output=times(contraction.forward, 1 / product), gradients=gradients)
 
 
 def _with_bias(ideal: Ideal, port: Port | None, rows: Factor) -> Ideal:
@@ -139,17 +145,17 @@ def _linear(site: Site) -> Ideal:
 
 def _matmul(site: Site) -> Ideal:
     contraction = of_matmul(_node(site.node.args[0]), _node(site.node.args[1]))
-    return _product(site, contraction, (0, 1), "n^-1/2 of what each sums over")
+    return _product(site, contraction, (0, 1), _BY_TERMS)
 
 
 def _addmm(site: Site) -> Ideal:
     x, other = _node(site.node.args[1]), _node(site.node.args[2])
-    ideal = _product(site, of_matmul(x, other), (1, 2), "n^-1/2 of what each sums over")
+    ideal = _product(site, of_matmul(x, other), (1, 2), _BY_TERMS)
     bias = _node(site.node.args[0])
     if 0 not in site.ports:
         return ideal
     if len(shape_of(bias)) > 1 or not site.is_parameter(0):
-        return skipped(site, "the term that is added to the product is no bias")
+        return skipped("the term that is added to the product is no bias")
     return _with_bias(ideal, 0, following(x, range(len(shape_of(x)) - 1), -0.5))
 
 
@@ -157,10 +163,8 @@ def _einsum(site: Site) -> Ideal:
     equation, operands = cast("tuple[str, list[fx.Node]]", site.node.args[:2])
     contraction = of_einsum(equation, operands)
     if contraction is None:
-        return skipped(site, "an operand has a letter twice")
-    return _product(
-        site, contraction, [(1, member) for member in range(len(operands))], "n^-1/2 of what each sums over"
-    )
+        return skipped("an operand has a letter twice")
+    return _product(site, contraction, [(1, member) for member in range(len(operands))], _BY_TERMS)
 
 
 def _convolution(site: Site) -> Ideal:
@@ -181,7 +185,7 @@ def _convolution(site: Site) -> Ideal:
         gradients[own] = times(places, 1 / moment)
     why = "fan_in^-1/2; fan_out^-1/2, places^-1/2"
     output = Factor(value=ideal.output / moment)
-    product = Ideal(operation=site.operation, why=why, output=output, gradients=gradients)
+    product = Ideal(why=why, output=output, gradients=gradients)
     outputs = times(places, step**-0.5) if transposed else places
     return _with_bias(product, site.port(2, "bias"), outputs)
 
@@ -193,11 +197,11 @@ def _spread(sizes: Any, dims: int) -> tuple[int, ...]:
 
 def _embedding(site: Site) -> Ideal:
     if 0 not in site.ports:
-        return skipped(site, "the table carries no gradient")
+        return skipped("the table carries no gradient")
     indices = _node(site.argument(1, "indices"))
     vocabulary = shape_of(site.ports[0])[0]
     table = following(indices, range(len(shape_of(indices))), -0.5, vocabulary**0.5)
-    return Ideal(operation="embedding", why="(vocabulary / tokens)^1/2", gradients={0: table}, rigid=True)
+    return Ideal(why="(vocabulary / tokens)^1/2", gradients={0: table}, rigid=True)
 
 
 PRODUCTS: dict[str, Rule] = {

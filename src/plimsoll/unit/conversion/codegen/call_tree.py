@@ -1,7 +1,7 @@
-"""A recipe as a tree of calls: which steps ran in which call of which module, what went in and what came out.
+"""Tree of the calls in a recipe, each with its steps, its inputs and its outputs.
 
-The steps of one call follow one another, so a call is an interval of steps, and calls nest. Numbers that sizes give
-belong to no call: whoever needs one computes it from a tensor at hand.
+The steps of one call are consecutive, so a call is an interval of steps, and calls nest. Numbers that are computed from
+sizes belong to no call. Each call computes the numbers that it needs from its own tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +12,14 @@ from plimsoll.unit.conversion.codegen.steps import Recipe, Ref, Sizes, Step, is_
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """One call of a module.
+    """Call of a module.
 
-    - `path`: the module's name; "" for the model. `items`: its own steps and the calls that it makes, in order.
-    - `inputs`, `outputs`: the values that it takes and gives, in the order of their first use and of their making.
+    Attributes:
+        path: Name of the module, "" for the model.
+        key: Key of the call in the captured graph.
+        items: Its own steps and the inner calls, in order.
+        inputs: Values that it takes, in the order of their first use.
+        outputs: Values that it returns, in the order of their computation.
     """
 
     path: str
@@ -25,7 +29,7 @@ class Call:
     outputs: list[str] = field(default_factory=list[str])
 
     def steps(self) -> Iterator[Step]:
-        """Every step in it, those of inner calls too."""
+        """Yield every step, with those of inner calls."""
         for item in self.items:
             if isinstance(item, Step):
                 yield item
@@ -33,27 +37,20 @@ class Call:
                 yield from item.steps()
 
     def own_steps(self) -> Iterator[Step]:
-        """The steps that are not an inner call's."""
+        """Yield the steps without those of inner calls."""
         return (item for item in self.items if isinstance(item, Step))
 
     def calls(self) -> "Iterator[Call]":
-        """The calls that it makes itself."""
+        """Yield the direct inner calls."""
         return (item for item in self.items if isinstance(item, Call))
-
-    def all_calls(self) -> "Iterator[Call]":
-        """It, and every call in it."""
-        yield self
-        for call in self.calls():
-            yield from call.all_calls()
 
 
 def tree_of(recipe: Recipe) -> Call:
-    """The call of the model, with all calls inside."""
+    """Return the call of the model, with all calls inside."""
     root = _grouped([step for step in recipe.steps if not is_number(step)], recipe.shared)
-    borders = _Borders(recipe)
-    borders.fill(root)
+    _Borders(recipe).fill(root)
     root.inputs = []
-    root.outputs = [one.name for one in recipe.outputs if isinstance(one, Ref)]
+    root.outputs = [output.name for output in recipe.outputs if isinstance(output, Ref)]
     return root
 
 
@@ -75,18 +72,19 @@ def _grouped(steps: Sequence[Step], shared: Mapping[str, tuple[str, ...]]) -> Ca
 
 
 def _nested(step: Step, shared: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Its calls, each inside the one before; what a module calls outside of itself are its own steps."""
+    """Return the calls around a step, each within the one before."""
     stack: list[tuple[str, str]] = []
     for key, path in step.stack:
         inside = stack[-1][1] + "." if stack else ""
-        named = next((one for one in shared.get(path, (path,)) if one.startswith(inside)), None)
+        # A module that is called from outside of its parent has no call of its own: its steps are the caller's.
+        named = next((name for name in shared.get(path, (path,)) if name.startswith(inside)), None)
         if named is not None:
             stack.append((key, named))
     return stack
 
 
 class _Borders:
-    """What crosses the border of each call."""
+    """Inputs and outputs of each call."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._sources = recipe.sources
@@ -97,12 +95,12 @@ class _Borders:
         for i, step in enumerate(recipe.steps):
             for name in step.refs():
                 self._last_use[name] = i
-        for one in refs_in(list(recipe.outputs)):
-            self._last_use[one] = len(recipe.steps)
+        for name in refs_in(list(recipe.outputs)):
+            self._last_use[name] = len(recipe.steps)
 
     def fill(self, call: Call) -> tuple[int, int]:
-        """Sets inputs and outputs of a call and of those in it; gives the positions of its first and last step."""
-        inner = [self.fill(one) for one in call.calls()]
+        """Set inputs and outputs of a call and inner ones. Return its first and last step."""
+        inner = [self.fill(inner_call) for inner_call in call.calls()]
         own = [self._position[step.name] for step in call.own_steps()]
         first = min([*own, *(start for start, _ in inner)])
         last = max([*own, *(end for _, end in inner)])
@@ -118,7 +116,7 @@ class _Borders:
                 if name not in made and name not in self._numbers and not self.has(call.path, name):
                     needed[name] = None
         at_hand = list(needed)
-        for item in call.items:  # a number that no tensor at hand tells has to come in too
+        for item in call.items:  # a number that follows from no tensor at hand is an input too
             for name in item.refs() if isinstance(item, Step) else item.inputs:
                 if name in self._numbers and self.sizes.expression(name, at_hand) is None:
                     needed[name] = None
@@ -126,15 +124,15 @@ class _Borders:
         return list(needed)
 
     def has(self, path: str, name: str) -> bool:
-        """Whether the module at `path` finds the value in itself, or in a module of its own."""
+        """Return whether a value is a tensor of a module, or of one inside it."""
         source = self._sources.get(name)
         if source is None or source.kind == "input":
             return False
-        return source.kind == "constant" or any(own_path(path, one) is not None for one in source.paths)
+        return source.kind == "constant" or any(own_path(path, tensor) is not None for tensor in source.paths)
 
 
 def own_path(module: str, tensor: str) -> str | None:
-    """The name of a tensor as seen from a module; None where it is none of its own.
+    """Return the name of a tensor as seen from a module, or None for another module's.
 
     >>> own_path("block.attention", "block.attention.out.weight"), own_path("block", "head.weight")
     ('out.weight', None)

@@ -1,8 +1,8 @@
-"""The code of a converted module: its part of the graph as a Python function.
+"""Code of a converted module: its part of the graph as a Python function.
 
-Code is text: it is what a reader sees (`Part.code`), what pickles, and what torch.compile traces. Values are called as
-their operations, afresh in each module, so that the blocks of a deep model have one and the same code. A value is
-deleted after its last use, as a hand-written forward would write over it.
+Code is text. A reader sees it (`Part.code`), it is pickled, and torch.compile traces it. A value has the name of its
+operation, counted from the start in each module, so that all blocks of a deep model have the same code. A value is
+deleted after its last use, as a custom forward overwrites its variables.
 """
 
 import functools
@@ -29,25 +29,12 @@ from plimsoll.unit.conversion.codegen.steps import (
 )
 
 # Names that a value must not take: those that the text uses, and Python's.
-_USED = (
-    "self",
-    "torch",
-    "operator",
-    "math",
-    "scaled",
-    "size_factor",
-    "_inputs",
-    "call",
-    "args",
-    "len",
-    "sorted",
-    "next",
-)
-_RESERVED = frozenset({*_USED, *keyword.kwlist})
+_USED = "self torch operator math scaled size_factor _inputs call args len sorted next"
+_RESERVED = frozenset({*_USED.split(), *keyword.kwlist})
 
 
 class Writer:
-    """Writes the body of one call; `local` says what each value is called in it."""
+    """Writer of one call's body. `local` has the name of each value in it."""
 
     def __init__(self, recipe: Recipe, call: Call, versions: Mapping[Call, int]) -> None:
         self._recipe, self._call, self._versions = recipe, call, versions
@@ -58,7 +45,7 @@ class Writer:
         self.local: dict[str, str] = {}
 
     def named(self, value: str, wanted: str | None = None) -> str:
-        """What the value is called here, from now on."""
+        """Choose the local name of a value, and return it."""
         stem = re.sub(r"(_default|_tensor)?(_\d+)*$", "", wanted or value) or "value"
         stem = stem if stem.isidentifier() and not stem.startswith("__") else "value"
         name, count = stem, 1
@@ -70,20 +57,20 @@ class Writer:
         return name
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Keeps names from being given to values."""
+        """Exclude names from those of values."""
         self._taken |= set(names)
 
-    def body(self, kept: Sequence[str] = ()) -> list[str]:
-        """The lines of all steps and calls; values of `kept` are not deleted, for what follows uses them."""
+    def body(self, returned: Sequence[str] = ()) -> list[str]:
+        """Return the lines of all steps and calls. Values of `returned` are not deleted."""
         for item in self._call.items:
             if isinstance(item, Step):
                 self._step(item)
             else:
                 self._inner(item)
-        return self._finished({self.local[name] for name in kept if name in self.local})
+        return self._finished({self.local[name] for name in returned if name in self.local})
 
     def value(self, nest: Any, used: set[str]) -> str:
-        """Arguments as text; adds the local values that it needs to `used`."""
+        """Return an argument as text, and add the local values that it needs to `used`."""
         if isinstance(nest, Ref):
             return self._ref(nest.name, used)
         if nest is Here.TRAINING:
@@ -93,7 +80,7 @@ class Writer:
         if isinstance(nest, WhenTraining):
             return f"{nest.value!r} if self.training else 0.0"
         if isinstance(nest, (list, tuple)):
-            return f"[{', '.join(self.value(one, used) for one in nest)}]"  # pyright: ignore[reportUnknownVariableType]
+            return f"[{', '.join(self.value(item, used) for item in nest)}]"  # pyright: ignore[reportUnknownVariableType]
         return constant_text(nest)
 
     def _ref(self, name: str, used: set[str]) -> str:
@@ -101,20 +88,20 @@ class Writer:
             used.add(self.local[name])
             return self.local[name]
         if self._sizes.is_number(name):
-            found = self._sizes.expression(name, self._at_hand)
-            used |= {self.local[one] for one in tensors_in(found)}
-            return size_text(found, self.local)
+            size = self._sizes.expression(name, self._at_hand)
+            used |= {self.local[tensor] for tensor in tensors_in(size)}
+            return size_text(size, self.local)
         return attribute_text(self._own(name))
 
     def _own(self, name: str) -> str:
         source = self._recipe.sources[name]
         if source.kind == "constant":
             return source.paths[0]
-        paths = [path for path in (own_path(self._call.path, one) for one in source.paths) if path is not None]
+        paths = [path for path in (own_path(self._call.path, tensor) for tensor in source.paths) if path is not None]
         return min(paths, key=lambda path: path.count("."))
 
     def _anchor(self, used: set[str]) -> str:
-        """A tensor whose device is the module's."""
+        """Return a tensor whose device is the module's."""
         sources = self._recipe.sources
         for name in self._at_hand:
             step_sizes = self._sizes.of(name)
@@ -127,10 +114,10 @@ class Writer:
         used: set[str] = set()
         change = step.change
         inputs: Mapping[Port, Scale] = {} if change is None else change.inputs
-        args = [self._argument(one, i, inputs, used) for i, one in enumerate(step.args)]
-        kwargs = {key: self._argument(one, key, inputs, used) for key, one in step.kwargs.items()}
+        args = [self._argument(value, i, inputs, used) for i, value in enumerate(step.args)]
+        kwargs = {key: self._argument(value, key, inputs, used) for key, value in step.kwargs.items()}
         text = call_text(step.target, args, kwargs)
-        # Sizes of the result may be a factor's: then it has to have its name first.
+        # A factor that depends on the result's sizes needs a second line, after the result has its name.
         own = change is not None and step.name in {change.output.forward.of, change.output.backward.of}
         if change is None or not own:
             text = self._scaled(text, change.output if change else None, used)
@@ -142,18 +129,18 @@ class Writer:
 
     def _argument(self, nest: Any, port: Port, inputs: Mapping[Port, Scale], used: set[str]) -> str:
         if isinstance(nest, (list, tuple)) and isinstance(port, int):
-            inside = [self._argument(one, (port, i), inputs, used) for i, one in enumerate(nest)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            inside = [self._argument(item, (port, i), inputs, used) for i, item in enumerate(nest)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
             return f"[{', '.join(inside)}]"
         return self._scaled(self.value(nest, used), inputs.get(port), used)
 
     def _inner(self, call: Call) -> None:
         used: set[str] = set()
-        given = [self.value(Ref(name), used) for name in call.inputs]
+        arguments = [self.value(Ref(name), used) for name in call.inputs]
         version = self._versions.get(call, 0)
         if version:
-            given.append(f"call={version}")
+            arguments.append(f"call={version}")
         path = own_path(self._call.path, call.path) or call.path
-        text = f"{attribute_text(path)}({', '.join(given)})"
+        text = f"{attribute_text(path)}({', '.join(arguments)})"
         names = [self.named(name) for name in call.outputs]
         self._line(f"{', '.join(names)} = {text}" if names else text, (), used)
 
@@ -164,8 +151,8 @@ class Writer:
         if forward == backward:
             return f"{text} * {forward}"
         if scale.forward.of is not None or scale.backward.of is not None:
-            one = "None"  # for the compiler must not compare a number that sizes give with 1
-            alpha, beta = one if scale.forward.is_one else forward, one if scale.backward.is_one else backward
+            # None stands for 1: a compiler that compared a number of open sizes with 1 would specialize to them.
+            alpha, beta = ("None" if f.is_one else t for f, t in ((scale.forward, forward), (scale.backward, backward)))
             return f"sized({text}, {alpha}, {beta})"
         return f"scaled({text}, {forward}, {backward})"
 
@@ -176,12 +163,12 @@ class Writer:
         return f"size_factor({tensor}, {factor.dims!r}, {factor.power!r}, {factor.value!r})"
 
     def _line(self, text: str, regions: tuple[str, ...], used: set[str]) -> None:
-        if any(DEVICE_TYPE in one for one in regions):
-            regions = tuple(one.replace(DEVICE_TYPE, f"{self._anchor(used)}.device.type") for one in regions)
+        if any(DEVICE_TYPE in region for region in regions):
+            regions = tuple(region.replace(DEVICE_TYPE, f"{self._anchor(used)}.device.type") for region in regions)
         self._lines.append((text, regions, used))
 
-    def _finished(self, kept: set[str]) -> list[str]:
-        """The lines, within their contexts, with what each is the last to use deleted after it."""
+    def _finished(self, returned: set[str]) -> list[str]:
+        """Return the lines within contexts, each deleting the values that it uses last."""
         last: dict[str, int] = {}
         for i, (text, _, used) in enumerate(self._lines):
             made = text.split(" = ")[0].split(", ") if " = " in text else []
@@ -190,16 +177,16 @@ class Writer:
         around: tuple[str, ...] = ()
         for i, (text, regions, _) in enumerate(self._lines):
             if regions != around:
-                lines += [f"{'    ' * depth}with {one}:" for depth, one in enumerate(regions)]
+                lines += [f"{'    ' * depth}with {region}:" for depth, region in enumerate(regions)]
                 around = regions
-            gone = [name for name, at in last.items() if at == i and name not in kept]
+            gone = [name for name, at in last.items() if at == i and name not in returned]
             ended = f"; del {', '.join(gone)}" if gone else ""
             lines.append("    " * len(regions) + text + ended)
         return lines
 
 
 def attribute_text(path: str) -> str:
-    """A tensor or a module below `self`, by its dotted name.
+    """Return the text for a tensor or a module below `self`, by its dotted name.
 
     >>> attribute_text("layers.0.weight"), attribute_text("code.weight")
     ("self.layers._modules['0'].weight", "self._modules['code'].weight")
@@ -211,7 +198,7 @@ def attribute_text(path: str) -> str:
 
 
 def _hidden(name: str, *, first: bool) -> bool:
-    """Whether `self.name` is no Python, or is something else than the module or tensor of that name."""
+    """Return whether `self.name` is no Python, or means something else."""
     return not name.isidentifier() or (first and name in _PART_NAMES)
 
 
@@ -219,18 +206,23 @@ _PART_NAMES = frozenset({"code", "coverage", "changes", "kept", "forward", "rese
 
 
 # Python functions of torch, not bindings, that take the operator's arguments as they are.
-_SAME = {"aten.split.Tensor": "torch.split", "aten.split_with_sizes.default": "torch.split",
-         "aten.einsum.default": "torch.einsum"}  # fmt: skip
+_SAME = {
+    "aten.split.Tensor": "torch.split",
+    "aten.split_with_sizes.default": "torch.split",
+    "aten.einsum.default": "torch.einsum",
+}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-_METHODS = frozenset({
-    "view", "expand", "contiguous", "clone", "reshape", "to", "type_as", "repeat", "unfold", "masked_fill", "new_zeros",
-    "new_ones", "new_full", "expand_as", "view_as", "reshape_as",
-})  # fmt: skip
+_METHODS = frozenset(
+    """
+    view expand contiguous clone reshape to type_as repeat unfold masked_fill new_zeros new_ones new_full expand_as
+    view_as reshape_as
+    """.split()
+)
 _OTHERS = frozenset({"aten.to.dtype_layout", "aten.to.prim_Device", "aten.to.prim_dtype", "aten.to.prim_other"})
 
 
 def call_text(target: str, args: list[str], kwargs: dict[str, str]) -> str:
-    """A call of an operation with arguments that are text already.
+    """Return the call of an operation with arguments that are text already.
 
     >>> call_text("aten.gelu.default", ["x"], {"approximate": "'tanh'"})
     "torch._C._nn.gelu(x, approximate='tanh')"
@@ -251,7 +243,7 @@ def call_text(target: str, args: list[str], kwargs: dict[str, str]) -> str:
 
 @functools.cache
 def function_text(target: str) -> str:
-    """How an operation is called; with a leading dot where it is a method of its first argument."""
+    """Return an operation's function. A leading dot means a method."""
     if not target.startswith("aten."):
         return target if target.startswith(("torch.", "operator.", "math.")) else f"torch.ops.{target}"
     name = target.split(".")[1]
@@ -260,15 +252,14 @@ def function_text(target: str) -> str:
     if name in _METHODS and target not in _OTHERS:
         return f".{name}"
     own = getattr(_C._VariableFunctions, name, None)  # noqa: SLF001
-    if own is not None and own is getattr(
-        torch, name, None
-    ):  # not a Python function of that name, whose arguments differ
+    # Not a Python function of that name, whose arguments differ.
+    if own is not None and own is getattr(torch, name, None):
         return f"torch.{name}"
     return f"torch._C._nn.{name}" if hasattr(_C._nn, name) else f"torch.ops.{target}"  # noqa: SLF001
 
 
 def constant_text(value: object) -> str:
-    """A constant of the graph as Python text.
+    """Return a constant of the graph as Python text.
 
     >>> constant_text(torch.float16), constant_text(float("-inf")), constant_text(torch.contiguous_format)
     ('torch.float16', "float('-inf')", 'torch.contiguous_format')
@@ -304,6 +295,8 @@ def _clone(args: list[str]) -> str:
 
 
 _SPECIAL: dict[str, Callable[[list[str]], str | None]] = {
-    "aten.slice.Tensor": _slice, "aten.index.Tensor": _index, "operator.getitem": _getitem,
+    "aten.slice.Tensor": _slice,
+    "aten.index.Tensor": _index,
+    "operator.getitem": _getitem,
     "aten.lift_fresh_copy.default": _clone,
-}  # fmt: skip
+}

@@ -1,4 +1,4 @@
-"""The head and the tail of a converted model's forward: the original's signature, and what it returned."""
+"""Head and tail of a converted model's forward: signature and output."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from plimsoll.unit.capture.gradient_graph import fixed_size
 
 _SIMPLE = (int, float, str, bool, type(None))
 _NONE = inspect.Parameter.empty
-_LARGEST = 2**31  # above it, what the compiler says of a size is no bound of the model's
+_LARGEST = 2**31  # above it, a bound of torch.export is its own default and not the model's
 
 
 class Structure:
-    """How values are nested: torch's tree specification, in a form that pickles as an example of itself."""
+    """Nesting of values: torch's tree specification, pickled as an example of itself."""
 
     def __init__(self, example: Any) -> None:
         self.example = example
@@ -27,7 +27,7 @@ class Structure:
 
     @classmethod
     def of(cls, spec: pytree.TreeSpec) -> "Structure":
-        """The structure that a specification says."""
+        """Return the structure of a specification."""
         return cls(pytree.tree_unflatten([0] * spec.num_leaves, spec))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -35,10 +35,15 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """One value among the example's: a tensor by its open and fixed sizes, or a constant.
+class ExampleValue:
+    """Value of the example: a tensor, a number or a constant.
 
-    - `name`: the value in the program; None for a constant. `most`: the largest sizes, () where all are open.
+    Attributes:
+        name: Name in the program, or None for a constant.
+        sizes: Sizes of a tensor, None for open ones.
+        kind: Kind of a tensor's values ("floating", "integer", ...), or "number".
+        constant: The constant.
+        most: Largest sizes that the model's code allows, or () if all are open.
     """
 
     name: str | None
@@ -48,106 +53,115 @@ class Given:
     most: tuple[int | None, ...] = ()
 
 
+# Name in pickles of version 0.1.
+Given = ExampleValue
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument of the forward.
+    """Argument of the forward, with the example's values in it.
 
-    - `given`: the values in it, in order, with their structure; None where the example leaves it out.
+    Attributes:
+        name: Name, with an index or a key for arguments of `*args` and `**kwargs`.
+        parameter: Parameter of the original forward.
+        values: Values in it, in order, or None if the example omits it.
+        structure: Structure of the values.
     """
 
     name: str
     parameter: inspect.Parameter
-    given: tuple[Given, ...] | None = None
+    values: tuple[ExampleValue, ...] | None = None
     structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """How a model is called, and what it returns: constants and the structure of the output."""
+    """Arguments of a model, and the structure of its output."""
 
     arguments: tuple[Argument, ...]
     output: Structure
 
 
 def signature_of(captured: Captured, forward: Callable[..., Any]) -> Signature:
-    """The signature of the captured model, each argument with what the example gave for it."""
-    given = iter(_given(captured))
+    """Return the signature of the captured model, with the example's values."""
+    values = _example_values(captured)
     call: Any = captured.program.call_spec
     args_spec, kwargs_spec = _children(call.in_spec)
-    positional = [(spec, _take(given, spec)) for spec in _children(args_spec)]
+    positional = [(spec, _take(values, spec)) for spec in _children(args_spec)]
     names: list[str] = kwargs_spec.context or []
-    named = {name: (spec, _take(given, spec)) for name, spec in zip(names, _children(kwargs_spec), strict=True)}
+    named = {name: (spec, _take(values, spec)) for name, spec in zip(names, _children(kwargs_spec), strict=True)}
     arguments = tuple(_arguments(inspect.signature(forward).parameters, positional, named))
     return Signature(arguments=arguments, output=Structure.of(call.out_spec))
 
 
-_Found = tuple[pytree.TreeSpec, tuple[Given, ...]]
+_Passed = tuple[pytree.TreeSpec, tuple[ExampleValue, ...]]
 
 
 def _arguments(
-    parameters: Mapping[str, inspect.Parameter], positional: Sequence[_Found], named: dict[str, _Found]
+    parameters: Mapping[str, inspect.Parameter], positional: Sequence[_Passed], named: dict[str, _Passed]
 ) -> Iterator[Argument]:
+    def argument(name: str, parameter: inspect.Parameter, passed: _Passed) -> Argument:
+        return Argument(name=name, parameter=parameter, values=passed[1], structure=Structure.of(passed[0]))
+
     rest = list(positional)
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            for i, (spec, given) in enumerate(rest):
-                yield Argument(name=f"{name}[{i}]", parameter=parameter, given=given, structure=Structure.of(spec))
+            yield from (argument(f"{name}[{i}]", parameter, passed) for i, passed in enumerate(rest))
             rest = []
             yield Argument(name=name, parameter=parameter)
         elif parameter.kind is parameter.VAR_KEYWORD:
-            for key, (spec, given) in named.items():
-                yield Argument(name=key, parameter=parameter, given=given, structure=Structure.of(spec))
+            yield from (argument(key, parameter, passed) for key, passed in named.items())
             named = {}
             yield Argument(name=name, parameter=parameter)
         elif rest and parameter.kind is not parameter.KEYWORD_ONLY:
-            spec, given = rest.pop(0)
-            yield Argument(name=name, parameter=parameter, given=given, structure=Structure.of(spec))
+            yield argument(name, parameter, rest.pop(0))
         elif name in named:
-            spec, given = named.pop(name)
-            yield Argument(name=name, parameter=parameter, given=given, structure=Structure.of(spec))
+            yield argument(name, parameter, named.pop(name))
         else:
             yield Argument(name=name, parameter=parameter)
 
 
-def _given(captured: Captured) -> Iterator[Given]:
+def _example_values(captured: Captured) -> Iterator[ExampleValue]:
     nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
     ranges = cast("Mapping[Any, Any]", captured.program.range_constraints)
-    for one in captured.program.graph_signature.input_specs:
-        if one.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
+    for spec in captured.program.graph_signature.input_specs:
+        if spec.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
             continue
-        value = nodes[one.arg.name].meta.get("val") if one.arg.name in nodes else None
+        name = spec.arg.name
+        value = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, Tensor):
             sizes = tuple(fixed_size(size) for size in value.shape)
-            yield Given(name=one.arg.name, sizes=sizes, kind=kind_of(value.dtype), most=_most(value, ranges))
+            yield ExampleValue(name=name, sizes=sizes, kind=kind_of(value.dtype), most=_most(value, ranges))
         elif isinstance(value, torch.SymInt):
-            yield Given(name=one.arg.name, kind="number")
+            yield ExampleValue(name=name, kind="number")
         else:
-            yield Given(name=None, constant=getattr(one.arg, "value", value))
+            yield ExampleValue(name=None, constant=getattr(spec.arg, "value", value))
 
 
 def _most(value: Tensor, ranges: Mapping[Any, Any]) -> tuple[int | None, ...]:
-    """The upper ends of the open sizes' ranges; () where none has one."""
-    found: list[int | None] = []
+    """Return the upper ends of the open sizes' ranges, or () if there is none."""
+    ends: list[int | None] = []
     for size in value.shape:
         known = ranges.get(size.node.expr) if isinstance(size, torch.SymInt) and fixed_size(size) is None else None
         upper = None if known is None or not known.upper.is_finite or known.upper > _LARGEST else int(known.upper)
-        found.append(upper)
-    return tuple(found) if any(one is not None for one in found) else ()
+        ends.append(upper)
+    return tuple(ends) if any(end is not None for end in ends) else ()
 
 
-def _take(given: Iterator[Given], spec: pytree.TreeSpec) -> tuple[Given, ...]:
-    return tuple(next(given) for _ in range(spec.num_leaves))
+def _take(values: Iterator[ExampleValue], spec: pytree.TreeSpec) -> tuple[ExampleValue, ...]:
+    return tuple(next(values) for _ in range(spec.num_leaves))
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The structures within one; torch 2.9 has another name for them, which later ones have deprecated."""
+    """Return the structures within one."""
     either = cast("Any", spec)
+    # Torch 2.9 has only `children_specs`, which later versions deprecate.
     return list(either.children() if hasattr(either, "children") else either.children_specs)
 
 
 @dataclass(slots=True)
 class Head:
-    """The text of a signature and of what takes its values apart; `objects` are what the text names."""
+    """Text of a signature, with its unpacking lines and the objects it names."""
 
     parameters: list[str] = field(default_factory=list[str])
     lines: list[str] = field(default_factory=list[str])
@@ -155,7 +169,7 @@ class Head:
 
 
 def head_of(signature: Signature, named: Callable[[str, str], str]) -> Head:
-    """The head; `named(value, wanted)` gives each value of the program the name that it has from here on."""
+    """Return the head. `named(value, wanted)` chooses the local name of each value."""
     head = Head()
     starred = False
     for argument in signature.arguments:
@@ -164,18 +178,17 @@ def head_of(signature: Signature, named: Callable[[str, str], str]) -> Head:
         if own:
             starred = _declare(head, argument, starred)
         if kind is inspect.Parameter.VAR_POSITIONAL and own:
-            count = sum(one.parameter is argument.parameter for one in signature.arguments) - 1
+            count = sum(other.parameter is argument.parameter for other in signature.arguments) - 1
             head.lines.append(f"_inputs.constant('the number of {argument.name}', len({argument.name}), {count})")
         elif kind is inspect.Parameter.VAR_KEYWORD and own:
-            keys = sorted(
-                one.name for one in signature.arguments if one.parameter is argument.parameter and one is not argument
-            )
+            same = (other for other in signature.arguments if other.parameter is argument.parameter)
+            keys = sorted(other.name for other in same if other is not argument)
             head.lines.append(f"_inputs.constant('the further arguments', sorted({argument.name}), {keys!r})")
         else:
             text = argument.name
             if kind is inspect.Parameter.VAR_KEYWORD:
                 text = f"{argument.parameter.name}[{argument.name!r}]"
-            _take_apart(head, argument, text, named)
+            _unpack(head, argument, text, named)
     return head
 
 
@@ -195,31 +208,31 @@ def _declare(head: Head, argument: Argument, starred: bool) -> bool:
     return starred
 
 
-def _take_apart(head: Head, argument: Argument, text: str, named: Callable[[str, str], str]) -> None:
-    if argument.given is None:
+def _unpack(head: Head, argument: Argument, text: str, named: Callable[[str, str], str]) -> None:
+    if argument.values is None:
         default = _written(head, "default_" + argument.name, argument.parameter.default)
         head.lines.append(f"_inputs.constant({argument.name!r}, {text}, {default})")
-    elif len(argument.given) == 1 and argument.structure is not None and argument.structure.spec.is_leaf():
-        _one(head, argument.given[0], argument.name, text, named)
+    elif len(argument.values) == 1 and argument.structure is not None and argument.structure.spec.is_leaf():
+        _unpack_value(head, argument.values[0], argument.name, text, named)
     else:
         values = f"values_{len(head.lines)}"
         spec = _written(head, f"spec_{argument.name.replace('[', '_').rstrip(']')}", argument.structure)
         head.lines.append(f"{values} = _inputs.leaves({argument.name!r}, {text}, {spec})")
-        for i, one in enumerate(argument.given):
-            _one(head, one, f"{argument.name}[{i}]", f"{values}[{i}]", named)
+        for i, value in enumerate(argument.values):
+            _unpack_value(head, value, f"{argument.name}[{i}]", f"{values}[{i}]", named)
 
 
-def _one(head: Head, given: Given, name: str, text: str, named: Callable[[str, str], str]) -> None:
-    if given.name is None:
-        wanted = _written(head, f"wanted_{len(head.lines)}", given.constant)
+def _unpack_value(head: Head, value: ExampleValue, name: str, text: str, named: Callable[[str, str], str]) -> None:
+    if value.name is None:
+        wanted = _written(head, f"wanted_{len(head.lines)}", value.constant)
         head.lines.append(f"_inputs.constant({name!r}, {text}, {wanted})")
         return
-    local = named(given.name, text)
-    if given.kind == "number":
+    local = named(value.name, text)
+    if value.kind == "number":
         head.lines.append(f"{local} = {text}")
     else:
-        most = f", {given.most!r}" if given.most else ""
-        head.lines.append(f"{local} = _inputs.tensor({name!r}, {text}, {given.sizes!r}, {given.kind!r}{most})")
+        most = f", {value.most!r}" if value.most else ""
+        head.lines.append(f"{local} = _inputs.tensor({name!r}, {text}, {value.sizes!r}, {value.kind!r}{most})")
 
 
 def _written(head: Head, name: str, value: object) -> str:
@@ -230,7 +243,7 @@ def _written(head: Head, name: str, value: object) -> str:
 
 
 def output_text(output: Structure, values: Sequence[str], objects: dict[str, Any]) -> str:
-    """The returned structure as Python text, from its values as text."""
+    """Return the output's structure as Python text, from its values as text."""
     spec = output.spec
     if spec.is_leaf():
         return values[0]
@@ -242,19 +255,19 @@ def output_text(output: Structure, values: Sequence[str], objects: dict[str, Any
     return f"_inputs.built([{', '.join(values)}], output)"
 
 
-# What follows is called by the code of converted models, under `_inputs`. It runs under torch.compile, so it only
-# compares. A size that was open in the capture is None.
+# The code of converted models calls the functions below as `_inputs`. They run under torch.compile, so they only
+# compare. A size that was open in the capture is None.
 
 
 def tensor(name: str, value: Any, sizes: tuple[int | None, ...], kind: str, most: tuple[int | None, ...] = ()) -> Any:
-    """The value, if it is a tensor of these sizes and of the example's kind: "floating", "integer", "boolean".
+    """Return the tensor, or raise an error for other sizes or kinds of values.
 
-    `most`: the largest size of each dimension that the model's code allows; None: any.
+    `most` has the largest size of each dimension that the model's code allows, None for any.
     """
     if not isinstance(value, Tensor):
         raise UnsupportedTensorError(
             f"converted model: expected {name} to be a tensor, as in the example; got {type(value).__name__}. Convert "
-            "the model with an example that is called as this."
+            "the model with an example of this call."
         )
     if value.dim() != len(sizes) or any(size is not None and size != value.shape[i] for i, size in enumerate(sizes)):
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
@@ -266,7 +279,7 @@ def tensor(name: str, value: Any, sizes: tuple[int | None, ...], kind: str, most
         if size is not None and value.shape[i] > size:
             raise ArgumentError(
                 f"converted model: expected {name} with at most {size} in dimension {i}; got {tuple(value.shape)}. The "
-                "model has no more room there: give a shorter one."
+                "model's code allows no more: give a shorter one."
             )
     if kind_of(value.dtype) != kind:
         raise UnsupportedTensorError(
@@ -276,7 +289,10 @@ def tensor(name: str, value: Any, sizes: tuple[int | None, ...], kind: str, most
 
 
 def constant(name: str, value: Any, wanted: Any) -> Any:
-    """The value, if it is the one that the capture had: what is no tensor decided what was captured."""
+    """Return the value, or raise an error unless it is that of the capture.
+
+    Values that are no tensors decided what was captured.
+    """
     if isinstance(value, Tensor) or (value is not wanted and value != wanted):
         got = f"a tensor of sizes {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ArgumentError(
@@ -287,18 +303,18 @@ def constant(name: str, value: Any, wanted: Any) -> Any:
 
 
 def leaves(name: str, value: Any, structure: Structure) -> list[Any]:
-    """The values in a structure, if it is the example's."""
-    found, came = pytree.tree_flatten(value)
-    if came != structure.spec:
+    """Return the values in a structure, or raise an error unless it is the example's."""
+    values, spec = pytree.tree_flatten(value)
+    if spec != structure.spec:
         raise ArgumentError(
-            f"converted model: expected {name} of the example's structure, {structure.spec}; got {came}. Convert the "
-            "model with an example of this one."
+            f"converted model: expected {name} of the example's structure, {structure.spec}; got {spec}. Convert the "
+            "model with an example of this structure."
         )
-    return found
+    return values
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What values of the dtype are."""
+    """Return the kind of a dtype's values."""
     if dtype.is_floating_point:
         return "floating"
     if dtype.is_complex:
@@ -307,5 +323,5 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def built(values: list[Any], structure: Structure) -> Any:
-    """The values in the structure of an output."""
+    """Return the values in the structure of an output."""
     return pytree.tree_unflatten(values, structure.spec)

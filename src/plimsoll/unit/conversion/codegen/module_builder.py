@@ -1,4 +1,4 @@
-"""The converted model's modules: the tree of the original, each with the code of its part of the graph."""
+"""Builder of the converted model: the original's modules, with generated code."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,23 +19,37 @@ from plimsoll.unit.factors.formulas import Factors
 _INDENT = "    "
 
 _NOTHING = Scale()
-_ROWS = -0.5  # the power of a product's rows that its weight's gradient is multiplied by
+_ROWS = -0.5  # power of a product's rows in the factor of its weight's gradient
 
-
-# The one operation that torch's module is, where it has no factors.
+# Modules of torch that stay if their only operation has no factors.
 _PLAIN: dict[type[nn.Module], str] = {
-    nn.Linear: "linear", nn.Embedding: "embedding", nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm",
-    nn.GroupNorm: "group_norm", nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm",
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    nn.GroupNorm: "group_norm",
+    nn.BatchNorm1d: "batch_norm",
+    nn.BatchNorm2d: "batch_norm",
     nn.BatchNorm3d: "batch_norm",
-    nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d", nn.ConvTranspose2d: "conv_transpose2d",
-    nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Dropout: "dropout",
-    nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+    nn.Dropout: "dropout",
+    nn.MaxPool2d: "max_pool2d",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
     nn.Flatten: "flatten",
-}  # fmt: skip
+}
 
 
 class Builder:
-    """Builds a model from a recipe, in the places of `source`, the model that the recipe was read from."""
+    """Builder of a model from a recipe, with the modules of `source`, its original."""
 
     def __init__(
         self,
@@ -47,12 +61,12 @@ class Builder:
     ) -> None:
         self._recipe, self._source, self._signature = recipe, source, signature
         self._constants, self._base = constants, base
-        self._versions: dict[Call, int] = {}  # which of its module's codes a call runs
+        self._versions: dict[Call, int] = {}  # index of the code that a call runs among those of its module
         self._made: dict[int, nn.Module] = {}  # by the original module, so that shared ones stay shared
         self._tensors: dict[int, Tensor] = {}
 
     def build(self) -> Part:
-        """The model, its parameters and buffers copies of the source's."""
+        """Return the model, with copies of the source's parameters and buffers."""
         tree = tree_of(self._recipe)
         calls: dict[str, list[Call]] = {}
         for call in _inner_first(tree):
@@ -77,7 +91,7 @@ class Builder:
         return self._recipe.shared.get(path, (path,))[0]
 
     def _code(self, path: str, group: list[Call]) -> Code:
-        """One forward, or one for each of the calls that differ."""
+        """Return one forward, or one for each of the calls that differ."""
         texts: list[str] = []
         for call in group:
             text = self._call_text(call)
@@ -95,26 +109,27 @@ class Builder:
 
     def _call_text(self, call: Call) -> str:
         writer = Writer(self._recipe, call, self._versions)
-        given = [writer.named(name, "x") for name in call.inputs]
-        lines = writer.body(kept=call.outputs)
+        parameters = [writer.named(name, "x") for name in call.inputs]
+        lines = writer.body(call.outputs)
         returned = ", ".join(writer.local[name] for name in call.outputs)
         lines = [*lines, f"return {returned}".rstrip()]
-        return f"({', '.join(['self', *given])}):\n" + "".join(f"{_INDENT}{line}\n" for line in lines)
+        return f"({', '.join(['self', *parameters])}):\n" + "".join(f"{_INDENT}{line}\n" for line in lines)
 
     def _root_code(self, tree: Call) -> Code:
         writer = Writer(self._recipe, tree, self._versions)
-        writer.reserve(one.parameter.name for one in self._signature.arguments)
+        writer.reserve(argument.parameter.name for argument in self._signature.arguments)
         head = head_of(self._signature, writer.named)
-        lines = writer.body(kept=tree.outputs)
+        lines = writer.body(tree.outputs)
         used: set[str] = set()
-        values = [writer.value(one, used) if isinstance(one, Ref) else repr(one) for one in self._recipe.outputs]
+        outputs = self._recipe.outputs
+        values = [writer.value(value, used) if isinstance(value, Ref) else repr(value) for value in outputs]
         returned = output_text(self._signature.output, values, head.objects)
         body = "".join(f"{_INDENT}{line}\n" for line in [*head.lines, *lines, f"return {returned}"])
         text = f"def forward({', '.join(['self', *head.parameters])}):\n{body}"
         return Code(name=_class_name(self._source), text=text, objects=head.objects)
 
     def _assemble(self, made: Any, original: Any, path: str, replaced: Mapping[str, nn.Module]) -> None:
-        """Fills a module with the original's tensors and modules, and those likewise."""
+        """Fill a module with the original's tensors and modules, recursively."""
         self._made[id(original)] = made
         for name, parameter in original._parameters.items():  # noqa: SLF001
             made._parameters[name] = self._tensor(parameter)  # noqa: SLF001
@@ -134,7 +149,7 @@ class Builder:
         return made
 
     def _tensor(self, original: Any) -> Any:
-        """The copy of a tensor: one and the same for what is shared."""
+        """Return the copy of a tensor. Shared tensors have one copy."""
         if original is None:
             return None
         if id(original) not in self._tensors:
@@ -148,8 +163,12 @@ class Builder:
         return self._tensors[id(original)]
 
     def _register_constants(self, root: nn.Module, calls: Mapping[str, list[Call]]) -> None:
-        """Tensors that the model's code made out of numbers, beside the code that uses them; they are not state."""
-        constants = {name: one.paths[0] for name, one in self._recipe.sources.items() if one.kind == "constant"}
+        """Register tensors that the model's code makes of numbers as buffers.
+
+        They are not part of its state.
+        """
+        sources = self._recipe.sources
+        constants = {name: source.paths[0] for name, source in sources.items() if source.kind == "constant"}
         for path, group in calls.items():
             owner = root.get_submodule(path)
             for call in group:
@@ -172,15 +191,16 @@ def _class_name(module: nn.Module) -> str:
 
 
 def like(module: nn.Module) -> type[nn.Module] | None:
-    """The class of torch.nn that a generated part keeps, so that isinstance and its picture are as they were.
+    """Return the class of torch.nn that a generated part keeps, or None.
 
-    Not `nn.Linear`, for one with code of its own has factors in it that whoever replaces linears would lose.
+    It is for `isinstance` and the module's text. Never `nn.Linear`: a tool that replaces linear layers, as for FP8,
+    would lose the factors in the generated code.
     """
     return None if isinstance(module, nn.Linear) else torch_class(module)
 
 
 def shell(module: nn.Module) -> nn.Module:
-    """A copy of a module without its tensors, its modules and its hooks."""
+    """Return a copy of a module without its tensors, its modules and its hooks."""
     kind = (torch_class(module) or Part) if isinstance(module, Part) else type(module)
     copied = object.__new__(kind)
     nn.Module.__init__(copied)
@@ -189,16 +209,16 @@ def shell(module: nn.Module) -> nn.Module:
 
 
 def _adopt(made: nn.Module, module: nn.Module) -> None:
-    """Gives a module the other's own attributes, as sizes and flags; what torch keeps in every module stays."""
+    """Copy attributes that only this module has, such as sizes and flags."""
     vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
     not_in_place(made)
 
 
-# Modules that need no code: `unit.nn.Linear` for `nn.Linear`, and torch's own where an operation has no factors.
-
-
 def leaf(original: nn.Module, calls: list[Call], *, folded: bool) -> nn.Module | None:
-    """The empty module to put in the place of one that was called so; None where it needs code."""
+    """Return an empty module without generated code for these calls, or None.
+
+    That is `unit.nn.Linear` for `nn.Linear`, and torch's own module if its operation has no factors.
+    """
     if any(list(call.calls()) or len(call.outputs) != 1 or len(call.inputs) != 1 for call in calls):
         return None
     if isinstance(original, nn.Linear) and not folded:
@@ -210,7 +230,7 @@ def leaf(original: nn.Module, calls: list[Call], *, folded: bool) -> nn.Module |
 
 
 def torch_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of torch.nn that a module without modules of its own is, or stands for; None for a user's class."""
+    """Return the class of torch.nn of a module without children, or None."""
     own = type(module).__module__.startswith(("torch.nn.modules.", "plimsoll.unit."))
     if not own or list(module.children()):
         return None
@@ -219,7 +239,7 @@ def torch_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def not_in_place(made: Any) -> None:
-    """Keeps a module from writing over its input, which may be a scaled one that others use."""
+    """Stop a module from writing over its input, which may be used scaled."""
     if getattr(made, "inplace", False):
         made.inplace = False
 
@@ -228,8 +248,8 @@ def _is_plain(call: Call, operation: str | None) -> bool:
     steps = [step for step in call.own_steps() if name_of(step) != "add_"]  # a norm's count of batches
     if len(steps) != 1 or name_of(steps[0]) != operation or steps[0].change is not None:
         return False
-    given = steps[0].args[1 if operation == "embedding" else 0]
-    return given == Ref(call.inputs[0]) and call.outputs == [steps[0].name] and not steps[0].regions
+    passed = steps[0].args[1 if operation == "embedding" else 0]
+    return passed == Ref(call.inputs[0]) and call.outputs == [steps[0].name] and not steps[0].regions
 
 
 def _plain(kind: type[nn.Module], original: nn.Module, calls: list[Call]) -> nn.Module | None:
@@ -240,17 +260,17 @@ def _plain(kind: type[nn.Module], original: nn.Module, calls: list[Call]) -> nn.
     not_in_place(made)
     if _PLAIN[kind] in NORMS:
         at = NORMS[_PLAIN[kind]][2]
-        found = {step.args[at] for call in calls for step in call.own_steps() if name_of(step) == _PLAIN[kind]}
-        made.eps = found.pop()  # folding may have changed it
-        if found:
+        epsilons = {step.args[at] for call in calls for step in call.own_steps() if name_of(step) == _PLAIN[kind]}
+        made.eps = epsilons.pop()  # folding may have changed it
+        if epsilons:
             return None
     return made
 
 
 def _linear(original: nn.Linear, calls: list[Call]) -> nn.Module | None:
-    found = {_factors(call) for call in calls}
-    factors = found.pop()
-    if found or factors is None:
+    all_factors = {_factors(call) for call in calls}
+    factors = all_factors.pop()
+    if all_factors or factors is None:
         return None
     own: Any = original._parameters  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     sizes = original.in_features, original.out_features
@@ -258,7 +278,7 @@ def _linear(original: nn.Linear, calls: list[Call]) -> nn.Module | None:
 
 
 def _factors(call: Call) -> Factors | None:
-    """The factors of a call that is one linear product and nothing else."""
+    """Return the factors of a call that is a single linear product, or None."""
     steps = list(call.own_steps())
     if len(steps) != 1 or steps[0].target != "aten.linear.default" or not _of_itself(steps[0], call):
         return None
@@ -279,7 +299,10 @@ def _factors(call: Call) -> Factors | None:
 
 
 def _of_tensors(step: Step, scales: dict[int, Scale]) -> tuple[float | None, float] | None:
-    """The factor of weight and bias, None for ``rows ** -1/2``, and the weight's moment; None for anything else."""
+    """Return a weight's and bias's factor, and the weight's moment, or None.
+
+    The factor is None for ``rows ** -1/2``.
+    """
     biased = len(step.args) > 2 and step.args[2] is not None
     of_weight, of_bias = scales[1].backward, scales[2].backward
     if _is_rows(of_weight, step):
@@ -293,7 +316,7 @@ def _of_tensors(step: Step, scales: dict[int, Scale]) -> tuple[float | None, flo
 
 
 def _is_rows(factor: Factor, step: Step) -> bool:
-    """Whether it is a multiple of ``rows ** -1/2``."""
+    """Return whether the factor is a multiple of ``rows ** -1/2``."""
     dims = tuple(sorted(dim % len(step.sizes or (0,)) for dim in factor.dims))
     return (
         factor.of in (step.args[0].name, step.name)
@@ -303,6 +326,5 @@ def _is_rows(factor: Factor, step: Step) -> bool:
 
 
 def _of_itself(step: Step, call: Call) -> bool:
-    """Whether the step multiplies the call's input by the module's own weight, and that is all."""
-    given = [one.name if isinstance(one, Ref) else one for one in step.args]
-    return given[0] == call.inputs[0] and call.outputs == [step.name] and not step.regions
+    """Return whether the call is only this product with the module's weight."""
+    return step.args[0] == Ref(call.inputs[0]) and call.outputs == [step.name] and not step.regions

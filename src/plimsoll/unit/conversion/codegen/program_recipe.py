@@ -1,7 +1,4 @@
-"""From a captured program to its `Recipe`: see `steps` for what changes on the way.
-
-Above 300 lines, for one reading needs all of it: what a node of the graph says is read here and nowhere else.
-"""
+"""Recipe of a captured program. `steps` describes the changes on the way."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,31 +27,36 @@ from plimsoll.unit.conversion.codegen.steps import (
 )
 from plimsoll.unit.conversion.converted_modules import named_modules
 
-# What says whether the model trains: the position of the argument in the operation's schema, by its name there.
+# Arguments in the schemas of operations that depend on whether the model trains.
 _TRAINING_ARGUMENTS = ("train", "training", "use_input_stats")
-_ASSERTIONS = frozenset({
-    "aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_async.default",
-    "aten._assert_scalar.default", "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default",
-})  # fmt: skip
+_ASSERTIONS = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_async.msg",
+        "aten._assert_async.default",
+        "aten._assert_scalar.default",
+        "aten.sym_constrain_range.default",
+        "aten.sym_constrain_range_for_size.default",
+    }
+)
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 _AUTOCAST_REGION = "wrap_with_autocast"
 
 
 def recipe_of(captured: Captured, model: nn.Module, changes: Mapping[str, NodeChange]) -> Recipe:
-    """The steps of a captured program, each with its change."""
+    """Return the steps of a captured program, each with its change."""
     reader = _Reader(captured, model, changes)
     steps = list(reader.read(captured.graph.nodes, captured.program.graph_module, ()))
     outputs = tuple(reader.outputs)
     used = {name for step in steps for name in step.refs()} | set(refs_in(list(outputs)))
     steps = tuple(step for step in steps if step.name in used or step.target != "operator.getitem")
-    kept = {
-        name: one for name, one in reader.sources.items() if one.kind == "input" or name in used or Ref(name) in outputs
-    }
-    return Recipe(sources=kept, steps=steps, outputs=outputs, shared=_shared(model))
+    needed = {*used, *(output.name for output in outputs if isinstance(output, Ref))}
+    sources = {name: source for name, source in reader.sources.items() if source.kind == "input" or name in needed}
+    return Recipe(sources=sources, steps=steps, outputs=outputs, shared=_shared(model))
 
 
 class _Reader:
-    """One reading of a program; `_renamed` says what stands for a value that is written over or gone."""
+    """Reader of a program, with the values that replace overwritten ones."""
 
     def __init__(self, captured: Captured, model: nn.Module, changes: Mapping[str, NodeChange]) -> None:
         self._changes = changes
@@ -67,6 +69,7 @@ class _Reader:
         self._renamed: dict[str, Any] = {}
 
     def read(self, nodes: Iterable[fx.Node], owner: nn.Module, regions: tuple[str, ...]) -> Iterator[Step]:
+        """Yield the steps of nodes, and take their sources and outputs."""
         for node in nodes:
             if node.op == "placeholder":
                 self._source(node)
@@ -106,21 +109,21 @@ class _Reader:
             yield self._step(node, target, regions)
 
     def _region(self, node: fx.Node, target: str, owner: nn.Module, regions: tuple[str, ...]) -> Iterator[Step]:
-        """The operations of a `torch.no_grad` or `torch.autocast` block, each marked with it."""
+        """Yield the operations of a `no_grad` or `autocast` block, marked with it."""
         if target == _GRAD_REGION:
-            opened, (inner, *given) = f"torch.set_grad_enabled({node.args[0]})", node.args[1:]
+            opened, (inner, *passed) = f"torch.set_grad_enabled({node.args[0]})", node.args[1:]
         else:
-            _, dtype, enabled, cache = node.args[:4]  # the device is that which the model is on
+            _, dtype, enabled, cache = node.args[:4]  # the device is the model's at run time
             opened = f"torch.autocast({DEVICE_TYPE}, dtype={dtype}, enabled={enabled}, cache_enabled={cache})"
-            inner, *given = node.args[4:]
+            inner, *passed = node.args[4:]
         body = getattr(owner, str(inner.target))  # type: ignore[union-attr]
-        kept = self.outputs
-        names = [one.name for one in body.graph.nodes if one.op == "placeholder"]
-        self._renamed |= {name: self._value(one) for name, one in zip(names, given, strict=True)}
-        inside = [one for one in body.graph.nodes if one.op != "placeholder"]
-        yield from self.read(inside, body, (*regions, opened))
+        outer_outputs = self.outputs
+        names = [inside.name for inside in body.graph.nodes if inside.op == "placeholder"]
+        self._renamed |= {name: self._value(value) for name, value in zip(names, passed, strict=True)}
+        operations = [inside for inside in body.graph.nodes if inside.op != "placeholder"]
+        yield from self.read(operations, body, (*regions, opened))
         self._renamed[node.name] = self.outputs
-        self.outputs = kept
+        self.outputs = outer_outputs
 
     def _step(self, node: fx.Node, target: str, regions: tuple[str, ...]) -> Step:
         args = self._values(node.args)
@@ -129,13 +132,21 @@ class _Reader:
         args = _with_epsilon(node, target, args, kwargs)
         target = self._not_in_place(node, target)
         return Step(
-            name=node.name, target=target, args=args, kwargs=kwargs, stack=_stack(node), regions=regions,
-            change=self._change(node), sizes=_sizes(node), size=_size(node),
-            place=source_of(node), floating=_floating(node.meta.get("val")),
-        )  # fmt: skip
+            name=node.name,
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            stack=_stack(node),
+            regions=regions,
+            change=self._change(node),
+            sizes=_sizes(node),
+            size=_size(node),
+            place=source_of(node),
+            floating=_floating(node.meta.get("val")),
+        )
 
     def _change(self, node: fx.Node) -> NodeChange | None:
-        """The change, its run-time factors of sizes of the operation's own tensors where these tell them."""
+        """Return the change, with run-time factors of the operation's own tensors."""
         change = self._changes.get(node.name)
         if change is None:
             return None
@@ -153,7 +164,7 @@ class _Reader:
         return replace(change, output=both(change.output), inputs=inputs)
 
     def _not_in_place(self, node: fx.Node, target: str) -> str:
-        """The form of the operation that writes into a new tensor, which then stands for the one written over."""
+        """Return the operation's form that does not write in place."""
         written = node.args[0] if node.args else None
         if (
             not _writes(node)
@@ -172,8 +183,8 @@ class _Reader:
         return f"{space}.{name[:-1]}.{overload}"
 
     def _is_state(self, node: fx.Node) -> bool:
-        found = self.sources.get(node.name)
-        return found is not None and found.kind != "input"
+        source = self.sources.get(node.name)
+        return source is not None and source.kind != "input"
 
     def _values(self, nest: Any) -> Any:
         return mapped(nest, self._value)
@@ -185,7 +196,7 @@ class _Reader:
 
 
 def _with_epsilon(node: fx.Node, target: str, args: Any, kwargs: Any) -> Any:
-    """A norm's arguments up to its epsilon: torch 2.9 exports none that is the operation's own default."""
+    """Return a norm's arguments up to epsilon: torch 2.9 exports no defaults."""
     norm = NORMS.get(target.split(".")[1] if "." in target else target)
     if norm is None:
         return args
@@ -196,7 +207,7 @@ def _with_epsilon(node: fx.Node, target: str, args: Any, kwargs: Any) -> Any:
 
 
 def _following(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, where training, dropout in attention and the device follow what holds when the model runs."""
+    """Return the arguments, with training, dropout and device read at run time."""
 
     def device(leaf: Any) -> Any:
         return Here.DEVICE if isinstance(leaf, torch.device) and leaf.type != "meta" else leaf
@@ -220,20 +231,20 @@ def _following(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         elif argument.name == "dropout_p" and kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": WhenTraining(kwargs["dropout_p"])}
     if str(node.target) == "aten.add_.Tensor" and args[1:] == (1,) and _sizes(node) == ():
-        args = (args[0], Here.TRAINING)  # a count of batches: 1 while training, 0 else
+        args = (args[0], Here.TRAINING)  # a count of batches: plus 1 while training, else plus 0
     return args, kwargs
 
 
 def _of_own(node: fx.Node, factor: Factor) -> Factor:
-    named = next(one for one in node.graph.nodes if one.name == factor.of)
+    named = next(other for other in node.graph.nodes if other.name == factor.of)
     own = [*node.all_input_nodes, node]
     if named in own:
         return factor
     wanted = [(_sizes(named) or ())[dim] for dim in factor.dims]
-    for one in own:
-        sizes = list(_sizes(one) or ())
+    for tensor in own:
+        sizes = list(_sizes(tensor) or ())
         if all(sizes.count(size) == wanted.count(size) for size in wanted):
-            return replace(factor, of=one.name, dims=tuple(i for i, size in enumerate(sizes) if size in wanted))
+            return replace(factor, of=tensor.name, dims=tuple(i for i, size in enumerate(sizes) if size in wanted))
     return factor
 
 
@@ -273,7 +284,7 @@ def _text(size: Any) -> str:
 
 def _floating(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_floating(one) for one in cast("list[Any]", value))
+        return all(_floating(item) for item in cast("list[Any]", value))
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -313,7 +324,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _has_views(node: fx.Node, written: fx.Node) -> bool:
-    """Whether what is written over shares memory with another value that is still used: it must be written in place."""
+    """Return whether another value that is still used shares the written memory."""
     if _is_view(written):
         return True
     later = set(_after(node))
