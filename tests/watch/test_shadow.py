@@ -191,7 +191,7 @@ def test_dropout_whose_mask_depends_on_the_dtype(
     checkpointed: bool, inplace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.functional, "dropout", dropout_as_on_a_gpu)
-    monkeypatch.setattr("plimsoll.watch.shadow.fp32_replay.ALIKE", frozenset())
+    monkeypatch.setattr("plimsoll.watch.shadow.replay.ALIKE", frozenset())
     model, (x,) = Dropped(inplace=inplace, checkpointed=checkpointed), batches(1, 8, 8)
     before = torch.get_rng_state()
 

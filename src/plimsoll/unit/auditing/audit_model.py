@@ -11,7 +11,7 @@ from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
 from plimsoll.unit.auditing.result import Audit, Row
 from plimsoll.unit.auditing.state_guard import borrowed_models, gradients_restored
 from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
-from plimsoll.watch.shadow.fp32_replay import fresh_inputs, tensors_of
+from plimsoll.watch.shadow.replay import fresh_inputs, tensors_of
 
 _LOSS = "loss"
 

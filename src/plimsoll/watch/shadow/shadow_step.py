@@ -29,7 +29,7 @@ from plimsoll.watch.sample import Sample
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
-from plimsoll.watch.shadow.fp32_replay import borrowed, draws_by_dtype, fresh_inputs, in_fp32, leaf, tensors_of
+from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_fp32, leaf, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
