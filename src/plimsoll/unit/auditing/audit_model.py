@@ -58,7 +58,7 @@ def audit(
     roots = [root, *([loss] if isinstance(loss, nn.Module) else [])]
     observer = Observer(_run.__code__)
     devices = {x.device for module in roots for x in module.parameters()}
-    inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), wide=False))
+    inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), None))
     devices |= {x.device for x in tensors_of(inputs)}
     parameters = list(root.named_parameters())
     with borrowed_models(roots, devices) as leaves:
