@@ -45,6 +45,16 @@ PUSHED, UNMOVED = 0, 1  # values whose push is not zero; those among them that a
 OLD_SUMSQ = 2  # sum of squares of the old values, float64 bits
 MOVES = 3  # words
 
+# A row of errors: float64[11], how values differ from a reference. Sums are over the pairs that are finite on both
+# sides; e is value - reference, x the reference. A row of zeros is the empty one, and merging two adds every field but
+# the largest error, of which it takes the larger.
+COMPARED, ERROR, ERRORSQ = range(3)  # pairs; sums of e and e^2
+REFERENCE, REFERENCESQ, ERROR_REFERENCE = range(3, 6)  # sums of x, x^2 and e x
+LARGEST_ERROR = 6  # the largest |e|
+MADE_NONFINITE, REFERENCE_NONFINITE = 7, 8  # values that are NaN or Inf where the reference is finite; such references
+UNDERFLOWED, STRUCTURAL = 9, 10  # zeros whose reference is nonzero (a NaN is not), and whose reference is zero
+ERRORS = 11  # float64 words
+
 
 def width(block: int) -> int:
     """Words in a row: wide where a block length is given (0 means none)."""

@@ -48,8 +48,8 @@ def test_entries_of_different_scales_stay_apart() -> None:
 def test_extras_add_up_but_norms_add_as_squares() -> None:
     extras = {name: np.array([3.0, 4.0, math.nan, 0.1]) for name in EXTRAS}
     found = entries([0, 1, 2, 3], [0, 0, 1, 2], extras=extras)
-    norm = EXTRAS.index("weight_norm")
-    assert found.extras[0].tolist() == [5.0 if i == norm else 7.0 for i in range(len(EXTRAS))]
+    others = {"weight_norm": 5.0, "largest_error": 4.0}
+    assert found.extras[0].tolist() == [others.get(name, 7.0) for name in EXTRAS]
     assert np.isnan(found.extras[1]).all()
     assert (found.extras[2] == 0.1).all()  # alone, not rounded by a square and its root
 

@@ -222,13 +222,15 @@ def test_a_forward_that_fails_in_the_shadow_is_contained(tmp_path: Path) -> None
     assert not told(run, "gradients") and run.spectrum("gradients", "1.weight", 2).count == 64
 
 
-def test_zeros_that_take_too_much_memory_are_left_out(tmp_path: Path) -> None:
+def test_copies_that_take_too_much_memory_are_left_out(tmp_path: Path) -> None:
     data = [batches(1, rows, 8)[0] for rows in (8, 2000)]
     small, large = (
         shadowed(halves(), tmp_path / str(len(x)), lambda m, x=x: spread(m(x)), max_bytes=100_000) for x in data
     )
     assert told(small, "activations")["4:output"] == [0]
-    assert any("a shadow step's zeros take more than max_bytes=100,000" in event.message for event in large.events())
+    assert any(
+        "a shadow step's activations take more than max_bytes=100,000" in event.message for event in large.events()
+    )
     assert "4:output" not in told(large, "activations") and "0:output" in told(large, "activations")
     assert "0.weight" in told(large, "gradients")
 

@@ -19,7 +19,9 @@ from plimsoll.kernels.operators.fp8_cast import INPUTS, keep, padded
 from plimsoll.unit.factors import formulas
 from plimsoll.unit.factors.formulas import Constraint, Factors, root
 from plimsoll.unit.functional.ideal_factors import resolve_factors
+from plimsoll.unit.functional.products import linear
 from plimsoll.unit.optim.parameter_kinds import tag
+from plimsoll.watch.shadow.replay import active_casts
 
 _PASSING = {"fp8_counting": None, "fp8_cached": None, "fp8_caching": False}  # what no copy and no pickle takes along
 
@@ -147,6 +149,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """Return the product of (..., in_features) and the weight, in the input's dtype or autocast's."""
+        if not torch.compiler.is_compiling() and active_casts.reference is not None:
+            return linear(input, self.weight, self.bias, factors=self.fp8_recipe.factors)
         dtype = _result_dtype(input, self.in_features, self.weight)
         x = input.reshape(-1, self.in_features)
         recipe, training = self.fp8_recipe, torch.is_grad_enabled()

@@ -131,6 +131,26 @@ def update_into(
         statistics.update(old, new, pushes, bank, rows, moves)
 
 
+def new_errors(rows: int, device: torch.device | str = "cpu") -> Tensor:
+    """Empty rows of errors, for `compare_into`."""
+    return torch.zeros((rows, row_layout.ERRORS), dtype=torch.float64, device=device)
+
+
+def compare_into(values: Tensor, reference: Tensor, row: Tensor) -> None:
+    """Adds to a row of errors how values differ from a reference of the same shape, on the same device.
+
+    Differences and sums are float64, whatever the dtypes. Eager code only; no synchronisation.
+    """
+    if values.shape != reference.shape or values.device != reference.device:
+        raise ArgumentError(
+            "compare_into: expected a reference of the values' shape and device; got values of "
+            f"{tuple(values.shape)} on {values.device} and a reference of {tuple(reference.shape)} on "
+            f"{reference.device}. Give two versions of one tensor."
+        )
+    if values.numel():
+        backend.choose(row).compare(values, reference, row)
+
+
 def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Adds each row j to ``target[groups[j]]`` by the layout's rules: counts and sums add up, keys take the larger.
 

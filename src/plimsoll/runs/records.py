@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.spectrum import Spectrum
+from plimsoll.spectrum.error_sums import NAMES as ERRORS
 
-# Further numbers of a spectrum's entry, each a column of the run. They add up, except for `weight_norm`.
-EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural")
+# Further numbers of a spectrum's entry, each a column of the run. They add up, except for `weight_norm`, whose squares
+# do, and `largest_error`. The errors (`ErrorSums`) are columns only where a shadow step has recorded some.
+EXTRAS = ("pushed", "unmoved", "weight_norm", "underflowed", "structural", *ERRORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ others are taken again. Banks go back to a pool and are used again.
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plimsoll import kernels, row_layout
-from plimsoll.kernels.device_value import DeviceValue, resolved
+from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.runs import Batch
+from plimsoll.runs.records import ERRORS
+from plimsoll.spectrum.error_sums import POWERS
 
 BANK_ROWS = 1024
+ERROR_COLUMNS = (*ERRORS, "underflowed", "structural")  # of a row of errors
+ERROR_POWERS = np.array([POWERS.get(name, 0) for name in ERROR_COLUMNS], np.float64)
 _MOVES = 3  # pushed, unmoved, sum of squares of the old weights: what `kernels.update_into` counts beside a row
 
 
@@ -45,6 +50,15 @@ class Pool:
                 self._free[bank.device].append(bank)
 
 
+class EntryErrors(NamedTuple):
+    """Errors of an entry's values: a row of errors, in a table that is copied to the host."""
+
+    entry: int
+    table: DeviceValue
+    row: int
+    carries_scale: bool  # the loss scale, whether or not the values do still
+
+
 class Rows:
     """Rows of one device, and the entries that assign them to series."""
 
@@ -60,7 +74,7 @@ class Rows:
         self.factors: dict[int, float] = {}  # entries whose values carry another factor
         self.moves: dict[int, Tensor] = {}  # by bank, of updates
         self.updates: list[int] = []  # entries that are updates
-        self.extras: list[tuple[str, int, float | DeviceValue]] = []
+        self.errors: list[EntryErrors] = []
         self.folds = 0  # how often rows were added up: numbers of rows from before may be of others since
         self._distinct: set[int] = set()  # series
         self._free: list[int] = []  # rows that were added to others
@@ -102,7 +116,7 @@ class Rows:
         entries: dict[int, list[int]] = defaultdict(list)
         for entry, row in enumerate(self.index):
             entries[row].append(entry)
-        apart = {*self.updates, *(entry for _, entry, _ in self.extras)}  # what is beside the row cannot be added up
+        apart = {*self.updates, *(found.entry for found in self.errors)}  # what is beside the row cannot be added up
         scaled, empty = set(self.scaled), set(self.unless_empty)
         first: dict[object, int] = {}
         merged: dict[int, int] = {}  # row -> the row that it is added to
@@ -145,7 +159,7 @@ class Rows:
         self.unless_empty = [number[e] for e in self.unless_empty if e in number]
         self.factors = {number[e]: factor for e, factor in self.factors.items() if e in number}
         self.updates = [number[e] for e in self.updates]
-        self.extras = [(name, number[e], value) for name, e, value in self.extras]
+        self.errors = [found._replace(entry=number[found.entry]) for found in self.errors if found.entry in number]
 
     def spans(self, count: int) -> Iterator[tuple[int, int, Tensor, range]]:
         """Fresh rows for so many tensors, in pieces: (first tensor, number of its row, bank, rows in that bank)."""
@@ -323,7 +337,7 @@ class _Part:
             scales[entry] *= factor
         return scales
 
-    def extras(self) -> dict[str, NDArray[np.float64]]:
+    def extras(self, loss_scale: float | None) -> dict[str, NDArray[np.float64]]:
         """Return the values that entries have beside their spectrum, by column."""
         found: dict[str, NDArray[np.float64]] = {}
 
@@ -336,11 +350,29 @@ class _Part:
             words = host[position][row]
             column("pushed")[entry], column("unmoved")[entry] = words[0], words[1]
             column("weight_norm")[entry] = np.sqrt(words[2:3].view(np.float64)[0])
-        for name, entry, value in self.rows.extras:
-            number = resolved(value)
-            assert number is not None
-            column(name)[entry] = number
+        if self.rows.errors:
+            found |= self._errors(loss_scale)
         return found
+
+    def _errors(self, loss_scale: float | None) -> dict[str, NDArray[np.float64]]:
+        """Return the columns of errors. All of one entry are added up.
+
+        Errors carry the loss scale where values do. A gradient that was unscaled since does not, and its errors were
+        taken before.
+        """
+        merged = np.full((len(self.rows.index), row_layout.ERRORS), np.nan)
+        scaled = set(self.rows.scaled)
+        for entry, table, row, carries_scale in self.rows.errors:
+            sums: NDArray[np.float64] = table.tensor()[row].numpy().copy()
+            if carries_scale and loss_scale and entry not in scaled:
+                sums *= loss_scale**-ERROR_POWERS
+            if np.isnan(merged[entry, 0]):
+                merged[entry] = sums
+            else:
+                largest = max(merged[entry, row_layout.LARGEST_ERROR], sums[row_layout.LARGEST_ERROR])
+                merged[entry] += sums
+                merged[entry, row_layout.LARGEST_ERROR] = largest
+        return {name: merged[:, place] for place, name in enumerate(ERROR_COLUMNS)}
 
 
 class FinishedSample:
@@ -379,7 +411,7 @@ class FinishedSample:
 
     def _batch(self, part: _Part, loss_scale: float | None, last: bool) -> Batch:
         index, series = np.array(part.rows.index, np.int64), np.array(part.rows.series, np.int64)
-        scales, extras, rows = part.scales(loss_scale), part.extras(), part.host_rows()
+        scales, extras, rows = part.scales(loss_scale), part.extras(loss_scale), part.host_rows()
         blocks, kept = part.blocks(rows), np.ones(len(index), bool)
         if self._takes is not None:
             kept[:] = [self._takes(number) for number in part.rows.series]

@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -43,6 +43,10 @@ class ShadowStep(Protocol):
         """A forward of the root module has returned."""
         ...
 
+    def backward_begins(self) -> None:
+        """A backward begins."""
+        ...
+
     def backward_ends(self) -> None:
         """A backward has ended."""
         ...
@@ -61,6 +65,15 @@ class ShadowStep(Protocol):
 
     def see(self, name: str, x: Tensor, recomputing: bool) -> None:
         """A tap meets a tensor of the real step."""
+        ...
+
+    @property
+    def due(self) -> bool:
+        """Whether the present step has a shadow."""
+        ...
+
+    def see_compiled(self, site: tuple[str, int], names: Sequence[str], x: Tensor, *, gradient: bool) -> None:
+        """Compiled code runs, and meets a tensor of the real step, or its gradient."""
         ...
 
     def compare_gradients(self, grads: Mapping[str, Tensor], narrowed: Mapping[str, torch.dtype]) -> None:

@@ -19,6 +19,7 @@ from plimsoll.emulate.dispatch.dispatch_key import Key
 from plimsoll.emulate.dispatch.thread_frame import Frame, Rule, categories_of, local
 from plimsoll.emulate.operation_counts import computes
 from plimsoll.errors import ArgumentError
+from plimsoll.watch.shadow.replay import active_casts
 
 
 def key_of(frame: Frame) -> Key:
@@ -73,7 +74,7 @@ def _place_of_dtype(op: Any) -> int | None:
 def _kernel(key: Key, name: str, op: Any, dtype_at: int | None, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the kernel that runs in place of an intercepted operation."""
     frame = local.frame
-    if frame is None or local.silent:
+    if frame is None or local.silent or active_casts.reference is not None:
         return key.below(keys, op, args, kwargs)
     if not frame.eager:
         _refuse_compiling()
@@ -111,7 +112,9 @@ def _run(frame: Frame, key: Key, keys: Any, op: Any, rule: Rule | None, args: An
 
 
 def _below(frame: Frame | None, key: Key, keys: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    if frame is None or frame.witness is None or local.silent:  # no frame: one of autograd's own threads
+    if (
+        frame is None or frame.witness is None or local.silent or active_casts.reference is not None
+    ):  # no frame: one of autograd's own threads
         return key.below(keys, op, args, kwargs)
     if not frame.eager:
         _refuse_compiling()

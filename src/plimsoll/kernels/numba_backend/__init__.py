@@ -9,6 +9,7 @@ from plimsoll.kernels.numba_backend.casting.launch import (
     cast as cast,
     pack as pack,
 )
+from plimsoll.kernels.numba_backend.comparing import compare as compare
 from plimsoll.kernels.numba_backend.measuring.launch import (
     cache_folder as cache_folder,
     measure as measure,

@@ -1,5 +1,6 @@
 """The reference backend: plain torch operations, on any device."""
 
+from plimsoll.kernels.operators.comparison import compare as compare
 from plimsoll.kernels.torch_backend.casting import (
     block_cast as block_cast,
     block_pack as block_pack,

@@ -10,13 +10,14 @@ from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
 from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.records import EXTRAS
+from plimsoll.spectrum import error_sums
 
 Columns = dict[str, NDArray[np.float64]]
 
 COLUMNS = (*COUNTS, *EXTREMES, *SUMS, "scale", *EXTRAS)
 # The power of the scale that a column carries.
-_POWERS = dict.fromkeys((*EXTREMES, "sum", "abssum"), 1) | {"sumsq": 2}
-_LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax")
+_POWERS = {**dict.fromkeys((*EXTREMES, "sum", "abssum"), 1), "sumsq": 2, **error_sums.POWERS}
+_LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax", "largest_error")
 
 
 def merged(table: Table, *, raw: bool) -> tuple[NDArray[np.int64], Columns]:
@@ -65,6 +66,11 @@ def _std(c: Columns) -> NDArray[np.float64]:
     return np.minimum(np.sqrt(np.maximum(c["sumsq"] / finite - mean * mean, 0.0)), c["max"] / 2 - c["min"] / 2)
 
 
+def _directions(c: Columns) -> NDArray[np.float64]:
+    names = ("compared", "error", "reference", "referencesq", "error_reference")
+    return error_sums.directions(*(c[name] for name in names))
+
+
 STATISTICS: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
     **{name: (lambda c, name=name: c[name]) for name in (*COUNTS, *EXTREMES, *SUMS, "scale")},
     "nonfinite": _nonfinite,
@@ -85,4 +91,11 @@ BESIDE: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
     "unmoved": lambda c: c["unmoved"] / c["pushed"],
     "underflowed": lambda c: c["underflowed"] / c["count"],
     "structural": lambda c: c["structural"] / c["count"],
+    "relative_error": lambda c: error_sums.relative_error(c["errorsq"], c["referencesq"]),
+    "snr_db": lambda c: error_sums.snr_db(c["errorsq"], c["referencesq"]),
+    "cosine": lambda c: error_sums.cosine(c["errorsq"], c["referencesq"], c["error_reference"]),
+    "along_reference": lambda c: _directions(c)[:, 0],
+    "constant": lambda c: _directions(c)[:, 1],
+    "largest_error": lambda c: c["largest_error"],
+    "made_nonfinite": lambda c: c["made_nonfinite"],
 }

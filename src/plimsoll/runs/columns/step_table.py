@@ -17,7 +17,7 @@ from plimsoll.runs.records import EXTRAS, Batch
 
 _EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
 _SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
-_NORM = EXTRAS.index("weight_norm")
+_NORM, _LARGEST = EXTRAS.index("weight_norm"), EXTRAS.index("largest_error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class StepTable:
         series: Number of each row's series.
         scales: Factor of the stored values over the true ones.
         rows: Statistics rows, int64[n, 288], or int64[n, 848] with block records.
-        extras: float64[n, 5], a column for each of `EXTRAS`, NaN for none.
+        extras: float64[n, 14], a column for each of `EXTRAS`, NaN for none.
         blocks: Block length of each record, 0 for none. None for narrow rows.
     """
 
@@ -143,10 +143,14 @@ def _agreed(rows: NDArray[np.int64], blocks: NDArray[np.int64], starts: NDArray[
 
 
 def merged_extras(extras: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the sums of extras group by group, NaN where all are NaN. Norms add as squares."""
+    """Return the sums of extras group by group, NaN where all are NaN.
+
+    Norms add as squares, and of the largest errors the larger counts.
+    """
     there = ~np.isnan(extras)
     contributions = np.add.reduceat(there, starts, axis=0, dtype=np.int64)
     result = np.add.reduceat(np.where(there, extras, 0.0), starts, axis=0)
+    result[:, _LARGEST] = np.maximum.reduceat(np.where(there[:, _LARGEST], extras[:, _LARGEST], 0.0), starts)
     result[contributions == 0] = np.nan
     norms = np.where(there[:, _NORM], extras[:, _NORM], 0.0)
     several = contributions[:, _NORM] > 1  # one norm alone stays as it is: its square's root may be rounded

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plimsoll.errors import NotRecordedError
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, array, pa, pc, strings, values_of
-from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, Kind
+from plimsoll.runs.columns.schema import BLOCK_COLUMNS, SCHEMAS, WIDE, Kind
 from plimsoll.runs.reading.run_folder import RunFolder
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import StorageLocation
@@ -96,12 +96,14 @@ def select(
         kind: Kind of rows.
         equal: Allowed words by column. Default: all.
         steps: The steps. Default: all.
-        columns: Columns to read. Default: all.
-        blocks: Whether to read the columns of block records too, if there are any and `columns` is not given.
+        columns: Columns to read. Optional ones that a part lacks are left out. Default: all.
+        blocks: Whether to read the columns of block records too, if there are any.
     """
     wanted = steps or Steps()
-    names = list(columns or SCHEMAS[kind].names)
-    more = BLOCK_COLUMNS if blocks and columns is None and kind == "spectra" else ()
+    always = SCHEMAS[kind].names
+    chosen = columns or (WIDE.names if kind == "spectra" else always)
+    names = [name for name in chosen if name in always]
+    more = [name for name in chosen if name not in always and (blocks or name not in BLOCK_COLUMNS)]
 
     def load(place: StorageLocation, part: Part) -> Table:
         return _load(place, part, (names, more), equal or {}, wanted, folder.visible_end(part))

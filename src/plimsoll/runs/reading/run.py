@@ -21,11 +21,11 @@ from plimsoll.runs.columns.arrow import Table, values_of
 from plimsoll.runs.reading import module_casts, rank_merge, spectra as _spectra
 from plimsoll.runs.reading.row_selection import Steps, matching, select, unknown
 from plimsoll.runs.reading.run_folder import RunContents, RunFolder, gone_writers, runs_below
-from plimsoll.runs.records import Event
+from plimsoll.runs.records import ERRORS, Event
 from plimsoll.runs.storage import limits
 from plimsoll.runs.storage.location import Folder, is_elsewhere, place_of
 from plimsoll.runs.storage.open_writers import write_for_reader
-from plimsoll.spectrum import Spectrum
+from plimsoll.spectrum import ErrorSums, Spectrum
 
 
 class Run:
@@ -225,6 +225,9 @@ class Run:
                 "unmoved": share of those that did not move (of updates).
                 "weight_norm": norm of the weights (of updates).
                 "underflowed", "structural": share of all values that are zero and were not, or were, in a shadow step.
+                "relative_error", "snr_db", "cosine", "along_reference", "constant", "largest_error": of the values
+                against those of a shadow step, as in `ErrorSums`.
+                "made_nonfinite": number of values that are NaN or infinite and were not in a shadow step.
             raw: Whether to return statistics of stored values. Otherwise any scale is undone.
 
         Raises:
@@ -243,6 +246,24 @@ class Run:
             values = np.asarray(choices[statistic](columns), dtype=np.float64)
         recorded = ~np.isnan(values) if statistic in statistics.BESIDE else np.ones(len(values), dtype=bool)
         return steps[recorded], values[recorded]
+
+    def errors(
+        self, collection: str | None = None, name: str | None = None, steps: slice | None = None
+    ) -> Iterator[tuple[int, str, str, ErrorSums]]:
+        """Yield step, collection, name and errors of shadow steps, series by series, in the order of steps.
+
+        Args:
+            collection: Name or glob. Default: all.
+            name: Name or glob. An existing name is not used as a glob. Default: all.
+            steps: Slice of step numbers, as for `spectra`. Default: all.
+        """
+        for each, names in self._chosen(collection, name):
+            for one in names:
+                table = _spectra.rows(self._contents, each, one, statistics.COLUMNS, Steps.of(_checked(steps)))
+                found, columns = statistics.merged(table, raw=False)
+                for row in np.flatnonzero(~np.isnan(columns["compared"])).tolist():
+                    sums = {field: float(columns[field][row]) for field in ERRORS}
+                    yield int(found[row]), each, one, ErrorSums(**sums)
 
     # -- the rest
 

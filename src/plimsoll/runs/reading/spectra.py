@@ -9,7 +9,7 @@ import numpy as np
 
 from plimsoll.runs.columns import row_order, step_table
 from plimsoll.runs.columns.arrow import Table, array, pa, values_of
-from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series
+from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Series, conformed, schema_with
 from plimsoll.runs.columns.spectrum_columns import (
     blocks_of,
     columns_of,
@@ -40,12 +40,16 @@ def read(
             yield from _decoded(_whole_steps(table, start), raw=raw)
 
 
-def rows(contents: RunContents, collection: str, name: str, columns: Sequence[str]) -> Table:
-    """Return some columns of one series at all steps, replicas counted once."""
+def rows(
+    contents: RunContents, collection: str, name: str, columns: Sequence[str], steps: Steps | None = None
+) -> Table:
+    """Return some columns of one series at some steps or all, replicas counted once."""
+    steps = steps or Steps()
     if len(contents.folder.ranks) == 1:
-        wanted = [c for c in SCHEMAS["spectra"].names if c in {"step", "collection", "name", "format", *columns}]
-        return select(contents.folder, "spectra", equal={"collection": [collection], "name": [name]}, columns=wanted)
-    return next(_pieces(contents, collection, [name], Steps()))
+        wanted = [c for c in WIDE.names if c in {"step", "collection", "name", "format", *columns}]
+        equal = {"collection": [collection], "name": [name]}
+        return select(contents.folder, "spectra", equal=equal, steps=steps, columns=wanted)
+    return next(_pieces(contents, collection, [name], steps))
 
 
 def table(contents: RunContents, chosen: Sequence[tuple[str, Sequence[str]]], steps: Steps, *, blocks: bool) -> Table:
@@ -92,7 +96,7 @@ def _summed(piece: Table) -> Iterator[Table]:
             blocks=blocks,
         )
         made = spectra_table([columns_of(values_of(first["step"]), entries)], series)
-        yield made.cast(WIDE if "block" in made.column_names else SCHEMAS["spectra"])
+        yield conformed(made, schema_with("spectra", made.column_names))
 
 
 def _pieces(

@@ -27,6 +27,7 @@ _WORD_BYTES = 1 << 16
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*COUNTS, *BLOCK_COUNTS), RANGES["count"]),
     **dict.fromkeys(("absmin", "absmax", "abssum", "sumsq", *EXTRAS), _MAGNITUDE),
+    **dict.fromkeys(("error", "reference", "error_reference"), (-float("inf"), float("inf"))),
     "scale": _POSITIVE,
     "lowest": _BINADES,
     "lowest_maximum": _BINADES,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns.arrow import ParquetFile, Schema, Table, array, pa, values_of
 from plimsoll.runs.columns.row_order import KEYS, ordered
-from plimsoll.runs.columns.schema import SCHEMAS, WIDE, Kind, conformed
+from plimsoll.runs.columns.schema import SCHEMAS, Kind, conformed, schema_with
 from plimsoll.runs.storage import parquet
 from plimsoll.runs.storage.location import Folder
 from plimsoll.runs.storage.parts import Part
@@ -56,7 +56,7 @@ def merge(folder: Path, parts: Sequence[Part], target: Part, keep: Keep) -> int:
 
 def _row_groups(sources: Sequence["_Source"], kind: Kind, keep: Keep) -> Iterator[Table]:
     """Yield the merged rows in tables of whole row groups, except for the last one."""
-    schema = WIDE if any("block" in source.file.schema_arrow.names for source in sources) else SCHEMAS[kind]
+    schema = schema_with(kind, {name for source in sources for name in source.file.schema_arrow.names})
     pending = pa.Table.from_batches([], schema)
     for low, high in _ranges(sources):
         joined = _joined(sources, kind, keep, (low, high), schema)
@@ -125,7 +125,7 @@ class _Source:
         return pa.concat_tables(self.groups.values()).slice(start - offset, stop - start)
 
     def _decoded(self, group: int, schema: Schema) -> Table:
-        there = {*SCHEMAS[self.part.kind].names, *self.file.schema_arrow.names}  # only block records may be lacking
+        there = {*SCHEMAS[self.part.kind].names, *self.file.schema_arrow.names}  # only optional ones may be lacking
         known = [name for name in schema.names if name in there]
         return conformed(parquet.read(self.file, self.part, known, [group]), schema)
 

@@ -12,7 +12,7 @@ from plimsoll.unit.auditing.observer import Entry, Observer, spectrum_of
 from plimsoll.unit.auditing.result import Audit, Row
 from plimsoll.unit.auditing.state_guard import borrowed_models, gradients_restored
 from plimsoll.watch.names import ROOT, clean, tensors_in, unwrapped
-from plimsoll.watch.shadow.fp32_replay import fresh_inputs, tensors_of
+from plimsoll.watch.shadow.replay import fresh_inputs, tensors_of
 
 _LOSS = "loss"
 
@@ -59,7 +59,7 @@ def audit(
     roots = [root, *([loss] if isinstance(loss, nn.Module) else [])]
     observer = Observer(_run.__code__)
     devices = {x.device for module in roots for x in module.parameters()}
-    inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), wide=False))
+    inputs = cast("tuple[tuple[Any, ...], dict[str, Any]]", fresh_inputs((args, kwargs), None))
     devices |= {x.device for x in tensors_of(inputs)}
     parameters = list(root.named_parameters())
     with borrowed_models(roots, devices) as leaves:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.session import nothing_recorded
-from plimsoll.watch.shadow.fp32_replay import borrowed, buffers_of
+from plimsoll.watch.shadow.replay import borrowed, buffers_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
 _MODULE_STATE = ("_parameters", "_buffers", "_modules")

@@ -1,4 +1,4 @@
-"""Record of a forward for a shadow step: enough to repeat it, and the zeros of its tensors."""
+"""Record of a forward for a shadow step: enough to repeat it, and the values of its tensors."""
 
 import functools
 import weakref
@@ -10,23 +10,39 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.watch.names import unwrapped
-from plimsoll.watch.shadow.fp32_replay import as_it_was, autocast_of, borrowed, buffers_of, fresh_inputs, tensors_of
+from plimsoll.watch.shadow.replay import as_it_was, autocast_of, borrowed, buffers_of, fresh_inputs, tensors_of
 from plimsoll.watch.shadow.rng_state import Dropouts, RandomState
 
 
 class CapturedForward:
-    """A tensor of the real step: which of its values are zero, and of its gradient's, until they have been compared."""
+    """A tensor of the real step: its values and its gradient, until they have been compared."""
 
-    __slots__ = ("gradient_series", "gradient_zeros", "names", "noted", "ref", "series", "version", "zeros")
+    __slots__ = (
+        "gradient",
+        "gradient_series",
+        "gradient_version",
+        "names",
+        "noted",
+        "ref",
+        "series",
+        "values",
+        "version",
+    )
 
-    def __init__(self, x: Tensor) -> None:
-        self.ref, self.version = weakref.ref(x), _version(x)
+    def __init__(self, x: Tensor | None = None) -> None:
+        self.ref: Callable[[], Tensor | None] = _nothing if x is None else weakref.ref(x)
+        self.version = -1 if x is None else _version(x)
         self.noted = False
-        self.zeros: Tensor | None = None
+        self.values: Tensor | None = None
         self.series: list[int] = []
         self.names: list[str] = []
-        self.gradient_zeros: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.gradient_version = -1
         self.gradient_series: list[int] = []
+
+
+def _nothing() -> None:
+    """Return no tensor: for one that is never met a second time."""
 
 
 class CapturedCall:
@@ -38,13 +54,15 @@ class CapturedCall:
         self.random, self.buffers = RandomState(self.devices), buffers_of(root)
         self.autocast = autocast_of(self.devices)
         self.training = [module.training for module in root.modules()]
-        self.ended = False
+        self.ended = self.compiled = False
+        self.drawn: RandomState | None = None  # of a compiled forward, after it
         self.seen: dict[tuple[str, int], CapturedForward] = {}
         self.gradients: dict[int, Tensor] = {}  # by the output's place
         self._versions = [(x, _version(x)) for x in tensors_of(self.inputs)]
         self._weights = [(weakref.ref(p), _version(p)) for p in root.parameters()]
         self._times: Counter[str] = Counter()
         self._latest: dict[int, CapturedForward] = {}
+        self._sites: dict[tuple[str, int], CapturedForward] = {}
         self._handles: list[Any] = []
 
     def sight(self, name: str, x: Tensor) -> CapturedForward:
@@ -55,6 +73,18 @@ class CapturedCall:
         if known is None or known.ref() is not x or known.version != _version(x):
             known = self._latest[id(x)] = self.seen[key] = CapturedForward(x)
         return known
+
+    def sight_compiled(self, site: tuple[str, int], name: str) -> CapturedForward:
+        """The record of a tensor that compiled code has come to, at a site of its own."""
+        key = (name, self._times[name])
+        self._times[name] += 1
+        known = self._sites[site] = self.seen[key] = CapturedForward()
+        return known
+
+    def sighted(self, site: tuple[str, int]) -> CapturedForward | None:
+        """The record of a site whose gradient is still to come."""
+        known = self._sites.get(site)
+        return known if known is not None and known.gradient is None else None
 
     def hook(self, x: Tensor, hear: Callable[[Tensor], None]) -> None:
         """Report the tensor's gradient to the shadow step."""
@@ -84,7 +114,7 @@ class CapturedCall:
         dropouts = Dropouts()
         with as_it_was(self.autocast), borrowed(root, {}, self.buffers), dropouts:
             self.random.restore()
-            args, kwargs = fresh_inputs(self.inputs, wide=False)
+            args, kwargs = fresh_inputs(self.inputs, None)
             root(*args, **kwargs)
         return dropouts
 
@@ -103,8 +133,8 @@ class CapturedCall:
         """The series of which some part was not compared."""
         found: set[int] = set()
         for seen in self.seen.values():
-            found.update(seen.series if seen.zeros is not None else ())
-            found.update(seen.gradient_series if seen.gradient_zeros is not None else ())
+            found.update(seen.series if seen.values is not None else ())
+            found.update(seen.gradient_series if seen.gradient is not None else ())
         return found
 
 

@@ -27,13 +27,17 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (the one that models use)
         places = {torch.device("cpu"), *(device for device in devices if device.type != "meta")}
-        self._states = {device: state_of(device) for device in places}
+        self.states = {device: state_of(device) for device in places}
+
+    def matches(self, other: "RandomState") -> bool:
+        """Whether torch's generators are in the same state."""
+        return all(torch.equal(state, other.states[device]) for device, state in self.states.items())
 
     def restore(self) -> None:
         """Puts them back."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
-        for device, state in self._states.items():
+        for device, state in self.states.items():
             put(device, state)
 
 

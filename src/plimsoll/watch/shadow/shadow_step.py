@@ -1,12 +1,14 @@
-"""The shadow step: the same batch once more in FP32, which tells zeros made by underflow from structural ones.
+"""The shadow step: the same batch once more in FP32, which shows the error of every tensor.
 
-On such a step each forward of the root is noted: its arguments, the random generators, the buffers. Taps tell which of
-the activations and of their gradients are zero (one byte a value, until the backward has ended), and hooks on the
-root's outputs keep the gradients that arrive there. When the backward ends, the forward is repeated in FP32, and the
-kept gradients are sent back through it: at the real step's scale, so that zeros compare as they are. A real zero that
-is nonzero in the repetition has *underflowed*; one that is zero there too is *structural*; where the repetition has NaN
-it is neither. Parameters' gradients are added up over the step's backwards, and compared with those that the optimizer
-is given.
+On such a step each forward of the root is noted: its arguments, the random generators, the buffers. Taps keep copies of
+the activations and of their gradients until the backward has ended, and hooks on the root's outputs keep the gradients
+that arrive there. When the backward ends, the forward is repeated in FP32, and the kept gradients are sent back through
+it: at the real step's scale, so that values compare as they are. Each tensor's *error* is its difference from the
+repetition's, recorded as sums (`ErrorSums`). A real zero that is nonzero in the repetition has *underflowed*; one that
+is zero there too is *structural*; where the repetition has NaN it is neither.
+
+Parameters' gradients are added up over the step's backwards. Their errors are those of what the last backward has left,
+before unscaling and clipping; their zeros are counted in what the optimizer is given.
 
 A tensor is found again by the name of its tap and how many times that name had been called. A series of which any part
 was not found again is left out: its fractions would be wrong. Where weights or inputs changed before the repetition, or
@@ -15,25 +17,29 @@ the repetition fails, nothing of the step is told but an event, of the kind "sha
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
-from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean, tensors_in
 from plimsoll.watch.ranks.ranks import Ranks
-from plimsoll.watch.sample import Sample
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
-from plimsoll.watch.shadow.fp32_replay import borrowed, draws_by_dtype, fresh_inputs, in_fp32, leaf, tensors_of
+from plimsoll.watch.shadow.comparisons import Comparisons, gradient_row
+from plimsoll.watch.shadow.gradient_errors import GradientErrors
+from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, leaf, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
+_OTHER_DRAWS = (
+    "compiled code draws other random numbers (for dropout) than eager code: set "
+    "torch._inductor.config.fallback_random = True before it is compiled"
+)
 _NO_GRADIENT = "no gradient came back to a tensor that the model returned"
 
 
@@ -78,8 +84,8 @@ class Shadow:
 
     def _start(self) -> None:
         self._calls: list[CapturedCall] = []
-        self._gradients: dict[str, Tensor] = {}
-        self._counts = ZeroCounts()
+        self._gradients = GradientErrors(self.core)
+        self._comparisons = Comparisons()
         self._left_out: set[int] = set()  # series
         self._kept_bytes = 0
         self._reason: str | None = None
@@ -100,8 +106,6 @@ class Shadow:
         if self.core.ranks.data_parallel > 1:
             self._reason = "the model has become data-parallel since the watch was made"
             return
-        if all(p.grad is None for p in model.parameters()):
-            self._gradients.clear()  # of a closure's earlier calls
         self._calls.append(CapturedCall(model, args, kwargs))
 
     @contained
@@ -113,6 +117,8 @@ class Shadow:
         elif self._calls and not WatchSession.repeating and not self._calls[-1].ended:
             call = self._calls[-1]
             call.ended = True
+            if call.compiled:
+                call.drawn = RandomState(call.devices)
             for index, x in enumerate(found):
                 if x.requires_grad:  # one that is returned twice counts twice: no zero changes by that
                     call.hook(x, functools.partial(self._arrives, call, index))
@@ -125,6 +131,8 @@ class Shadow:
         self._begin()
         self.forward_begins(root, args, kwargs)
         output = None
+        if self._calls:
+            self._calls[-1].compiled = True
         try:
             output = call(*args, **kwargs)
         finally:
@@ -149,47 +157,88 @@ class Shadow:
         if core.due.activations and not recomputing:
             seen.series.append(core.series_of("activations", name, x))
             if not seen.noted:
-                seen.noted, seen.zeros = True, self._zeros(plain)
+                # A copy: what follows may change the tensor in place.
+                seen.noted, seen.values = True, self._has_room(plain).detach().clone()
         if core.due.activation_gradients and x.requires_grad:
             seen.names.append(name)
             if len(seen.names) == 1:
                 call.hook(x, functools.partial(self._gradient, call, seen))
 
     @contained
+    def see_compiled(self, site: tuple[str, int], names: Sequence[str], x: Tensor, *, gradient: bool) -> None:
+        """Compiled code has come to a tensor of the real step, or to its gradient."""
+        core = self.core
+        if not self._calls or WatchSession.repeating:
+            return
+        if not gradient:
+            call = self._calls[-1]
+            call.compiled = True
+            seen = call.sight_compiled(site, names[0])
+            if core.due.activations:
+                seen.series = [core.series_of("activations", name, x) for name in names]
+                seen.values = self._has_room(x).detach().clone()
+            return
+        found = [seen for call in self._calls if (seen := call.sighted(site)) is not None]
+        if found and core.due.activation_gradients:
+            # Of several forwards the last is the first to get its gradient.
+            seen = found[-1]
+            seen.gradient_series = [core.series_of("activation_gradients", name, x) for name in names]
+            seen.gradient, seen.gradient_version = self._has_room(x).detach().clone(), 0
+
+    @contained
     def _gradient(self, call: CapturedCall, seen: CapturedForward, g: Tensor) -> None:
         plain = self.core.readable(g, seen.names[0])
         if call in self._calls and plain is not None:
             seen.gradient_series = [self.core.series_of("activation_gradients", name, g) for name in seen.names]
-            seen.gradient_zeros = self._zeros(plain)
+            # Not a copy: autograd adds to no gradient that somebody holds. What a later hook has changed is left out.
+            seen.gradient, seen.gradient_version = self._has_room(plain).detach(), plain._version  # noqa: SLF001
 
-    def _zeros(self, x: Tensor) -> Tensor:
-        self._kept_bytes += x.numel()
+    def _has_room(self, x: Tensor) -> Tensor:
+        """The tensor, or an empty one, which nothing compares with, where there is no room to keep it."""
+        self._kept_bytes += x.numel() * x.element_size()
         if self._kept_bytes <= self.core.settings.max_bytes:
-            return x == 0
+            return x
         self.core.say(
             "capped",
-            f"a shadow step's zeros take more than max_bytes={self.core.settings.max_bytes:,}, one byte a value: the "
+            f"a shadow step's activations take more than max_bytes={self.core.settings.max_bytes:,}: the "
             "rest is left out. Raise it, or watch less with include= and collect=.",
-            once="shadow zeros", warn=True,
+            once="shadow copies", warn=True,
         )  # fmt: skip
-        return x.new_empty(0, dtype=torch.bool)  # which nothing compares with
+        return x.new_empty(0)
 
     # -- the repetition ------------------------------------------------------------------------------------------------
+
+    @contained
+    def backward_begins(self) -> None:
+        """A backward begins: notes what gradients there are."""
+        root = self.core.model()
+        if self._calls and root is not None and self.core.due.gradients:
+            self._gradients.backward_begins(root)
 
     def backward_ends(self) -> None:
         """A backward has ended: repeats the forwards that it came to."""
         if _backward_running() != -1:
             return  # a checkpoint's, in the midst of another
+        repeated = False
         for call in self._calls:
             if call.gradients and self._reason is None:
                 self._reason = call.spoiled(self.core.model())
             if call.gradients and self._reason is None:
                 try:
                     self._repeat(call)
+                    repeated = True
                 except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
                     self._reason = f"it raised {type(error).__name__}"
                     self.core.failed("the shadow step", error)
             call.gradients.clear()
+        if repeated:
+            self._compare_gradients_left()
+
+    @contained
+    def _compare_gradients_left(self) -> None:
+        root = self.core.model()
+        if self.core.due.gradients and self._reason is None and root is not None:
+            self._gradients.backward_ends(root)
 
     def _repeat(self, call: CapturedCall) -> None:
         root = self.core.model()
@@ -200,35 +249,21 @@ class Shadow:
         try:
             dropouts = call.listen(root) if draws_by_dtype(call.devices) else None
             self._running = (call, Counter(), outputs)
-            with in_fp32(call.devices, dropouts), borrowed(root, leaves, call.buffers):
+            with in_reference(call.devices, dropouts), borrowed(root, leaves, call.buffers):
                 call.random.restore()
                 args, kwargs = inputs = fresh_inputs(call.inputs)
                 root(*args, **kwargs)
+                if call.drawn is not None and not call.drawn.matches(RandomState(call.devices)):
+                    self._reason = _OTHER_DRAWS
+                    return
                 wanted = [x for x in (*leaves.values(), *tensors_of(inputs)) if x.requires_grad]
                 call.send_back(outputs, wanted)
         finally:
             self._running, WatchSession.repeating = None, False
             after.restore()
         self._taken = True
-        self._add(leaves, root)
-
-    def _add(self, leaves: Mapping[int, Tensor], root: nn.Module) -> None:
-        """Adds a repetition's gradients of the parameters to the step's."""
-        if not self.core.due.gradients:
-            return
-        for raw, p in root.named_parameters():
-            g, name = leaves[id(p)].grad, clean(raw)
-            if g is not None and not self._has_hooks(name, p):
-                self._gradients[name] = self._gradients[name] + g if name in self._gradients else g
-
-    def _has_hooks(self, name: str, p: Tensor) -> bool:
-        """Whether the user's hooks may have changed the real gradient."""
-        if getattr(p, "_backward_hooks", None):
-            self.core.say(
-                "shadow", f"the gradient of {name} is not compared: it has hooks of its own", once=f"hooks {name}"
-            )
-            return True
-        return False
+        if self.core.due.gradients:
+            self._gradients.add({clean(raw): (p, leaves[id(p)].grad) for raw, p in root.named_parameters()})
 
     @contained
     def meet(self, module: str, role: str, tensors: list[tuple[str, Tensor]]) -> None:
@@ -244,15 +279,18 @@ class Shadow:
                 self._compare(seen, x)
 
     def _compare(self, seen: CapturedForward, x: Tensor) -> None:
-        if seen.zeros is not None and self._counts.add(seen.series, seen.zeros, x.detach()):
-            seen.zeros = None
-        if seen.gradient_zeros is not None and x.requires_grad:
+        if seen.values is not None and self._comparisons.add(seen.series, seen.values, x):
+            seen.values = None
+        if seen.gradient is not None and x.requires_grad:
             x.register_hook(functools.partial(self._compare_gradient, seen))
 
+    @contained
     def _compare_gradient(self, seen: CapturedForward, g: Tensor) -> None:
-        zeros = seen.gradient_zeros
-        if zeros is not None and self._counts.add(seen.gradient_series, zeros, g):
-            seen.gradient_zeros = None
+        held, divisor = seen.gradient, self.core.ranks.divisor
+        if held is None or held._version != seen.gradient_version:  # noqa: SLF001
+            return
+        if self._comparisons.add(seen.gradient_series, held, g, divisor=divisor, carries_scale=True):
+            seen.gradient = None
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -262,14 +300,22 @@ class Shadow:
         if not self.due:
             return
         for name, g in grads.items():
-            expected = self._gradients.pop(name, None)
+            expected, errors, is_left = self._gradients.taken(name, g)
             if expected is None or self._reason is not None:
                 continue
             values = g.coalesce().values() if g.is_sparse else g
             plain = self.core.readable(values, name)
-            if plain is not None:
+            if plain is None:
+                continue
+            absent = g.numel() - values.numel()
+            row = (
+                errors
+                if is_left and errors is not None and not absent
+                else gradient_row(plain, expected, errors, absent=absent)
+            )
+            if row is not None:
                 series = self.core.series_of("gradients", name, values, None if g.is_sparse else narrowed.get(name))
-                self._counts.add_gradient(series, plain, expected, absent=g.numel() - values.numel())
+                self._comparisons.add_row(series, row, carries_scale=True)
 
     @contained
     def end_step(self) -> None:
@@ -281,68 +327,7 @@ class Shadow:
         elif self.due and self.core.sample is not None:
             for call in calls:
                 self._left_out.update(call.unmatched())
-            self._counts.enter(self.core.sample, self._left_out)
+            self._comparisons.enter(self.core.sample, self._left_out)
         for call in calls:
             call.release()
         self._start()
-
-
-class ZeroCounts:
-    """Pairs of counts, by device and series."""
-
-    def __init__(self) -> None:
-        self._found: dict[torch.device, dict[int, Tensor]] = {}
-
-    def add(self, series: Iterable[int], zeros: Tensor, repeated: Tensor) -> bool:
-        """Compares real zeros with the values of the repetition; whether they can be compared."""
-        if zeros.shape != repeated.shape or zeros.device != repeated.device:
-            return False
-        self._add(series, _pair(zeros, repeated))
-        return True
-
-    def add_gradient(self, series: int, values: Tensor, repeated: Tensor, *, absent: int) -> None:
-        """Compares a parameter's gradient; of a sparse one what is stored, while `absent` others are zero in both."""
-        if repeated.is_sparse:
-            repeated = repeated.coalesce().values()
-        if values.shape == repeated.shape and values.device == repeated.device:
-            pair = _pair(values == 0, repeated)
-            pair[1] += absent
-            self._add([series], pair)
-
-    def _add(self, series: Iterable[int], pair: Tensor) -> None:
-        found = self._found.setdefault(pair.device, {})
-        for number in series:
-            found[number] = found[number] + pair if number in found else pair
-
-    def enter(self, sample: Sample, left_out: Collection[int]) -> None:
-        """Puts the counts beside the sample's entries, one of each series (its entries are added up when written)."""
-        for device, found in self._found.items():
-            rows = sample.rows(device)
-            entries = {number: entry for entry, number in enumerate(rows.series)}
-            told = [number for number in found if number in entries and number not in left_out]
-            if not told:
-                continue
-            counts = DeviceValue(torch.stack([found[number] for number in told]))
-            for row, number in enumerate(told):
-                rows.extras.append(("underflowed", entries[number], _Cell(counts, row, 0)))
-                rows.extras.append(("structural", entries[number], _Cell(counts, row, 1)))
-
-
-class _Cell(DeviceValue):
-    """One number of a table that is there later."""
-
-    __slots__ = ("_place", "_table")
-
-    def __init__(self, table: DeviceValue, row: int, column: int) -> None:
-        self._table, self._place = table, (row, column)
-
-    def ready(self) -> bool:
-        return self._table.ready()
-
-    def value(self) -> float:
-        return float(self._table.tensor()[self._place])
-
-
-def _pair(zeros: Tensor, repeated: Tensor) -> Tensor:
-    """int64[2]: zeros that are nonzero in the repetition, and those that are zero there too. NaN is neither."""
-    return torch.stack([(zeros & (repeated.abs() > 0)).sum(), (zeros & (repeated == 0)).sum()])

@@ -162,6 +162,8 @@ class Steps(torch_hooks.TrainingEvents):
             return
         self.core.elsewhere.discard(thread)
         self._end_unled()
+        if self.core.shadow is not None:
+            self.core.shadow.backward_begins()
         value = self._value(roots) if len(roots) == len(listed) else None
         if value is not None and self.core.ranks.world > 1:
             self._micro_losses.append(value)

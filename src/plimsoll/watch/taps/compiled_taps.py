@@ -12,6 +12,8 @@ traces, and of its version: one that is changed in place since is measured again
 module gave out cannot be read whole in compiled code, and is not recorded.
 
 Which collections are due is a guard: a graph for sampled steps and one for the others, which holds no trace of a tap.
+Where shadow steps are asked for, the graph of sampled steps also hands each tensor to `keep_`, which copies it if the
+step has one.
 """
 
 import itertools
@@ -27,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
+from plimsoll.kernels.operators.registration import without_autograd
 from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows
 from plimsoll.watch.session import WatchSession
@@ -97,6 +100,7 @@ class CompiledTaps:
         # A graph has two sites a tap at most; capacity for several graphs (shapes, dtypes) over a run's life.
         self.sites = {str(device): _Sites(device, 8 * taps + 256, self.block) for device in devices}
         self.captured = False  # there are taps in a CUDA graph
+        self.keeps = core.settings.shadow_every is not None
         _known[self.number] = self
 
     def seal(self) -> None:
@@ -139,7 +143,8 @@ class CompiledTaps:
         if site < 0:
             return x
         gradients = self.sites[str(x.device)].gradients
-        y = cast("Tensor", _TapGradient.apply(x, gradients, site, self.block)) if tapped else x.clone()
+        number = self.number if self.keeps else -1
+        y = cast("Tensor", _TapGradient.apply(x, gradients, site, self.block, number)) if tapped else x.clone()
         self._remember(y, site)
         return y
 
@@ -156,7 +161,16 @@ class CompiledTaps:
         site = _new_site(self.number, name, str(x.device), x.dtype, tapped)
         if site >= 0 and self.core.due.activations:
             kernels.measure_into([x.detach()], self.sites[str(x.device)].values, [site], block=self.block)
+        if site >= 0 and self.keeps:
+            torch.ops.plimsoll.keep_(x.detach(), self.sites[str(x.device)].values, self.number, site, False)
         return site
+
+    def keep(self, x: Tensor, site: int, *, gradient: bool) -> None:
+        """Hands a tensor to the shadow step; called by compiled code as it runs."""
+        shadow = self.core.shadow
+        if shadow is not None and shadow.due and not is_capturing():
+            device = str(x.device)
+            shadow.see_compiled((device, site), self.sites[device].names[site], x, gradient=gradient)
 
     def capture(self, name: str, x: Tensor) -> None:
         """Counts a tensor while a CUDA graph is captured."""
@@ -246,14 +260,35 @@ class _TapGradient(torch.autograd.Function):
     """Its input, whose gradient is counted on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int, block: int) -> Tensor:
-        ctx.rows, ctx.site, ctx.block = rows, site, block
+    def forward(ctx: Any, x: Tensor, rows: Tensor, site: int, block: int, keeper: int) -> Tensor:
+        ctx.rows, ctx.site, ctx.block, ctx.keeper = rows, site, block, keeper
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kernels.measure_into([grads[0]], ctx.rows, [ctx.site], block=ctx.block)
-        return grads[0], None, None, None
+        if ctx.keeper >= 0:
+            torch.ops.plimsoll.keep_(grads[0], ctx.rows, ctx.keeper, ctx.site, True)
+        return grads[0], None, None, None, None
+
+
+# The bank is named as what the operator writes into, so that no compiler takes the call for useless.
+_library = torch.library.Library("plimsoll", "FRAGMENT")
+_library.define("keep_(Tensor x, Tensor(a!) bank, int taps, int site, bool gradient) -> ()")
+
+
+def _keep(x: Tensor, bank: Tensor, taps: int, site: int, gradient: bool) -> None:  # noqa: ARG001
+    known = _known.get(taps)
+    if known is not None:
+        known.keep(x, site, gradient=gradient)
+
+
+def _fake_keep(*_: object) -> None:
+    return None
+
+
+without_autograd(_library, "keep_", _keep)
+torch.library.register_fake("plimsoll::keep_", _fake_keep, lib=_library)
 
 
 def _fixed(device: torch.device, rows: int, block: int) -> Tensor:

@@ -1,13 +1,15 @@
-"""A module's forward and backward once more, in FP32, without a trace in the training.
+"""A module's forward and backward once more, in FP32 or FP64, without a trace in the training.
 
 Everything that a forward reads and changes is borrowed and put back, whatever happens:
 
-- parameters are replaced by fresh leaves (aliases of FP32 ones, FP32 copies of narrower ones): no gradient and no hook
+- parameters are replaced by fresh leaves (aliases of wide ones, wide copies of narrower ones): no gradient and no hook
   of the real ones is touched; buffers by copies of what they were before the forward;
 - each module's attributes: one that counts its calls, or keeps its last output, has what it had;
 - the random generators of Python, NumPy and torch;
-- autocast, also where the model itself enters it, and casts to 16 or 8 bits that it writes out: they give FP32;
-- compiled parts run eagerly.
+- autocast, also where the model itself enters it, and casts to narrower dtypes that it writes out: they give the wide
+  one;
+- emulation and FP8 layers, which ask `active_casts`: in a reference nothing is rounded;
+- TF32 is off, and compiled parts run eagerly.
 """
 
 import contextlib
@@ -26,24 +28,39 @@ from plimsoll.watch.shadow.rng_state import ALIKE, Dropouts, is_dropout
 
 _MISSING = object()
 _DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
-_HALVES = {Tensor.half, Tensor.bfloat16}
+_NARROWING = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
 
 
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether it is a floating dtype of less than 32 bits."""
-    return dtype.is_floating_point and dtype.itemsize < 4
+class ActiveCasts(threading.local):
+    """State of a thread: which casts act in what runs now.
+
+    Attributes:
+        reference: The dtype of the reference that runs, None where none does. In a reference nothing is rounded.
+        kept: The casts that act, among "weights", "activations", "gradients" and "accumulate". None: all.
+    """
+
+    reference: torch.dtype | None = None
+    kept: frozenset[str] | None = None
 
 
-def widened(x: Tensor) -> Tensor:
-    """A detached copy, in FP32 where it was narrower."""
+active_casts = ActiveCasts()
+
+
+def is_narrow(dtype: torch.dtype, wide: torch.dtype = torch.float32) -> bool:
+    """Whether it is a floating dtype of fewer bits than `wide`."""
+    return dtype.is_floating_point and dtype.itemsize < wide.itemsize
+
+
+def widened(x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+    """A detached copy, in the wide dtype where it was narrower."""
     x = x.detach()
-    return x.float() if is_narrow(x.dtype) else x.clone()
+    return x.to(wide) if is_narrow(x.dtype, wide) else x.clone()
 
 
-def leaf(p: Tensor) -> Tensor:
-    """A parameter's stand-in: an FP32 copy where it is narrower, else the same memory; without its hooks."""
+def leaf(p: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+    """A parameter's stand-in: a wide copy where it is narrower, else the same memory; without its hooks."""
     x = p.detach()
-    return x.float().requires_grad_(p.requires_grad) if is_narrow(x.dtype) else x.requires_grad_(p.requires_grad)
+    return (x.to(wide) if is_narrow(x.dtype, wide) else x).requires_grad_(p.requires_grad)
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
@@ -51,13 +68,13 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
 
 
-def fresh_inputs(inputs: Any, *, wide: bool = True) -> Any:
-    """The arguments with copies of their tensors, leaves where gradients are asked of them; `wide`: in FP32."""
+def fresh_inputs(inputs: Any, wide: torch.dtype | None = torch.float32) -> Any:
+    """The arguments with copies of their tensors, leaves where gradients are asked of them; None: in their dtypes."""
     made: dict[int, Tensor] = {}
 
     def fresh(x: Tensor) -> Tensor:
         if id(x) not in made:
-            copied = widened(x) if wide else x.detach().clone()
+            copied = x.detach().clone() if wide is None else widened(x, wide)
             made[id(x)] = copied.requires_grad_(x.requires_grad)
         return made[id(x)]
 
@@ -75,27 +92,35 @@ def buffers_of(root: nn.Module) -> list[dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def borrowed(root: nn.Module, leaves: Mapping[int, Tensor], buffers: Sequence[Mapping[str, Tensor]]) -> Generator[None]:
-    """Inside, the module has these leaves (by its parameters' identity) and buffers; after it, what it had before."""
+def borrowed(
+    root: nn.Module,
+    leaves: Mapping[int, Tensor],
+    buffers: Sequence[Mapping[str, Tensor]],
+    wide: torch.dtype = torch.float32,
+) -> Generator[None]:
+    """Inside, the module has these leaves (by its parameters' identity) and buffers; after it, what it had before.
+
+    With leaves, narrower buffers are wide too.
+    """
     modules = list(root.modules())
     live = [vars(m) for m in modules] + [vars(m)[kind] for m in modules for kind in ("_parameters", "_buffers")]
     before = [dict(found) for found in live]
     try:
         for module, theirs in zip(modules, buffers, strict=True):
-            _lend(module, leaves, theirs)
+            _lend(module, leaves, theirs, wide)
         yield
     finally:
         for found, kept in zip(live, before, strict=True):
             _put_back(found, kept)
 
 
-def _lend(module: nn.Module, leaves: Mapping[int, Tensor], buffers: Mapping[str, Tensor]) -> None:
+def _lend(module: nn.Module, leaves: Mapping[int, Tensor], buffers: Mapping[str, Tensor], wide: torch.dtype) -> None:
     inside = cast("Any", module)
     for name, p in inside._parameters.items():  # noqa: SLF001
         if p is not None:
             inside._parameters[name] = leaves.get(id(p), p)  # noqa: SLF001
     for name, b in buffers.items():
-        inside._buffers[name] = widened(b) if leaves else b.clone()  # noqa: SLF001
+        inside._buffers[name] = widened(b, wide) if leaves else b.clone()  # noqa: SLF001
     # Hooks on backwards, of the user's: they would hear of one that is none of the training's.
     module.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
 
@@ -109,14 +134,18 @@ def _put_back(found: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def in_fp32(devices: Iterable[torch.device], dropouts: Dropouts | None) -> Generator[None]:
-    """Inside, this thread computes in FP32 (or FP64), eagerly, and with gradients."""
+def in_reference(
+    devices: Iterable[torch.device], dropouts: Dropouts | None, wide: torch.dtype = torch.float32
+) -> Generator[None]:
+    """Inside, this thread computes in the wide dtype, eagerly, and with gradients."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_reference(wide))
+        stack.enter_context(_without_tf32())
         stack.enter_context(_eagerly())
         for kind in _kinds(devices):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_autocast_stays_off())
-        stack.enter_context(_Wide(dropouts))
+        stack.enter_context(_Wide(dropouts, wide))
         stack.enter_context(torch.enable_grad())
         yield
 
@@ -146,6 +175,39 @@ def _kinds(devices: Iterable[torch.device]) -> list[str]:
     return sorted({"cpu", *(device.type for device in devices)} - {"meta"})
 
 
+@contextlib.contextmanager
+def _as_reference(wide: torch.dtype) -> Generator[None]:
+    before, default, active_casts.reference = active_casts.reference, torch.get_default_dtype(), wide
+    try:
+        if wide == torch.float64:  # what a model makes without a dtype meets wide tensors in products
+            torch.set_default_dtype(wide)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        active_casts.reference = before
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Generator[None]:
+    """Inside, FP32 products are not computed from operands of fewer bits."""
+    backends: Any = torch.backends
+    kinds = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    )
+    before = [(kind, kind.fp32_precision) for kind in kinds if hasattr(kind, "fp32_precision")]
+    try:
+        for kind, _ in before:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in before:
+            kind.fp32_precision = precision
+
+
 def _eagerly() -> contextlib.AbstractContextManager[Any]:
     """Inside, nothing compiled runs."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
@@ -173,25 +235,29 @@ def _autocast_stays_off() -> Generator[None]:
 
 
 class _Wide(TorchFunctionMode):
-    """Gives FP32 where a narrower dtype is asked for, and the real step's masks where something is dropped."""
+    """Gives the wide dtype where a narrower one is asked for, and the real step's masks where something is dropped."""
 
-    def __init__(self, dropouts: Dropouts | None) -> None:
+    def __init__(self, dropouts: Dropouts | None, wide: torch.dtype) -> None:
         super().__init__()
-        self._dropouts = dropouts
+        self._dropouts, self._wide = dropouts, wide
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._dropouts is not None and is_dropout(func, kwargs):
             return self._dropouts.again(func, args[0], kwargs.get("p", 0.5), inplace=kwargs.get("inplace", False))
-        if func in _HALVES:
-            return args[0].float()
-        if func is Tensor.view or not any(_asks(x) for x in (*args, *kwargs.values())):
-            return func(*args, **kwargs)
+        if func in _NARROWING and is_narrow(_NARROWING[func], self._wide):
+            return args[0].to(self._wide)
         if func in _DRAWS:  # the same numbers as in the real step
-            return func(*args, **kwargs).float()
-        wide = {name: torch.float32 if _asks(x) else x for name, x in kwargs.items()}
-        return func(*(torch.float32 if _asks(x) else x for x in args), **wide)
+            asked = {"dtype": torch.float32} if self._wide == torch.float64 else {}
+            drawn = func(*args, **{**asked, **kwargs})
+            return drawn.to(self._wide) if is_narrow(drawn.dtype, self._wide) else drawn
+        for x in (*args, *kwargs.values()):  # a plain loop: a model's every look at a shape comes here
+            if type(x) is torch.dtype and func is not Tensor.view and is_narrow(x, self._wide):
+                break
+        else:
+            return func(*args, **kwargs)
+        wide = {name: self._wide if self._asks(x) else x for name, x in kwargs.items()}
+        return func(*(self._wide if self._asks(x) else x for x in args), **wide)
 
-
-def _asks(x: Any) -> bool:
-    return isinstance(x, torch.dtype) and is_narrow(x)
+    def _asks(self, x: Any) -> bool:
+        return type(x) is torch.dtype and is_narrow(x, self._wide)

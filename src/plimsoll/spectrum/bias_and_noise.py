@@ -1,0 +1,87 @@
+"""Errors of several draws split into bias and noise.
+
+A draw is one look at the same tensor: another batch, another rounding seed, another step. Each draw's error is a vector
+e of coordinates, relative to the norm of its reference. Draws are independent, so that for two of them the mean of
+<e, e'> is the squared norm of E[e], the **bias**: what stays when the draw changes. The mean over all pairs is an
+unbiased estimate of it (a U-statistic), where the square of the mean error would count 1/n of the noise as bias. The
+rest of the squared error is **noise**: relative_error^2 = bias^2 + noise^2.
+
+The interval is the jackknife's over draws, with Student's t. Near a bias of zero the jackknife overstates the spread of
+such an estimate (by a factor of up to sqrt(2)), so that its interval is wider than it must be there.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]
+
+from plimsoll.spectrum.intervals import Interval
+
+CONFIDENCE = 0.95
+UNKNOWN = Interval(low=0.0, high=math.inf, estimate=math.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasAndNoise:
+    """An error, split. All numbers are relative to the norm of the reference.
+
+    Attributes:
+        draws: Number of draws.
+        relative_error: Root mean square over draws.
+        bias: What stays from draw to draw. With two draws, or one, the interval reaches from 0 to the error.
+        noise: The rest.
+    """
+
+    draws: int
+    relative_error: float
+    bias: Interval
+    noise: float
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether bias is surely there, and more of the squared error than noise."""
+        return self.bias.low > 0 and self.bias.estimate > self.noise
+
+
+def split(coordinates: NDArray[np.float64], energies: NDArray[np.float64], *, sketched: int = 0) -> BiasAndNoise:
+    """Return the bias and the noise of several draws.
+
+    Args:
+        coordinates: float64[draws, n]: each draw's relative error in coordinates that mean the same in all draws.
+        energies: float64[draws]: squared relative error of each, at least the sum of its coordinates' squares. What no
+            coordinate holds counts as noise.
+        sketched: Length of a random sketch among the coordinates, 0 for none: its own error widens the interval.
+    """
+    known = np.isfinite(energies) & np.isfinite(coordinates).all(axis=1)
+    coordinates, energies, draws = coordinates[known], energies[known], int(known.sum())
+    if not draws:
+        return BiasAndNoise(draws=0, relative_error=math.nan, bias=UNKNOWN, noise=math.nan)
+    mean = float(energies.mean())
+    products = coordinates @ coordinates.T
+    own = np.diag(products)
+    total = float(products.sum() - own.sum())
+    if draws == 1:
+        bias = Interval(low=0.0, high=math.sqrt(mean), estimate=math.nan)
+        return BiasAndNoise(draws=1, relative_error=math.sqrt(mean), bias=bias, noise=math.nan)
+    square = total / (draws * (draws - 1))
+    if draws == 2:
+        low, high = 0.0, mean
+    else:
+        without = (total - 2 * (products.sum(axis=1) - own)) / ((draws - 1) * (draws - 2))
+        spread = (draws - 1) / draws * float(np.square(without - without.mean()).sum())
+        if sketched and mean > 0:
+            held = min(max(square, 0.0), mean)
+            spread += (held * (1 - held / mean)) ** 2 * 2 / sketched
+        reach = float(stdtrit(draws - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(spread)
+        low, high = square - reach, square + reach
+    estimate = min(max(square, 0.0), mean)
+    bias = Interval(
+        low=math.sqrt(max(min(low, estimate), 0.0)),
+        high=math.sqrt(max(high, estimate, 0.0)),
+        estimate=math.sqrt(estimate),
+    )
+    return BiasAndNoise(
+        draws=draws, relative_error=math.sqrt(mean), bias=bias, noise=math.sqrt(max(mean - estimate, 0.0))
+    )

@@ -1,0 +1,163 @@
+"""`ErrorSums`: how the values of a tensor differ from those of a reference, as sums that add up.
+
+e = value - reference, x = reference. All else follows from the sums of e, e^2, x, x^2 and e x over the pairs that are
+finite on both sides. The values' own sums are not stored: a small error would be lost in their last digits. They follow
+too: x y = x^2 + e x, and y^2 = x^2 + 2 e x + e^2.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from plimsoll import row_layout
+from plimsoll.errors import ArgumentError
+
+Floats = NDArray[np.float64]
+
+# Of FP4 training (arXiv 2505.19115): it stalls where a gradient is less than sqrt(3) times its quantization noise.
+STALL_DB = 10 * math.log10(3)
+# By which power of a common scale each sum is multiplied; the others are counts.
+POWERS = {"error": 1, "errorsq": 2, "reference": 1, "referencesq": 2, "error_reference": 2, "largest_error": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorSums:
+    """Sums over a tensor's errors against a reference. `+` merges batches, shards and ranks.
+
+    Attributes:
+        compared: Number of pairs that are finite on both sides. All sums are over these.
+        error: Sum of e.
+        errorsq: Sum of e^2.
+        reference: Sum of x.
+        referencesq: Sum of x^2.
+        error_reference: Sum of e x.
+        largest_error: Largest magnitude of e. 0 without pairs.
+        made_nonfinite: Number of values that are NaN or infinite where the reference is finite.
+        reference_nonfinite: Number of values whose reference is NaN or infinite.
+
+    >>> halved = ErrorSums(compared=2, error=-1.5, errorsq=1.25, reference=3.0, referencesq=5.0, error_reference=-2.5)
+    >>> halved.relative_error, halved.along_reference, round(halved.cosine, 12)
+    (0.5, -0.5, 1.0)
+    """
+
+    compared: float = 0.0
+    error: float = 0.0
+    errorsq: float = 0.0
+    reference: float = 0.0
+    referencesq: float = 0.0
+    error_reference: float = 0.0
+    largest_error: float = 0.0
+    made_nonfinite: float = 0.0
+    reference_nonfinite: float = 0.0
+
+    @classmethod
+    def from_row(cls, row: ArrayLike) -> "ErrorSums":
+        """Return the sums in a row of errors (`plimsoll.kernels.row_layout`)."""
+        numbers: list[float] = np.asarray(row, dtype=np.float64)[: row_layout.REFERENCE_NONFINITE + 1].tolist()
+        return cls(**dict(zip(NAMES, numbers, strict=True)))
+
+    def __add__(self, other: "ErrorSums") -> "ErrorSums":
+        summed = {name: getattr(self, name) + getattr(other, name) for name in NAMES}
+        return ErrorSums(**{**summed, "largest_error": max(self.largest_error, other.largest_error)})
+
+    def scaled(self, factor: float) -> "ErrorSums":
+        """Return the sums of values and reference that are both multiplied by a positive factor."""
+        return ErrorSums(**{name: getattr(self, name) * factor ** POWERS.get(name, 0) for name in NAMES})
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the error over that of the reference. 0 without an error, infinite for a reference of zero."""
+        return float(relative_error(self.errorsq, self.referencesq))
+
+    @property
+    def snr_db(self) -> float:
+        """Power of the reference over that of the error in dB. Infinite without an error."""
+        return float(snr_db(self.errorsq, self.referencesq))
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between values and reference. NaN where one of them is zero."""
+        return float(cosine(self.errorsq, self.referencesq, self.error_reference))
+
+    @property
+    def along_reference(self) -> float:
+        """Relative error along the reference: -0.1 where values are a tenth too small. NaN for a reference of zero."""
+        return float(self._directions[0])
+
+    @property
+    def constant(self) -> float:
+        """Relative error that all values have alike, beside `along_reference`. NaN for a reference of zero."""
+        return float(self._directions[1])
+
+    @property
+    def _directions(self) -> Floats:
+        return directions(self.compared, self.error, self.reference, self.referencesq, self.error_reference)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the sums by name, as JSON can hold them."""
+        return {name: getattr(self, name) for name in NAMES}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> "ErrorSums":
+        """Return the sums that `to_dict` returned.
+
+        Raises:
+            ArgumentError: A name is missing or unknown, or a value is no number.
+        """
+        if set(given) != set(NAMES) or not all(isinstance(value, int | float) for value in given.values()):
+            raise ArgumentError(
+                f"ErrorSums.from_dict: expected numbers named {', '.join(NAMES)}; got {dict(given)!r:.200}. Give what "
+                "to_dict returned."
+            )
+        return cls(**given)
+
+
+NAMES = tuple(spec.name for spec in fields(ErrorSums))
+
+
+def relative_error(errorsq: ArrayLike, referencesq: ArrayLike) -> Floats:
+    """Return the norm of errors over that of their references, elementwise. 0 for 0 over 0."""
+    error, reference = np.asarray(errorsq, np.float64), np.asarray(referencesq, np.float64)
+    with np.errstate(all="ignore"):
+        return np.where(error == 0, 0.0, np.sqrt(error / reference))
+
+
+def snr_db(errorsq: ArrayLike, referencesq: ArrayLike) -> Floats:
+    """Return the power of references over that of errors in dB, elementwise."""
+    with np.errstate(all="ignore"):
+        return -20 * np.log10(relative_error(errorsq, referencesq))
+
+
+def cosine(errorsq: ArrayLike, referencesq: ArrayLike, error_reference: ArrayLike) -> Floats:
+    """Return the cosine of the angle between values and references, elementwise. NaN where one of them is zero."""
+    error, reference, product = (np.asarray(x, np.float64) for x in (errorsq, referencesq, error_reference))
+    values = reference + 2 * product + error
+    with np.errstate(all="ignore"):
+        found = (reference + product) / np.sqrt(reference * values)
+    return np.where((reference > 0) & (values > 0), np.clip(found, -1, 1), np.nan)
+
+
+def directions(
+    compared: ArrayLike, error: ArrayLike, reference: ArrayLike, referencesq: ArrayLike, error_reference: ArrayLike
+) -> Floats:
+    """Return the components of errors in two directions that every draw of a tensor has, relative to the reference.
+
+    The directions are x, and the part of (1, 1, ...) that is orthogonal to x. The sum of the components' squares is at
+    most the square of the relative error.
+
+    Returns:
+        float64[..., 2]: along the reference, and constant. NaN for references of zero.
+    """
+    count, e, x = (np.asarray(given, np.float64) for given in (compared, error, reference))
+    xx, ex = np.asarray(referencesq, np.float64), np.asarray(error_reference, np.float64)
+    with np.errstate(all="ignore"):
+        along = ex / xx
+        apart = count - x * x / xx  # squared norm of the second direction
+        # Where all values of a reference are equal both directions are one, and the second is what rounding leaves.
+        constant = np.where(apart > 1e-9 * count, (e - along * x) / np.sqrt(apart * xx), 0.0)
+    known = (xx > 0) & np.isfinite(along)
+    return np.stack([np.where(known, along, np.nan), np.where(known, constant, np.nan)], axis=-1)
