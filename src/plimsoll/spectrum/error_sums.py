@@ -56,7 +56,7 @@ class ErrorSums:
 
     @classmethod
     def from_row(cls, row: ArrayLike) -> "ErrorSums":
-        """Return the sums in a row of errors (`plimsoll.kernels.row_layout`)."""
+        """Return the sums in a row of errors (`plimsoll.row_layout`)."""
         numbers: list[float] = np.asarray(row, dtype=np.float64)[: row_layout.REFERENCE_NONFINITE + 1].tolist()
         return cls(**dict(zip(NAMES, numbers, strict=True)))
 
