@@ -61,7 +61,8 @@ def statistics_by_torch(x: Tensor) -> dict[str, Tensor]:
         "absmin": torch.where(nonzero, absolute, torch.inf).amin(),
         "sum": held.sum(dtype=torch.float64),
         "abssum": absolute.sum(dtype=torch.float64),
-        "sumsq": held.double().square_().sum(),
+        "sumsq": (squares := held.double().square_()).sum(),
+        "sumfourth": squares.square_().sum(),
         "binades": binades,
     }
 
@@ -139,8 +140,8 @@ def check(x: Tensor, device: str) -> None:
 
     assert torch.equal(bank[0, row_layout.HISTOGRAM : row_layout.HISTOGRAM + _BINADES], theirs["binades"])
     assert bank[0, row_layout.ZEROS] == theirs["zeros"]
-    sums = bank[0, row_layout.SUM : row_layout.SUMSQ + 1].view(torch.float64)
-    expected = torch.stack([theirs["sum"], theirs["abssum"], theirs["sumsq"]])
+    sums = bank[0, row_layout.SUMS].view(torch.float64)
+    expected = torch.stack([theirs[name] for name in ("sum", "abssum", "sumsq", "sumfourth")])
     assert torch.allclose(sums, expected, rtol=1e-6, atol=1e-6 * theirs["abssum"].item())
 
 

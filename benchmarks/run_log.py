@@ -70,7 +70,7 @@ class Tensors:
         rows[:, row_layout.COUNT] = counts
         self._add_extremes(rows)
         sums = [self.random.normal(size=len(std)) * std * np.sqrt(counts), std * counts * 0.7979, std**2 * counts]
-        rows[:, row_layout.SUM : row_layout.SUMSQ + 1] = np.stack(sums, axis=1).view(np.int64)
+        rows[:, row_layout.SUMS] = np.stack(sums, axis=1).view(np.int64)
         return rows
 
     def _add_extremes(self, rows: NDArray[np.int64]) -> None:

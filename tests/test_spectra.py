@@ -18,7 +18,7 @@ def moved(s: Spectrum, name: str, ulps: int) -> Spectrum:
 
 def test_sums_may_differ_by_their_rounding_and_nothing_else_may() -> None:
     s = measure(torch.randn(100))
-    for name in ("abssum", "sumsq"):
+    for name in ("abssum", "sumsq", "sumfourth"):
         assert same(s, moved(s, name, 1)) and not same(s, moved(s, name, 1000))
     for name in ("min", "max", "absmin", "absmax"):
         assert not same(s, moved(s, name, 1))

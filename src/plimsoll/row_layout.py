@@ -1,6 +1,6 @@
 """Layout of a bank's rows, for every backend alike.
 
-A bank is an int64 tensor of shape ``[rows, width]``; a row is one spectrum. Three fields are float64 sums, stored as
+A bank is an int64 tensor of shape ``[rows, width]``; a row is one spectrum. Four fields are float64 sums, stored as
 their bits (view the bank as float64 to read them). All the others are integers.
 
 **A row of zeros is the empty spectrum**, so a bank is emptied by filling it with zero, and merging two rows adds every
@@ -25,9 +25,10 @@ BINADES = 277
 
 COUNT, ZEROS, NANS, POS_INFS, NEG_INFS = range(5)
 POSITIVE, NEGATIVE, NEAREST = 5, 6, 7
-SUM, ABSSUM, SUMSQ = 8, 9, 10  # float64 bits
-HISTOGRAM = 11  # 277 binades: index 11 to 287
-NARROW = HISTOGRAM + BINADES  # 288 words, 2,304 bytes
+SUM, ABSSUM, SUMSQ, SUMFOURTH = 8, 9, 10, 11  # float64 bits
+HISTOGRAM = 12  # 277 binades: index 12 to 288
+NARROW = HISTOGRAM + BINADES  # 289 words, 2,312 bytes
+EXTREMES, SUMS = slice(POSITIVE, SUM), slice(SUM, HISTOGRAM)
 
 BLOCKS = NARROW  # blocks in all, a ragged last one included
 ZERO_BLOCKS = NARROW + 1  # blocks of zeros only
@@ -35,7 +36,7 @@ NONFINITE_BLOCKS = NARROW + 2  # blocks that hold a NaN or an Inf
 POISONED = NARROW + 3  # nonzero finite values in those: left out of DEPTHS
 DEPTHS = NARROW + 4  # 277: values by exponent(largest magnitude of the block) - exponent(value)
 MAXIMA = DEPTHS + BINADES  # 277: finite nonzero blocks by the binade of their largest magnitude
-WIDE = MAXIMA + BINADES + 2  # 848 words, padded to a multiple of 8
+WIDE = MAXIMA + BINADES + 1  # 848 words, padded to a multiple of 8
 
 ABSMIN_TOP = 0x7FF0_0000_0000_0000  # the bits of float64 Inf
 

@@ -178,7 +178,7 @@ def test_steps_without_a_record_are_left_out_and_told(tmp_path: Path) -> None:
         for step in range(4):
             rows, blocks = wide_rows([x], 32), np.array([32])
             if step < 2:
-                rows, blocks = rows[:, :288].copy(), None
+                rows, blocks = rows[:, :289].copy(), None
             writer.write(Batch(step=step, rows=rows, index=np.arange(1), series=ids, blocks=blocks))
     answer = whatif(tmp_path / "run", "mxfp8_e4m3", collection="weights")
     assert answer.steps.tolist() == [2, 3] and answer.unrecorded == 2
@@ -214,7 +214,7 @@ def test_a_plan_is_made_from_the_records_and_from_a_bound_without(tmp_path: Path
             ids.append(writer.series("gradients", "a.weight", format="fp32"))
             measured = [weights(i) for i in range(4)]
             rows = wide_rows(measured, block or 32)
-            rows = rows if block else rows[:, :288].copy()
+            rows = rows if block else rows[:, :289].copy()
             blocks = None if block is None else np.full(4, block)
             writer.write(Batch(step=0, rows=rows, index=np.arange(4), series=np.array(ids), blocks=blocks))
     made = plan(tmp_path / "with", "mxfp4", include=["a"])

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import plimsoll as pl
-from plimsoll import kernels, row_layout
+from plimsoll import kernels
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: kernels run nowhere else")
 
@@ -25,16 +26,6 @@ def values(dtype: torch.dtype, count: int) -> Tensor:
     return x.to(dtype)
 
 
-def assert_rows_equal(found: Tensor, expected: Tensor) -> None:
-    found, expected = found.cpu(), expected.cpu()
-    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
-    torch.testing.assert_close(
-        found[:, sums].view(torch.float64), expected[:, sums].view(torch.float64), rtol=1e-6, atol=0
-    )
-    found[:, sums] = expected[:, sums] = 0
-    assert torch.equal(found, expected)
-
-
 @each("dtype", DTYPES)
 @each("block", [0, 32])
 def test_measuring(dtype: torch.dtype, block: int) -> None:
@@ -45,7 +36,7 @@ def test_measuring(dtype: torch.dtype, block: int) -> None:
     bank, expected = (kernels.new_bank(len(several), block, device) for device in ("cuda", "cpu"))
     kernels.measure_into([x.cuda() for x in several], bank, rows, block=block)
     kernels.measure_into(several, expected, rows, block=block)
-    assert_rows_equal(bank, expected)
+    assert_same_rows(bank.cpu(), expected, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -65,7 +56,7 @@ def test_updates_and_nonfinite_counts(dtype: torch.dtype) -> None:
         kernels.count_nonfinite_into(here[1], counts, 0)
         results.append((bank, moves.cpu(), counts.cpu()))
     (bank, moves, counts), (expected, expected_moves, expected_counts) = results
-    assert_rows_equal(bank, expected)
+    assert_same_rows(bank.cpu(), expected, 1e-6)
     assert torch.equal(moves[:, :2], expected_moves[:, :2]) and torch.equal(counts, expected_counts)
     sumsq, expected_sumsq = (m[:, 2].view(torch.float64) for m in (moves, expected_moves))
     torch.testing.assert_close(sumsq, expected_sumsq, rtol=1e-6, atol=0, equal_nan=True)
@@ -88,7 +79,7 @@ def test_unscaling(dtype: torch.dtype, scale: float) -> None:
             assert float(found) == flag
             results.append((here, bank))
         (here, bank), (expected, expected_bank) = results
-        assert_rows_equal(bank, expected_bank)
+        assert_same_rows(bank.cpu(), expected_bank, 1e-6)
         for one, other in zip(here, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 

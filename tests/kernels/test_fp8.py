@@ -16,6 +16,7 @@ from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.formats import E4M3, E5M2
 from plimsoll.kernels import backend as _backend, fp8_cast
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 DTYPES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 CODES = list(DTYPES)
@@ -87,16 +88,7 @@ def test_layouts_sizes_and_counts(backend: str, source: torch.dtype, dtype: torc
             kernels.measure_into([part], counted, [0])
         assert torch.equal(bank[0], torch.full_like(bank[0], 5))
         for row in bank[1:]:
-            assert_same_row(row, counted[0])
-
-
-def assert_same_row(found: Tensor, expected: Tensor) -> None:
-    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
-    size = expected.view(torch.float64)[[row_layout.ABSSUM, row_layout.ABSSUM, row_layout.SUMSQ]]
-    off = (found[sums].view(torch.float64) - expected[sums].view(torch.float64)).abs()
-    assert (off <= 1e-12 * size).all()
-    assert torch.equal(found[: row_layout.SUM], expected[: row_layout.SUM])
-    assert torch.equal(found[row_layout.HISTOGRAM :], expected[row_layout.HISTOGRAM :])
+            assert_same_rows(row, counted[0])
 
 
 @each("shape", [(0, 32), (32, 0), (0, 0)])
@@ -121,7 +113,7 @@ def test_threads_share_a_large_matrix_and_count_it_once() -> None:
         torch.set_num_threads(before)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(a), as_bytes(b))
-    assert_same_row(many[0], one[0])
+    assert_same_rows(many[0], one[0])
     assert int(many[0, row_layout.COUNT]) == x.numel()
 
 

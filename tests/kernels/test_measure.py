@@ -13,10 +13,10 @@ from plimsoll import kernels, row_layout
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from plimsoll.kernels.numba_backend.measuring import launch
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
-SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
 
 
@@ -43,11 +43,7 @@ def rows_of(name: str, tensors: list[torch.Tensor], block: int = 0, rows: list[i
 
 def assert_agrees(name: str, tensors: list[torch.Tensor], block: int = 0, rows: list[int] | None = None) -> None:
     expected, found = rows_of("torch", tensors, block, rows), rows_of(name, tensors, block, rows)
-    sums, wanted = found.view(torch.float64)[:, SUMS], expected.view(torch.float64)[:, SUMS]
-    scale = wanted[:, [1, 1, 2]]
-    assert bool(((sums - wanted).abs() <= TOLERANCE[name] * scale).all())
-    found[:, SUMS] = expected[:, SUMS] = 0
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_same_rows(found, expected, TOLERANCE[name])
 
 
 def wide_values(count: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from plimsoll.kernels.operators.cast_spec import (
 from plimsoll.kernels.triton_backend.address_tables import Tables
 from plimsoll.kernels.triton_backend.measuring import launch
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 if not launch.interpreted():
     pytest.skip("TRITON_INTERPRET was not set when triton was imported", allow_module_level=True)
@@ -87,12 +88,7 @@ def check_measure(tensors: list[Tensor], rows: list[int], block: int, accumulate
     expected = found.clone()
     triton_backend.measure(tensors, found, rows, accumulate, block)
     torch_backend.measure(tensors, expected, rows, accumulate, block)
-    sums = slice(row_layout.SUM, row_layout.SUMSQ + 1)
-    got, want = found.view(torch.float64)[:, sums].clone(), expected.view(torch.float64)[:, sums].clone()
-    found[:, sums] = expected[:, sums] = 0
-    assert torch.equal(found, expected), (found != expected).nonzero()[:8].tolist()
-    size = want[:, [1, 1, 2]]  # a sum that cancels is exact relative to the sum of magnitudes
-    assert ((got - want).abs() <= 1e-12 * size).all(), (got, want)
+    assert_same_rows(found, expected)
 
 
 @each("block", [0, 16, 32])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from plimsoll import kernels, row_layout
+from plimsoll import kernels
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import FLOATING
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 BACKENDS = [status.name for status in kernels.report() if status.available]
 FAST = [name for name in BACKENDS if name != "torch"]
-SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 TOLERANCE = {"numba": 1e-12, "triton": 1e-6}
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SCALES = [1.0, 0.5, 2.0**-16, 1 / 3, 3.7, 65536.0, 2.0**100, 2.0**-149, 0.0, -1.0, math.inf, math.nan]
@@ -60,13 +60,6 @@ def assert_same_values(found: Tensor, expected: Tensor) -> None:
     same = found.contiguous().view(integer) == expected.contiguous().view(integer)
     same |= found.isnan() & expected.isnan()  # the payload of a NaN means nothing
     assert bool(same.all()), (found[~same][:5], expected[~same][:5])
-
-
-def assert_same_rows(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    sums, wanted = found.view(torch.float64)[:, SUMS].clone(), expected.view(torch.float64)[:, SUMS].clone()
-    assert bool(((sums - wanted).abs() <= tolerance * wanted[:, [1, 1, 2]]).all())
-    found[:, SUMS] = expected[:, SUMS] = 0
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def assert_agrees(name: str, gradients: list[Tensor], scale: float, rows: list[int] | None = None) -> None:
@@ -331,7 +324,8 @@ def test_the_sweep_for_a_processor_without_three_way_logic(monkeypatch):
                 np.float32(0.3),
             )  # fmt: skip
 
-        arrays = [x.copy(), np.ones((_sweep.PLANES, _sweep.LANES), np.uint32), np.zeros(4, np.uint32), np.zeros(3)]
+        arrays = [x.copy(), np.ones((_sweep.PLANES, _sweep.LANES), np.uint32), np.zeros(4, np.uint32)]
+        arrays.append(np.zeros(_sweep.MOMENTS))
         assert call(*arrays) == 20
         return arrays
 

@@ -11,11 +11,10 @@ from plimsoll import kernels, row_layout
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import EIGHT_BIT, FLOATING
 from tests.support.cases import each
+from tests.support.spectra import assert_same_rows
 
 DTYPES = (*FLOATING, *EIGHT_BIT)
 FAST = [status.name for status in kernels.report() if status.available and status.name != "torch"]
-SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
-NORM = slice(row_layout.OLD_SUMSQ, row_layout.OLD_SUMSQ + 1)
 SPECIAL = [
     0.0,
     -0.0,
@@ -148,12 +147,11 @@ def assert_same_update(
     rows = list(range(len(new))) if rows is None else rows
     found, expected = updated(name, old, new, pushes, rows), updated("torch", old, new, pushes, rows)
     moves = expected[1].clone()
-    for got, want, fields, sizes in ((found[0], expected[0], SUMS, [1, 1, 2]), (found[1], expected[1], NORM, [0])):
-        sums, wanted = got.view(torch.float64)[:, fields], want.view(torch.float64)[:, fields]
-        same = ((sums - wanted).abs() <= 1e-12 * wanted[:, sizes]) | (sums == wanted) | (sums.isnan() & wanted.isnan())
-        assert bool(same.all()), (sums, wanted)
-        got[:, fields] = want[:, fields] = 0
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert_same_rows(found[0], expected[0])
+    norms = (part[1].view(torch.float64)[:, row_layout.OLD_SUMSQ] for part in (found, expected))
+    torch.testing.assert_close(*norms, rtol=1e-12, atol=0, equal_nan=True)
+    found[1][:, row_layout.OLD_SUMSQ] = expected[1][:, row_layout.OLD_SUMSQ] = 0
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
     return moves
 
 
@@ -352,13 +350,11 @@ def test_merged_rows_are_the_row_of_all(name, count):
     with kernels.use(name):
         kernels.merge_rows(target, groups, rows.numpy())
     found = torch.from_numpy(target)
-    torch.testing.assert_close(found.view(torch.float64)[:, SUMS], expected.view(torch.float64)[:, SUMS])
-    found[:, SUMS] = expected[:, SUMS] = 0
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_same_rows(found, expected)
 
 
 def test_merging_rows_refuses():
-    target, rows = np.zeros((3, 288), np.int64), np.zeros((2, 288), np.int64)
+    target, rows = np.zeros((3, 289), np.int64), np.zeros((2, 289), np.int64)
     for groups in ([0, 3], [-1, 0]):
         with pytest.raises(ArgumentError, match="merge_rows: expected groups from 0 to 2"):
             kernels.merge_rows(target, np.array(groups), rows)

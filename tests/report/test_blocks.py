@@ -24,7 +24,7 @@ def written(path: Path, block: int) -> Path:
             measured = [torch.randn(8, 64), torch.randn(8, 64) * torch.exp2(torch.randint(-9, 1, (8, 64)).float())]
             rows, blocks = wide_rows(measured, block or 32), np.full(2, block)
             if not block:
-                rows, blocks = rows[:, :288].copy(), None
+                rows, blocks = rows[:, :289].copy(), None
             writer.write(Batch(step=step, rows=rows, index=np.arange(2), series=ids, blocks=blocks))
     return path
 

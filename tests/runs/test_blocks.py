@@ -215,8 +215,8 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
     unmeasured = copy.deepcopy(rows)
     unmeasured[:, row_layout.NARROW :] = 0
     for fields, message in (
-        ({"blocks": None}, r"expected rows int64\[n, 288\]; got int64\[6, 848\]"),
-        ({"rows": making.rows_of(tensors())}, r"expected rows int64\[n, 848\]; got int64\[6, 288\]"),
+        ({"blocks": None}, r"expected rows int64\[n, 289\]; got int64\[6, 848\]"),
+        ({"rows": making.rows_of(tensors())}, r"expected rows int64\[n, 848\]; got int64\[6, 289\]"),
         ({"blocks": np.full(5, 32)}, r"expected one block length per entry, 0 for none; got int64\[5\]"),
         ({"blocks": np.full(6, -1)}, "expected one block length per entry"),
         ({"rows": unmeasured}, "expected rows that were measured in blocks; got one that was not, with 32"),

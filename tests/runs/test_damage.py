@@ -116,7 +116,8 @@ def test_a_bit_that_flips_in_a_manifest_is_seen(path: Path) -> None:
     ("column", "value"),
     [("lowest", -30000), ("lowest", 120), ("lowest", None), ("count", -1), ("zeros", 2**62), ("scale", 0.0),
      ("scale", float("nan")), ("step", 10**9), ("format", "nonsense"), ("binades", [1] * 300), ("binades", [-1]),
-     ("name", None), ("name", "x" * 70_000), ("absmin", -1.0), ("max", -5.0), ("sumsq", -1.0)],
+     ("name", None), ("name", "x" * 70_000), ("absmin", -1.0), ("max", -5.0), ("sumsq", -1.0),
+     ("sumfourth", -1.0)],
     ids=lambda value: repr(value)[:20],
 )  # fmt: skip
 def test_a_column_that_cannot_be_true_costs_the_part(path: Path, column: str, value: object) -> None:

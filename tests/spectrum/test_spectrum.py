@@ -18,13 +18,13 @@ from plimsoll.spectrum import BlockRecord, Grid, Source, Spectrum, measure
 from tests.support.cases import each
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SPECIAL = (0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-24, 1.0)
+SPECIAL = (0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-11, 1.0)
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Whole multiples of 2^-24 below 2^16, and the special values: their sums are exact in any order."""
-    element = st.one_of(st.sampled_from(SPECIAL), st.integers(-(2**11), 2**11).map(lambda n: n * 2.0**-10))
+    """Whole multiples of 2^-11 up to 1, and the special values: sums of their fourth powers are exact in any order."""
+    element = st.one_of(st.sampled_from(SPECIAL), st.integers(-(2**10), 2**10).map(lambda n: n * 2.0**-10))
     values = draw(st.lists(element, max_size=12))
     return torch.tensor(values, dtype=torch.float64).to(draw(st.sampled_from(DTYPES)))
 
@@ -86,7 +86,7 @@ def test_the_dictionary_holds_every_field_with_every_field_non_default() -> None
     assert s.blocks is not None
     assert all(np.any(getattr(s.blocks, field.name)) for field in dataclasses.fields(BlockRecord))
     assert Spectrum.from_dict(json.loads(json.dumps(s.to_dict(), allow_nan=False))) == s
-    assert s.to_dict()["version"] == 1
+    assert s.to_dict()["version"] == 2
 
 
 def test_equality_sees_every_field() -> None:
@@ -103,7 +103,18 @@ def test_fields_are_plain_python_and_binades_cannot_be_written() -> None:
     for field in dataclasses.fields(Spectrum):
         if field.name not in ("binades", "source", "blocks", "grid"):
             assert type(getattr(s, field.name)) in (int, float), field.name
-    for name in ("mean", "std", "rms", "norm", "absmean", "zero_fraction", "nonfinite", "finite", "nonzero"):
+    for name in (
+        "mean",
+        "std",
+        "rms",
+        "norm",
+        "absmean",
+        "zero_fraction",
+        "nonfinite",
+        "finite",
+        "nonzero",
+        "kurtosis",
+    ):
         assert type(getattr(s, name)) in (int, float), name
     with pytest.raises(ValueError, match="read-only"):
         s.binades[0] = 1
@@ -116,11 +127,12 @@ def test_values_of_known_tensors() -> None:
     s = measure(torch.tensor([0.0, 1.0, -3.0, 0.5, math.nan, math.inf, -math.inf, -math.inf, -0.0]))
     assert (s.count, s.zeros, s.nans, s.pos_infs, s.neg_infs) == (9, 2, 1, 1, 2)
     assert (s.min, s.max, s.absmin, s.absmax) == (-3.0, 1.0, 0.5, 3.0)
-    assert (s.sum, s.abssum, s.sumsq) == (-1.5, 4.5, 10.25)
+    assert (s.sum, s.abssum, s.sumsq, s.sumfourth) == (-1.5, 4.5, 10.25, 82.0625)
     assert (s.finite, s.nonzero, s.nonfinite) == (5, 3, 4)
     assert (s.mean, s.absmean, s.rms, s.norm) == (-0.3, 0.9, math.sqrt(2.05), math.sqrt(10.25))
     assert s.std == pytest.approx(np.std([0.0, 1.0, -3.0, 0.5, 0.0]))
     assert s.zero_fraction == 2 / 9
+    assert s.kurtosis == pytest.approx(82.0625 / 5 / 2.05**2, rel=1e-15)
     assert {i - 149: int(n) for i, n in enumerate(s.binades) if n} == {-1: 1, 0: 1, 1: 1}
 
 
@@ -165,6 +177,57 @@ def test_std_of_equal_and_of_huge_values() -> None:
     assert Spectrum.from_dict(json.loads(json.dumps(huge.to_dict(), allow_nan=False))) == huge
 
 
+@each(
+    ("values", "expected"),
+    [
+        ([0.1] * 7, 1.0),
+        ([-3.0, 3.0, 3.0], 1.0),
+        ([5.0] + [0.0] * 99, 100.0),
+        ([1.0, 2.0], 2 * 17 / 25),
+        ([1.0, 2.0, math.nan, -math.inf], 2 * 17 / 25),
+        ([2.0**-126, 2.0**127], 2.0),
+        ([], math.nan),
+        ([0.0, -0.0], math.nan),
+        ([math.nan, math.inf], math.nan),
+    ],
+)
+def test_kurtosis(values: list[float], expected: float) -> None:
+    for factor in (1.0, 2.0**-20, 3.0):
+        found = measure(torch.tensor(values, dtype=torch.float64) * factor).kurtosis
+        assert found == pytest.approx(expected, rel=1e-14, nan_ok=True) and not found < 1
+
+
+def test_kurtosis_of_normal_values_is_three() -> None:
+    count = 100_000
+    found = measure(torch.randn(count, generator=torch.Generator().manual_seed(0))).kurtosis
+    assert abs(found - 3) < 5 * math.sqrt(24 / count)  # five standard errors
+
+
+def test_kurtosis_is_not_known_where_fourth_powers_leave_the_range() -> None:
+    for size in (1e78, 1e-82):
+        s = measure(torch.tensor([size, 3 * size], dtype=torch.float64))
+        assert math.isnan(s.kurtosis) and s.rms == pytest.approx(size * math.sqrt(5))
+    assert measure(torch.tensor([1e76, 3e76], dtype=torch.float64)).kurtosis == pytest.approx(41 / 25)
+
+
+def test_spectra_of_version_1_are_read_without_fourth_powers() -> None:
+    s = full()
+    old = {name: value for name, value in s.to_dict().items() if name != "sumfourth"} | {"version": 1}
+
+    class OfVersion1:
+        def __reduce__(self) -> tuple[object, tuple[object]]:
+            return Spectrum.from_dict, (old,)
+
+    for again in (Spectrum.from_dict(old), pickle.loads(pickle.dumps(OfVersion1()))):
+        assert math.isnan(again.sumfourth) and math.isnan(again.kurtosis)
+        assert dataclasses.replace(again, sumfourth=s.sumfourth) == s
+        assert Spectrum.from_dict(json.loads(json.dumps(again.to_dict(), allow_nan=False))) == again
+        assert math.isnan((again + s).sumfourth) and (again + s).sumsq == 2 * s.sumsq
+        assert again.to_dict()["version"] == 2
+    with pytest.raises(ArgumentError, match="expected version 2; got version=1"):
+        Spectrum.from_dict({**old, "sumfourth": 1.0})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_subnormals_have_binades_of_their_own(dtype: torch.dtype) -> None:
     lowest = -149 if dtype == torch.float32 else -133
@@ -184,7 +247,9 @@ def test_from_row_reads_every_word() -> None:
     bank = torch.zeros((2, row_layout.WIDE), dtype=torch.int64)
     torch_backend.measure([torch.tensor([[1.0, -4.0, 0.0, 0.5]])], bank, [1], True, 16)
     s = Spectrum.from_row(bank.numpy()[1], Source("bf16"), 16)
-    assert (s.count, s.zeros, s.min, s.max, s.absmin, s.sum, s.sumsq) == (4, 1, -4.0, 1.0, 0.5, -2.5, 17.25)
+    assert (s.count, s.zeros, s.min, s.max, s.absmin, s.sum, s.sumsq, s.sumfourth) == (
+        4, 1, -4.0, 1.0, 0.5, -2.5, 17.25, 257.0625
+    )  # fmt: skip
     assert s.source == Source("bf16") and s.grid == Source("bf16").grid
     assert s.blocks is not None
     assert (s.blocks.block, s.blocks.blocks, s.blocks.depths[:4].tolist()) == (16, 1, [1, 0, 1, 1])
@@ -194,11 +259,11 @@ def test_from_row_reads_every_word() -> None:
 
 
 def test_from_row_refuses_other_rows() -> None:
-    with pytest.raises(ArgumentError, match=r"expected int64 words of shape \(288,\) for block=None; got float64"):
-        Spectrum.from_row(np.zeros(288))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"shape \(848,\) for block=32; got int64 of shape \(288,\)"):
-        Spectrum.from_row(np.zeros(288, dtype=np.int64), None, 32)
-    damaged = np.zeros(288, dtype=np.int64)
+    with pytest.raises(ArgumentError, match=r"expected int64 words of shape \(289,\) for block=None; got float64"):
+        Spectrum.from_row(np.zeros(289))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"shape \(848,\) for block=32; got int64 of shape \(289,\)"):
+        Spectrum.from_row(np.zeros(289, dtype=np.int64), None, 32)
+    damaged = np.zeros(289, dtype=np.int64)
     damaged[row_layout.COUNT] = 3
     with pytest.raises(ArgumentError, match=r"Spectrum.from_row: expected zeros \+ nans .* against count=3"):
         Spectrum.from_row(damaged)
@@ -269,8 +334,8 @@ def nested(part: str, **changes: object) -> dict[str, object]:
     ("data", "message"),
     [
         ("text", "expected a dictionary as to_dict writes it; got str"),
-        ({}, "expected version 1; got version=None. Another version of plimsoll wrote it"),
-        (bad(version=2), "expected version 1; got version=2"),
+        ({}, "expected version 2; got version=None. Another version of plimsoll wrote it"),
+        (bad(version=3), "expected version 2; got version=3"),
         (bad(extra=1), r"expected the keys that to_dict writes; got missing=\[\], unknown=\['extra'\]"),
         ({k: v for k, v in full().to_dict().items() if k != "sum"}, r"got missing=\['sum'\], unknown=\[\]"),
         (

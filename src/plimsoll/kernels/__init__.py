@@ -188,7 +188,7 @@ def add_rows(bank: Tensor, targets: Sequence[int], rows: Tensor) -> None:
 
 def add_rows_by_torch(bank: Tensor, targets: Tensor, rows: Tensor) -> None:
     """Do what `add_rows` does with torch's own operators, on any device."""
-    extremes, sums = slice(row_layout.POSITIVE, row_layout.SUM), slice(row_layout.SUM, row_layout.HISTOGRAM)
+    extremes, sums = row_layout.EXTREMES, row_layout.SUMS
     for part in (slice(0, row_layout.POSITIVE), slice(row_layout.HISTOGRAM, None)):
         bank[:, part].index_add_(0, targets, rows[:, part])
     bank.view(torch.float64)[:, sums].index_add_(0, targets, rows.view(torch.float64)[:, sums])

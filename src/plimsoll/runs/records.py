@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         step: The step.
-        rows: int64[n, 288], rows of a bank (`plimsoll.row_layout`). int64[n, 848] with `blocks`.
+        rows: int64[n, 289], rows of a bank (`plimsoll.row_layout`). int64[n, 848] with `blocks`.
         index: Row of each entry. Several entries may have one row (a tensor that is recorded twice).
         series: Series of each entry, as `RunWriter.series` returns it. Entries of one series are merged.
         scales: Factor of the stored values over the true ones, per entry. None: all 1.

@@ -26,6 +26,7 @@ class SpectrumRecord:
     sum: float
     abssum: float
     sumsq: float
+    sumfourth: float
     source: Source | None = None
     blocks: BlockRecord | None = None
     grid: Grid | None = None

@@ -1,7 +1,8 @@
 """Spectra as JSON-able dictionaries, and the checks on data that come from outside.
 
-Version 1. Every field is there, always. A float is a JSON number, or "nan", "inf", "-inf", which JSON has no number
-for. Arrays of counts are lists of pairs: exponent (or depth) and count, ascending, without the empty ones.
+Version 2. Every field is there, always. Version 1 had no `sumfourth`, which is NaN for it. A float is a JSON number, or
+"nan", "inf", "-inf", which JSON has no number for. Arrays of counts are lists of pairs: exponent (or depth) and count,
+ascending, without the empty ones.
 """
 
 import math
@@ -19,9 +20,9 @@ from plimsoll.spectrum.record import SpectrumRecord
 from plimsoll.spectrum.source_format import Grid, Source
 
 Record = TypeVar("Record", bound=SpectrumRecord)
-VERSION = 1
+VERSION = 2
 _READING = "Spectrum.from_dict"
-_FLOATS = ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq")
+_FLOATS = ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq", "sumfourth")
 _FIELDS = ("version", "count", "zeros", "nans", "pos_infs", "neg_infs", "binades", *_FLOATS, "source", "blocks", "grid")
 _SOURCE_FIELDS = ("format", "scale")
 _GRID_FIELDS = ("mantissa_bits", "quantum_exponent")
@@ -67,6 +68,7 @@ def from_dict(data: object, blank: Record) -> Record:
         sum=reader.number("sum"),
         abssum=reader.number("abssum"),
         sumsq=reader.number("sumsq"),
+        sumfourth=reader.number("sumfourth"),
         source=None if source is None else _to_source(source),
         blocks=None if blocks is None else _to_blocks(blocks),
         grid=None if grid is None else _to_grid(grid),
@@ -168,6 +170,8 @@ class _Reader:
             self._fail(f"a dictionary as to_dict writes it; got {type(data).__name__}")
         self._data = cast("dict[object, object]", data)
         expected = set[object](fields)
+        if "version" in expected and self._data.get("version") == 1 and "sumfourth" not in self._data:
+            self._data = {**self._data, "version": VERSION, "sumfourth": "nan"}
         if "version" in expected and self._data.get("version") != VERSION:
             self._fail(
                 f"version {VERSION}; got version={self._data.get('version')!r}. "

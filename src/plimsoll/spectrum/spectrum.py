@@ -2,10 +2,11 @@
 
 A spectrum is plain data (integers, floats and one read-only array), independent of the tensor it came from. Merging
 two adds their counts and sums and joins their extremes, so it does not matter in which order, on which rank or at which
-step the parts were measured. Counts and extremes merge exactly; the three sums are float64 and merge to its rounding.
+step the parts were measured. Counts and extremes merge exactly; the four sums are float64 and merge to its rounding.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +33,9 @@ class Spectrum(SpectrumRecord):
       below or above that range are in the first and the last binade.
     - `min`, `max`, `absmin` (of the nonzero values) and `absmax`, of the finite values. Exact; never -0. NaN where
       there is none to speak of: all four without finite values, `absmin` also where all of them are zero.
-    - `sum`, `abssum`, `sumsq`, over the finite values, in float64; 0 for none. Float64 tensors can take them to Inf.
+    - `sum`, `abssum`, `sumsq`, `sumfourth`, over the finite values (of them, their magnitudes, squares and fourth
+      powers), in float64; 0 for none. Float64 tensors can take them to Inf. `sumfourth` is NaN where it was not
+      recorded, in spectra of older versions and in sums with these.
     - `source`: the narrowest format the values passed through, None if unknown. `grid`: the numbers they can be, None
       if unknown or if there are no nonzero finite ones.
     - `blocks`: the block record; None where none was measured, where two block lengths were merged, and for no values.
@@ -97,6 +100,19 @@ class Spectrum(SpectrumRecord):
     def norm(self) -> float:
         """Euclidean norm of the finite values; 0 for none."""
         return math.sqrt(self.sumsq)
+
+    @property
+    def kurtosis(self) -> float:
+        """Mean fourth power of the finite values over their squared mean square; NaN where it is not known.
+
+        About zero, not about the mean. 1 for values of one magnitude, 3 for normal ones, and about n where one value of
+        n exceeds all others by far. It does not depend on a scale. NaN without nonzero finite values, where fourth
+        powers were not recorded, and where their sum leaves float64's range (values of about 1e77 and 1e-77).
+        """
+        if not sys.float_info.min <= self.sumfourth < math.inf:
+            return math.nan
+        # The ratio of two means of squares, since the square of one could leave the range.
+        return max(self.sumfourth / self.sumsq / (self.sumsq / self.finite), 1.0)
 
     @property
     def std(self) -> float:
@@ -208,7 +224,7 @@ class Spectrum(SpectrumRecord):
         return (self.count, self.zeros, self.nans, self.pos_infs, self.neg_infs)
 
     def _floats(self) -> tuple[float, ...]:
-        return (self.min, self.max, self.absmin, self.absmax, self.sum, self.abssum, self.sumsq)
+        return (self.min, self.max, self.absmin, self.absmax, self.sum, self.abssum, self.sumsq, self.sumfourth)
 
     def _provenance(self) -> tuple[object, ...]:
         return (self.source, self.blocks, self.grid)
@@ -217,6 +233,7 @@ class Spectrum(SpectrumRecord):
 _EMPTY = Spectrum(
     count=0, zeros=0, nans=0, pos_infs=0, neg_infs=0, binades=_NO_BINADES,
     min=math.nan, max=math.nan, absmin=math.nan, absmax=math.nan, sum=0.0, abssum=0.0, sumsq=0.0,
+    sumfourth=0.0,
 )  # fmt: skip
 
 
@@ -226,7 +243,7 @@ def _decode(row: NDArray[np.int64], source: Source | None, block: int) -> Spectr
     nearest_bits = np.array([row_layout.ABSMIN_TOP], dtype=np.int64) - row[row_layout.NEAREST]
     positive, negative = (float(x) for x in row[row_layout.POSITIVE : row_layout.NEGATIVE + 1].view(np.float64))
     absmin = float(nearest_bits.view(np.float64)[0]) if row[row_layout.NEAREST] else math.nan
-    total, abssum, sumsq = (float(x) for x in row[row_layout.SUM : row_layout.SUMSQ + 1].view(np.float64))
+    total, abssum, sumsq, sumfourth = (float(x) for x in row[row_layout.SUMS].view(np.float64))
     return Spectrum(
         count=count,
         zeros=zeros,
@@ -241,6 +258,7 @@ def _decode(row: NDArray[np.int64], source: Source | None, block: int) -> Spectr
         sum=total,
         abssum=abssum,
         sumsq=sumsq,
+        sumfourth=sumfourth,
         source=source,
         blocks=BlockRecord.from_row(row, block) if block and count else None,
     )

@@ -45,11 +45,12 @@ def _count(x: Tensor, row: Tensor, block: int) -> None:
             torch.where(nonzero & negative, bits, 0).max(),
             torch.where(nonzero, row_layout.ABSMIN_TOP - bits, 0).max(),
         )
-        keys = row[row_layout.POSITIVE : row_layout.NEAREST + 1]
+        keys = row[row_layout.EXTREMES]
         keys.copy_(torch.maximum(keys, torch.stack(extremes)))
     finite_values = torch.where(finite, values, 0.0)
-    sums = row.view(torch.float64)[row_layout.SUM : row_layout.SUMSQ + 1]
-    sums += torch.stack((finite_values.sum(), finite_values.abs().sum(), (finite_values * finite_values).sum()))
+    squares = finite_values * finite_values
+    sums = (finite_values.sum(), finite_values.abs().sum(), squares.sum(), (squares * squares).sum())
+    row.view(torch.float64)[row_layout.SUMS] += torch.stack(sums)
     _tally(row, row_layout.HISTOGRAM, (_binades(bits) - row_layout.LOWEST_BINADE)[nonzero])
     if block:
         _measure_blocks(row, bits.reshape(x.shape), block)
@@ -134,8 +135,6 @@ def unscale(
         gradient.copy_(product)
 
 
-_EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
-_SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 _COUNTS = (slice(0, row_layout.POSITIVE), slice(row_layout.HISTOGRAM, None))
 
 
@@ -148,8 +147,8 @@ def merge_rows(target: NDArray[np.int64], groups: NDArray[np.int64], rows: NDArr
     rows = rows[order]
     for fields in _COUNTS:
         target[groups_present, fields] += np.add.reduceat(rows[:, fields], starts, axis=0)
-    target[groups_present, _EXTREMES] = np.maximum(
-        target[groups_present, _EXTREMES], np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
+    target[groups_present, row_layout.EXTREMES] = np.maximum(
+        target[groups_present, row_layout.EXTREMES], np.maximum.reduceat(rows[:, row_layout.EXTREMES], starts, axis=0)
     )
-    sums = np.add.reduceat(rows.view(np.float64)[:, _SUMS], starts, axis=0)
-    target.view(np.float64)[groups_present, _SUMS] += sums
+    sums = np.add.reduceat(rows.view(np.float64)[:, row_layout.SUMS], starts, axis=0)
+    target.view(np.float64)[groups_present, row_layout.SUMS] += sums

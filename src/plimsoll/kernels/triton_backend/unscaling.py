@@ -64,7 +64,7 @@ def _unscale(
     factor = tl.load(inverse)
     bad = tl.zeros((_THREADS,), tl.int32)
     valid = tl.zeros((), tl.int64)
-    window, base, counted, positive, negative, nearest, total, absolute, squares = begin(WIDE)
+    state = begin(WIDE)
     for tile in range(first, last):
         raw, loaded = load(address, head, length, 0, 0, tile, POINTEE, ITEM, 0, TILE)
         bits = input_bits.decode(raw, KIND)
@@ -76,12 +76,9 @@ def _unscale(
         _store(address, head, length, tile, result, POINTEE, ITEM, TILE)
         if WIDTH:
             valid += loaded
-            window, base, counted, positive, negative, nearest, total, absolute, squares = tally(
-                counters, bits, window, base, counted, positive, negative, nearest, total, absolute, squares,
-                WIDE, ITEM, TILE,
-            )  # fmt: skip
+            state = tally(counters, bits, state, WIDE, ITEM, TILE)
     if WIDTH:
-        finish(counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, WIDE)
+        finish(counters, valid, state, WIDE)
     if tl.max(bad) > 0:
         tl.store(flag, 1.0)
 

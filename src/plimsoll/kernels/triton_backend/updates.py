@@ -74,7 +74,7 @@ def _update(
     norm = tl.zeros((_THREADS,), tl.float64)
     pushed = tl.zeros((_THREADS,), tl.int32)
     unmoved = tl.zeros((_THREADS,), tl.int32)
-    window, base, counted, positive, negative, nearest, total, absolute, squares = begin(WIDE)
+    state = begin(WIDE)
     for tile in range(first, last):
         whole = aligned & ((tile + 1) * TILE <= length)
         before = input_bits.decode(_load(old, tile, length, whole, POINTEE, TILE), KIND)
@@ -86,12 +86,9 @@ def _update(
         weights = input_bits.to_double(before, WIDE)
         norm += by_thread(weights * weights, ITEM, TILE)
         bits = _difference(before, after, WIDE)
-        window, base, counted, positive, negative, nearest, total, absolute, squares = tally(
-            counters, bits, window, base, counted, positive, negative, nearest, total, absolute, squares,
-            WIDE, ITEM, TILE,
-        )  # fmt: skip
+        state = tally(counters, bits, state, WIDE, ITEM, TILE)
     valid = tl.minimum(last * TILE, length) - first * TILE
-    finish(counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, WIDE)
+    finish(counters, valid, state, WIDE)
     if MASK:
         tl.atomic_add(moved + _PUSHED, tl.sum(pushed.to(tl.int64)), sem="relaxed")
         tl.atomic_add(moved + _UNMOVED, tl.sum(unmoved.to(tl.int64)), sem="relaxed")

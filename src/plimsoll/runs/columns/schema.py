@@ -20,7 +20,8 @@ KINDS: tuple[Kind, ...] = ("spectra", "scalars", "events")
 
 COUNTS = ("count", "zeros", "nans", "pos_infs", "neg_infs")
 EXTREMES = ("min", "max", "absmin", "absmax")
-SUMS = ("sum", "abssum", "sumsq")
+SUMS = ("sum", "abssum", "sumsq", "sumfourth")
+ADDED = ("sumfourth",)  # columns that parts of older versions lack: null there
 BLOCK_COUNTS = ("blocks", "zero_blocks", "nonfinite_blocks", "poisoned")
 
 _WORDS: list[tuple[str, Any]] = [("collection", pa.string()), ("name", pa.string()), ("format", pa.string())]

@@ -1,6 +1,6 @@
 """Statistics rows as Arrow columns, columns as rows again, and rows as spectra.
 
-A row has 288 numbers, or 848 with a block record (`plimsoll.row_layout`). As columns, its binades are trimmed
+A row has 289 numbers, or 848 with a block record (`plimsoll.row_layout`). As columns, its binades are trimmed
 to the occupied ones, which takes about a sixth of the memory. Columns become the same rows again, except for the sign
 of a sum that is zero.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.columns.arrow import Array, Table, array, pa, values_of
-from plimsoll.runs.columns.schema import BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
+from plimsoll.runs.columns.schema import ADDED, BLOCK_COUNTS, COUNTS, EXTREMES, SUMS, Series, words
 from plimsoll.runs.columns.step_table import StepTable
 from plimsoll.runs.records import ERRORS, EXTRAS
 from plimsoll.spectrum import Source, Spectrum
@@ -40,7 +40,7 @@ def columns_of(steps: int | Counts, table: StepTable) -> Table:
         "series": array(table.series),
         **{name: array(head[i]) for i, name in enumerate(COUNTS)},
         **{name: _nullable(values) for name, values in zip(EXTREMES, _extremes(head), strict=True)},
-        **{name: array(head[row_layout.SUM + i].view(np.float64)) for i, name in enumerate(SUMS)},
+        **{name: _sum(name, head[row_layout.SUM + i].view(np.float64)) for i, name in enumerate(SUMS)},
         "scale": array(table.scales),
         "lowest": array(first, missing=lengths == 0),
         "binades": binades,
@@ -214,6 +214,10 @@ def _extremes(head: Counts) -> Sequence[NDArray[np.float64]]:
     low = np.where(negative > 0, -negative, np.where(zeros, 0.0, absmin))
     high = np.where(positive > 0, positive, np.where(zeros, 0.0, -absmin))
     return low, high, absmin, np.where(finite, np.maximum(positive, negative), np.nan)
+
+
+def _sum(name: str, values: NDArray[np.float64]) -> Array:
+    return _nullable(values) if name in ADDED else array(values)
 
 
 def _nullable(values: NDArray[np.float64]) -> Array:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from plimsoll.runs.columns import row_order
 from plimsoll.runs.columns.arrow import Table, values_of
-from plimsoll.runs.columns.schema import COUNTS, EXTREMES, SUMS
+from plimsoll.runs.columns.schema import ADDED, COUNTS, EXTREMES, SUMS
 from plimsoll.runs.columns.spectrum_columns import numbers
 from plimsoll.runs.records import EXTRAS
 from plimsoll.spectrum import error_sums
@@ -16,7 +16,7 @@ Columns = dict[str, NDArray[np.float64]]
 
 COLUMNS = (*COUNTS, *EXTREMES, *SUMS, "scale", *EXTRAS)
 # The power of the scale that a column carries.
-_POWERS = {**dict.fromkeys((*EXTREMES, "sum", "abssum"), 1), "sumsq": 2, **error_sums.POWERS}
+_POWERS = {**dict.fromkeys((*EXTREMES, "sum", "abssum"), 1), "sumsq": 2, "sumfourth": 4, **error_sums.POWERS}
 _LOWEST, _HIGHEST = ("min", "absmin"), ("max", "absmax", "largest_error")
 
 
@@ -71,8 +71,15 @@ def _directions(c: Columns) -> NDArray[np.float64]:
     return error_sums.directions(*(c[name] for name in names))
 
 
+def _kurtosis(c: Columns) -> NDArray[np.float64]:
+    """As in `Spectrum.kurtosis`."""
+    fourths = c["sumfourth"]
+    known = (fourths >= np.finfo(np.float64).tiny) & (fourths < np.inf)
+    return np.where(known, np.maximum(fourths / c["sumsq"] / (c["sumsq"] / _finite(c)), 1.0), np.nan)
+
+
 STATISTICS: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
-    **{name: (lambda c, name=name: c[name]) for name in (*COUNTS, *EXTREMES, *SUMS, "scale")},
+    **{name: (lambda c, name=name: c[name]) for name in (*COUNTS, *EXTREMES, *SUMS, "scale") if name not in ADDED},
     "nonfinite": _nonfinite,
     "finite": _finite,
     "nonzero": lambda c: _finite(c) - c["zeros"],
@@ -85,6 +92,8 @@ STATISTICS: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
 }
 # Those that only some series have; steps without one are left out.
 BESIDE: Mapping[str, Callable[[Columns], NDArray[np.float64]]] = {
+    "sumfourth": lambda c: c["sumfourth"],
+    "kurtosis": _kurtosis,
     "ratio": lambda c: np.sqrt(c["sumsq"]) / c["weight_norm"],
     "weight_norm": lambda c: c["weight_norm"],
     "pushed": lambda c: c["pushed"],

@@ -15,8 +15,6 @@ from plimsoll import row_layout
 from plimsoll.errors import ArgumentError
 from plimsoll.runs.records import EXTRAS, Batch
 
-_EXTREMES = slice(row_layout.POSITIVE, row_layout.NEAREST + 1)
-_SUMS = slice(row_layout.SUM, row_layout.SUMSQ + 1)
 _NORM, _LARGEST = EXTRAS.index("weight_norm"), EXTRAS.index("largest_error")
 
 
@@ -27,7 +25,7 @@ class StepTable:
     Attributes:
         series: Number of each row's series.
         scales: Factor of the stored values over the true ones.
-        rows: Statistics rows, int64[n, 288], or int64[n, 848] with block records.
+        rows: Statistics rows, int64[n, 289], or int64[n, 848] with block records.
         extras: float64[n, 14], a column for each of `EXTRAS`, NaN for none.
         blocks: Block length of each record, 0 for none. None for narrow rows.
     """
@@ -123,10 +121,10 @@ def merged_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Return rows merged group by group, and their block lengths. A group reaches from one of `starts` to the next."""
     result = np.add.reduceat(rows, starts, axis=0)
-    result[:, _EXTREMES] = np.maximum.reduceat(rows[:, _EXTREMES], starts, axis=0)
-    sums = np.ascontiguousarray(rows[:, _SUMS]).view(np.float64)
+    result[:, row_layout.EXTREMES] = np.maximum.reduceat(rows[:, row_layout.EXTREMES], starts, axis=0)
+    sums = np.ascontiguousarray(rows[:, row_layout.SUMS]).view(np.float64)
     with np.errstate(all="ignore"):  # sums of float64 tensors may be infinite, of either sign
-        result[:, _SUMS] = np.add.reduceat(sums, starts, axis=0).view(np.int64)
+        result[:, row_layout.SUMS] = np.add.reduceat(sums, starts, axis=0).view(np.int64)
     if blocks is None:
         return result, None
     agreed = _agreed(rows, blocks, starts)

@@ -220,6 +220,7 @@ class Run:
             name: Name of the tensor.
             statistic: A property of `Spectrum` that is a number, or one of these.
                 "scale": factor of the stored values.
+                "kurtosis", "sumfourth": as of `Spectrum`, where they were recorded.
                 "ratio": norm divided by the weights' norm (of updates).
                 "pushed": number of values that were to move (of updates).
                 "unmoved": share of those that did not move (of updates).

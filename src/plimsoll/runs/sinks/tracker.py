@@ -60,8 +60,8 @@ def load(module: str) -> Any:
 
 # All properties and fields of a spectrum that are numbers.
 STATISTICS = (
-    "absmax", "absmean", "absmin", "abssum", "count", "finite", "max", "mean", "min", "nans", "neg_infs", "nonfinite",
-    "nonzero", "norm", "pos_infs", "rms", "std", "sum", "sumsq", "zero_fraction", "zeros",
+    "absmax", "absmean", "absmin", "abssum", "count", "finite", "kurtosis", "max", "mean", "min", "nans", "neg_infs",
+    "nonfinite", "nonzero", "norm", "pos_infs", "rms", "std", "sum", "sumfourth", "sumsq", "zero_fraction", "zeros",
 )  # fmt: skip
 # The other statistics are of finite values only: without `nonfinite`, a tensor that is half NaN looks healthy.
 DEFAULT_STATISTICS = ("absmax", "absmean", "mean", "std", "norm", "min", "max", "zero_fraction", "nonfinite")

@@ -13,7 +13,7 @@ from plimsoll import row_layout
 from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.runs.columns.arrow import Table, pa, pc, values_of
-from plimsoll.runs.columns.schema import BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, WIDE
+from plimsoll.runs.columns.schema import ADDED, BLOCK_COLUMNS, BLOCK_COUNTS, COUNTS, EXTREMES, SCHEMAS, WIDE
 from plimsoll.runs.columns.spectrum_columns import list_items, numbers
 from plimsoll.runs.records import EXTRAS
 from plimsoll.runs.storage.limits import EVENT_BYTES, RANGES, DamageError, check_depth, from_json
@@ -26,7 +26,7 @@ _LENGTHS = (0, row_layout.BINADES)
 _WORD_BYTES = 1 << 16
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*COUNTS, *BLOCK_COUNTS), RANGES["count"]),
-    **dict.fromkeys(("absmin", "absmax", "abssum", "sumsq", *EXTRAS), _MAGNITUDE),
+    **dict.fromkeys(("absmin", "absmax", "abssum", "sumsq", *ADDED, *EXTRAS), _MAGNITUDE),
     **dict.fromkeys(("error", "reference", "error_reference"), (-float("inf"), float("inf"))),
     "scale": _POSITIVE,
     "lowest": _BINADES,
@@ -34,7 +34,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "block": (1, 1 << 30),
     "time": (-(1 << 53), 1 << 53),
 }
-_NULLABLE = frozenset({*EXTREMES, *EXTRAS, "lowest", *BLOCK_COLUMNS})
+_NULLABLE = frozenset({*EXTREMES, *ADDED, *EXTRAS, "lowest", *BLOCK_COLUMNS})
 _NEVER_NAN = ("scale", "time")
 _LISTS = ("binades", "depths", "maxima")
 _WORDS = ("collection", "name", "format", "kind")

@@ -11,7 +11,7 @@ from typing import Any
 
 from plimsoll.errors import RunError
 from plimsoll.runs.columns.arrow import ParquetFile, ParquetWriter, Table, pa, pq
-from plimsoll.runs.columns.schema import SCHEMA, Kind
+from plimsoll.runs.columns.schema import ADDED, SCHEMA, SCHEMAS, Kind
 from plimsoll.runs.storage import atomic_files
 from plimsoll.runs.storage.column_checks import checked
 from plimsoll.runs.storage.limits import DamageError
@@ -26,7 +26,7 @@ ROW_GROUP = 4096
 WORDS = {"spectra": ("collection", "name", "format"), "scalars": ("name",), "events": ("kind",)}
 _DICTIONARIES = {**WORDS, "spectra": (*WORDS["spectra"], "scale")}
 _SPLIT = {
-    "spectra": ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq"),
+    "spectra": ("min", "max", "absmin", "absmax", "sum", "abssum", "sumsq", "sumfourth"),
     "scalars": ("value",),
     "events": (),
 }
@@ -154,7 +154,7 @@ def _check_sizes(part: Part, metadata: Any, size_bytes: int) -> None:
 
 
 def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence[int] | None = None) -> Table:
-    """Return checked columns of a part, of some row groups or all.
+    """Return checked columns of a part, of some row groups or all. Columns that it is too old to have are null.
 
     Types are those of the part's kind, except for words that the file was opened to give as dictionaries.
 
@@ -162,11 +162,16 @@ def read(file: ParquetFile, part: Part, columns: Sequence[str], groups: Sequence
         DamageError: A column's values cannot be true.
     """
     chosen = range(file.num_row_groups) if groups is None else groups
-    table = file.read_row_groups([*chosen], columns=[*columns]).select([*columns])
+    lacking = [name for name in columns if name in ADDED and name not in file.schema_arrow.names]
+    there = [name for name in columns if name not in lacking]
+    table = file.read_row_groups([*chosen], columns=there).select(there)
+    for name in lacking:
+        field = SCHEMAS[part.kind].field(name)
+        table = table.append_column(field, pa.nulls(len(table), field.type))
     rows = sum(file.metadata.row_group(i).num_rows for i in chosen)
     if len(table) != rows:
         raise DamageError(f"{len(table)} rows, where its footer has {rows}")
-    return checked(table, part)
+    return checked(table.select([*columns]), part)
 
 
 def groups_with(file: ParquetFile, bounds: Mapping[str, tuple[Any, Any]]) -> list[int]:

@@ -14,7 +14,7 @@ from tests.support.patience import HANG_SECONDS
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 EXACT = ("count", "zeros", "nans", "pos_infs", "neg_infs", "min", "max", "absmin", "absmax")
-SUMS = ("sum", "abssum", "sumsq")
+SUMS = ("sum", "abssum", "sumsq", "sumfourth")
 MOVES = ("pushed", "unmoved", "weight_norm")
 
 

@@ -12,14 +12,17 @@ import numpy as np
 from numba import carray
 
 from plimsoll import row_layout
-from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pasted, pointer, stack
+from plimsoll.kernels.numba_backend.compiling import inlined, kernel, pasted, pointer, stack, widen_half
 from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, key_of, part_of, row_at, scan
 from plimsoll.kernels.numba_backend.measuring.sweep import (
     GROUP,
     LANES,
+    MOMENTS,
     MOST_GROUPS,
     MOST_VALUES,
     PLANES,
+    half_to_single,
+    has_feature,
     ones_of_bit,
     sweep,
 )
@@ -30,6 +33,7 @@ LEAST_SWEPT = 16_384  # values of a tensor: below, moving what planes hold to th
 _LEAST_BINADES = 12  # below, comparing with one binade after another is as fast
 _ROOM_ABOVE = 4  # binades: the largest of many blocks exceeds that of one by less than the smallest falls below
 _INF32 = 0x7F80_0000
+BFLOAT16, FLOAT16 = 1, 2
 
 # What is known from block to block: the window's highest exponent; how many values planes hold; the range of exponents
 # that are in `counts`; whether values to come are worth a sweep.
@@ -40,11 +44,15 @@ _SWEPT_WORDS = PLANES * LANES + 4
 
 _COUNT, _ZEROS, _HISTOGRAM = row_layout.COUNT, row_layout.ZEROS, row_layout.HISTOGRAM
 _POSITIVE, _NEGATIVE, _NEAREST = row_layout.POSITIVE, row_layout.NEGATIVE, row_layout.NEAREST
-_SUM, _ABSSUM, _SUMSQ = row_layout.SUM, row_layout.ABSSUM, row_layout.SUMSQ
+_SUM = row_layout.SUM
 _ABSMIN_TOP = row_layout.ABSMIN_TOP
 
-_state_memory, _swept_memory, _moments_memory = stack(8 * 5), stack(4 * _SWEPT_WORDS), stack(8 * 3)
-_exponents_memory, _clean_memory = stack(_BLOCK), stack(4 * _BLOCK)
+_state_memory, _swept_memory, _moments_memory = stack(8 * 5), stack(4 * _SWEPT_WORDS), stack(8 * MOMENTS)
+_exponents_memory, _clean_memory, _wide_memory = stack(_BLOCK), stack(4 * _BLOCK), stack(4 * _BLOCK)
+
+
+# Compiled code is kept by processor, so this choice is too.
+from_half = half_to_single if has_feature("f16c") else widen_half
 
 
 @pasted
@@ -52,7 +60,7 @@ def new_room():
     """Memory for the functions below: on the stack, but for counts."""
     state = carray(pointer(_state_memory()), (5,), np.int64)
     swept = carray(pointer(_swept_memory()), (_SWEPT_WORDS,), np.uint32)
-    moments = carray(pointer(_moments_memory()), (3,), np.float64)
+    moments = carray(pointer(_moments_memory()), (MOMENTS,), np.float64)
     state[:], swept[:], moments[:] = 0, 0, 0.0
     state[TOP], state[LOW], swept[_BEFORE] = 131, 255, 0xFFFF_FFFF
     exponents = carray(pointer(_exponents_memory()), (_BLOCK,), np.uint8)
@@ -61,25 +69,40 @@ def new_room():
 
 
 @kernel
-def measure_float32(table, parts, address, length, row_address, fresh, _):
-    """Arguments are those of the kernels in `kernels`."""
-    room = new_room()
+def measure_floats(table, parts, address, length, row_address, fresh, kind):
+    """Arguments are those of the kernels in `kernels`; the kind is 0 for float32, 1 for bfloat16, 2 for float16."""
+    room, wide = new_room(), _wide_memory()
     for part in range(parts):
         address, length, row_address = part_of(table, part, address, length, row_address)
         row = row_at(row_address, fresh)
         row[_COUNT] += length
-        bits = carray(pointer(address), (length,), np.uint32)
         start = 0
         while start < length:
-            groups = min((length - start) // GROUP, MOST_GROUPS)
+            n, bits = length - start, address + 4 * start
+            if kind:
+                n, bits = min(n, _BLOCK), wide
+                widen(carray(pointer(wide), (_BLOCK,), np.uint32), address + 2 * start, kind, n)
+            groups = min(n // GROUP, MOST_GROUPS)
             if groups and room[0][LIKELY]:
-                start += _sweep_groups(address + 4 * start, groups, row, room)
+                start += _sweep_groups(bits, groups, row, room)
             else:
-                n = min(_FIRST if start == 0 and length >= LEAST_SWEPT else _BLOCK, length - start)
-                likely = _add_one_block(bits[start : start + n], n, row, room)
+                n = min(_FIRST if start == 0 and length >= LEAST_SWEPT else _BLOCK, n)
+                likely = _add_one_block(carray(pointer(bits), (n,), np.uint32), n, row, room)
                 room[0][LIKELY] = likely and length >= LEAST_SWEPT
                 start += n
         end_part(row, room)
+
+
+@inlined
+def widen(bits, address, kind, n):
+    """Write the float32 bits of 16-bit values."""
+    halves = carray(pointer(address), (n,), np.uint16)
+    if kind == FLOAT16:
+        for i in range(n):
+            bits[i] = from_half(np.uint32(halves[i]))
+    else:
+        for i in range(n):
+            bits[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
 
 
 @pasted
@@ -133,9 +156,8 @@ def flush(row, room):
     while (state[PENDING] // LANES) >> used:
         used += 1
     sums, zeros = row.view(np.float64), np.int64(swept[_FOUND_ZEROS])
-    sums[_SUM] += moments[0]
-    sums[_ABSSUM] += moments[1]
-    sums[_SUMSQ] += moments[2]
+    for i in range(MOMENTS):
+        sums[_SUM + i] += moments[i]
     row[_ZEROS] += zeros
     positive, negative = swept[EXTREMES], np.uint32(0)
     if swept[_NEGATIVE_BITS] >> np.uint32(31):

@@ -24,22 +24,20 @@ from plimsoll.kernels.numba_backend.compiling import (
     inlined,
     kernel,
     pointer,
-    shift_left,
     summing_kernel,
-    widen_half,
 )
 
 _BLOCK = 4096
 _MOST_BINADES = 56  # in a block; beyond, a scalar histogram is faster than counting each
 
-_INF32, _INF64 = 0x7F80_0000, 0x7FF0_0000_0000_0000
+_INF32, _INF64, _MAGNITUDE64 = 0x7F80_0000, 0x7FF0_0000_0000_0000, 0x7FFF_FFFF_FFFF_FFFF
 _TINY32 = 2.0**-149
 
 # Row fields as globals of this module, which kernels take as constants.
 _COUNT, _ZEROS, _NANS = row_layout.COUNT, row_layout.ZEROS, row_layout.NANS
 _POS_INFS, _NEG_INFS = row_layout.POS_INFS, row_layout.NEG_INFS
 _POSITIVE, _NEGATIVE, _NEAREST = row_layout.POSITIVE, row_layout.NEGATIVE, row_layout.NEAREST
-_SUM, _ABSSUM, _SUMSQ = row_layout.SUM, row_layout.ABSSUM, row_layout.SUMSQ
+_SUM, _ABSSUM, _SUMSQ, _SUMFOURTH = row_layout.SUM, row_layout.ABSSUM, row_layout.SUMSQ, row_layout.SUMFOURTH
 _HISTOGRAM, _BINADES = row_layout.HISTOGRAM, row_layout.BINADES
 _ABSMIN_TOP, _WORDS = row_layout.ABSMIN_TOP, row_layout.NARROW
 
@@ -65,86 +63,26 @@ def scan(bits, exponents, n):
     )
 
 
-@inlined
-def _widen_bfloat(bits):
-    return np.uint32(bits << np.uint32(16))
-
-
-@inlined
-def _extremes_16bit(narrow, n):
-    """As `scan`, over 16-bit patterns, twice as many to a vector, and without the exponents."""
-    positive, negative, nearest = np.int16(0), np.uint16(0), np.uint16(0xFFFF)
-    for i in range(n):
-        value = narrow[i]
-        positive = max(positive, np.int16(value))
-        negative = max(negative, value)
-        nearest = min(nearest, np.uint16(np.uint16(value & np.uint16(0x7FFF)) - np.uint16(1)))
-    largest = np.uint16(negative & np.uint16(0x7FFF)) if negative >> np.uint16(15) else np.uint16(0)
-    return np.uint32(np.uint16(positive)), np.uint32(largest), np.uint32(nearest)
-
-
-@inlined
-def _scan_bfloat(narrow, bits, exponents, n):
-    """Extremes and exponent bytes of bfloat16 patterns, and their float32 bits."""
-    positive, negative, nearest = _extremes_16bit(narrow, n)
-    for i in range(n):
-        exponents[i] = np.uint8(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(7))
-    for i in range(n):
-        bits[i] = _widen_bfloat(np.uint32(narrow[i]))
-    before = np.uint32(0xFFFF_FFFF)
-    if nearest != np.uint32(0xFFFF):
-        before = np.uint32(_widen_bfloat(nearest + np.uint32(1)) - np.uint32(1))
-    return _widen_bfloat(positive), _widen_bfloat(negative), before
-
-
-@inlined
-def _scan_half(narrow, bits, exponents, n):
-    """Extremes and exponent bytes of float16 patterns, and their float32 bits; fast where all are normal or zero."""
-    positive, negative, nearest = _extremes_16bit(narrow, n)
-    if max(positive, negative) >= np.uint32(0x7C00) or nearest + np.uint32(1) < np.uint32(0x0400):
-        return _extremes_half(narrow, bits, exponents, n)
-    for i in range(n):
-        exponents[i] = np.uint8(np.uint16(np.uint16(narrow[i] & np.uint16(0x7FFF)) >> np.uint16(10)) + np.uint16(112))
-    for i in range(n):
-        # Sign extension and one shift put sign, exponent and mantissa in their places; the bias is added.
-        extended = shift_left(np.uint32(np.int32(np.int16(narrow[i]))), np.uint32(13))
-        placed = np.uint32(extended & np.uint32(0x8FFF_E000))
-        is_zero = np.uint32(extended & np.uint32(0x0FFF_E000)) == np.uint32(0)
-        bits[i] = placed if is_zero else np.uint32(placed + np.uint32(112 << 23))
-    before = np.uint32(0xFFFF_FFFF)
-    if nearest != np.uint32(0xFFFF):
-        before = np.uint32(widen_half(nearest + np.uint32(1)) - np.uint32(1))
-    return widen_half(positive), widen_half(negative), before
-
-
-@inlined
-def _extremes_half(narrow, bits, exponents, n):
-    """As `scan`, of any float16 patterns, whose float32 bits it writes."""
-    positive, negative, nearest = np.int32(0), np.uint32(0), np.uint32(0xFFFF_FFFF)
-    for i in range(n):
-        value = widen_half(np.uint32(narrow[i]))
-        bits[i] = value
-        magnitude = value & np.uint32(0x7FFF_FFFF)
-        exponents[i] = np.uint8(magnitude >> np.uint32(23))
-        positive = max(positive, np.int32(value))
-        negative = max(negative, value)
-        nearest = min(nearest, np.uint32(magnitude - np.uint32(1)))
-    return (
-        np.uint32(positive),
-        negative & np.uint32(0x7FFF_FFFF) if negative >> np.uint32(31) else np.uint32(0),
-        nearest,
-    )
-
-
 @summing_kernel
 def _moments(values):
-    total, absolute, squares = 0.0, 0.0, 0.0
+    total, absolute, squares, fourths = 0.0, 0.0, 0.0, 0.0
     for i in range(values.size):
         value = np.float64(values[i])
+        square = value * value
         total += value
         absolute += abs(value)
-        squares += value * value
-    return total, absolute, squares
+        squares += square
+        fourths += square * square
+    return total, absolute, squares, fourths
+
+
+@inlined
+def _add_moments(sums, moments):
+    total, absolute, squares, fourths = moments
+    sums[_SUM] += total
+    sums[_ABSSUM] += absolute
+    sums[_SUMSQ] += squares
+    sums[_SUMFOURTH] += fourths
 
 
 @inlined
@@ -253,10 +191,7 @@ def add_block(bits, n, extremes, exponents, clean, row, sums, counts):
             counted = _count_scalar(exponents, n, counts)
     if counted < n:
         _count_zeros(bits, n, row, cleared, n - counted)
-    total, absolute, squares = _moments(bits[:n].view(np.float32))
-    sums[_SUM] += total
-    sums[_ABSSUM] += absolute
-    sums[_SUMSQ] += squares
+    _add_moments(sums, _moments(bits[:n].view(np.float32)))
     row[_POSITIVE] = max(row[_POSITIVE], key_of(positive))
     row[_NEGATIVE] = max(row[_NEGATIVE], key_of(negative))
     if nearest != np.uint32(0xFFFF_FFFF):
@@ -301,31 +236,6 @@ def row_at(address, fresh):
 
 
 @kernel
-def measure_16bit(table, parts, address, length, row_address, fresh, variant):
-    """Float16 is variant 1, bfloat16 is 0."""
-    exponents, clean = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint32)
-    wide = np.empty(_BLOCK, np.uint32)
-    counts = np.zeros((4, 256), np.int64)
-    for part in range(parts):
-        address, length, row_address = part_of(table, part, address, length, row_address)
-        row = row_at(row_address, fresh)
-        sums = row.view(np.float64)
-        row[_COUNT] += length
-        bits = carray(pointer(address), (length,), np.uint16)
-        low, high = 255, 0
-        for start in range(0, length, _BLOCK):
-            n = min(_BLOCK, length - start)
-            part_bits = bits[start : start + n]
-            if variant == 1:
-                extremes = _scan_half(part_bits, wide, exponents, n)
-            else:
-                extremes = _scan_bfloat(part_bits, wide, exponents, n)
-            lowest, top = add_block(wide, n, extremes, exponents, clean, row, sums, counts)
-            low, high = min(low, lowest), max(high, top)
-        fold(counts, row, low, high)
-
-
-@kernel
 def measure_float64(table, parts, address, length, row_address, fresh, _):
     """Counts the values of float64 parts into a row."""
     clean, exponents, wide = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint16)
@@ -355,51 +265,65 @@ def fold64(counts, row, low, high):
 
 
 @inlined
+def _scan64(bits, n):
+    """Return the largest bits of either sign, the smallest magnitude less one (zero wraps), and how many are zero."""
+    positive, negative, nearest, zeros = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0
+    for i in range(n):
+        magnitude = bits[i] & np.uint64(_MAGNITUDE64)
+        zeros += magnitude == np.uint64(0)
+        positive = max(positive, np.int64(bits[i]))
+        negative = max(negative, bits[i])
+        nearest = min(nearest, np.uint64(magnitude - np.uint64(1)))
+    return positive, negative, nearest, zeros
+
+
+@inlined
+def _clear_nonfinite64(bits, clean, n, row):
+    """As `_clear_nonfinite`, of float64 bits."""
+    nans, positive, negative = 0, 0, 0
+    for i in range(n):
+        magnitude = bits[i] & np.uint64(_MAGNITUDE64)
+        nans += magnitude > np.uint64(_INF64)
+        infinite = magnitude == np.uint64(_INF64)
+        positive += infinite and bits[i] == magnitude
+        negative += infinite and bits[i] != magnitude
+        clean[i] = bits[i] if magnitude < np.uint64(_INF64) else np.uint64(0)
+    row[_NANS] += nans
+    row[_POS_INFS] += positive
+    row[_NEG_INFS] += negative
+    return nans + positive + negative
+
+
+@inlined
 def add_block64(bits, n, exponents, wide, clean, row, sums, counts):
     """As `add_block`, of float64 bits, which it scans itself."""
-    top, lowest = 0, 2047
-    positive, negative, nearest, zeros, bad = np.int64(0), np.uint64(0), np.uint64(0xFFFF_FFFF_FFFF_FFFF), 0, 0
-    for i in range(n):
-        value = bits[i]
-        magnitude = value & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
-        finite = magnitude < np.uint64(_INF64)
-        finite_bits = value if finite else np.uint64(0)
-        clean[i] = finite_bits
-        bad += not finite
-        zeros += magnitude == np.uint64(0)
-        positive = max(positive, np.int64(finite_bits))
-        negative = max(negative, finite_bits)
-        nearest = min(nearest, np.uint64((finite_bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF)) - np.uint64(1)))
-    if bad:
-        for i in range(n):
-            magnitude = bits[i] & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
-            if magnitude > np.uint64(_INF64):
-                row[_NANS] += 1
-            elif magnitude == np.uint64(_INF64):
-                row[_NEG_INFS if bits[i] >> np.uint64(63) else _POS_INFS] += 1
+    top, lowest, bad = 0, 2047, 0
+    positive, negative, nearest, zeros = _scan64(bits, n)
+    if max(positive, np.int64(negative & np.uint64(_MAGNITUDE64))) >= _INF64:
+        bad = _clear_nonfinite64(bits, clean, n, row)
+        bits = clean
+        positive, negative, nearest, zeros = _scan64(bits, n)
+        zeros -= bad
     if zeros + bad < n:
-        top = max(positive, np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF))) >> 52
+        top = max(positive, np.int64(negative & np.uint64(_MAGNITUDE64))) >> 52
         lowest = np.int64((nearest + np.uint64(1)) >> np.uint64(52))
         if 0 < lowest and top - lowest < _MOST_BINADES:
             for i in range(n):  # zeros end at byte 0 or wrap to below 254 - 56
-                exponents[i] = np.uint8(254 - top + np.int64((clean[i] >> np.uint64(52)) & np.uint64(0x7FF)))
-                exponents[i] = exponents[i] if clean[i] << np.uint64(1) else np.uint8(0)
+                exponents[i] = np.uint8(254 - top + np.int64((bits[i] >> np.uint64(52)) & np.uint64(0x7FF)))
+                exponents[i] = exponents[i] if bits[i] << np.uint64(1) else np.uint8(0)
             for i in range(n, (n + 31) // 32 * 32):
                 exponents[i] = 0
             _count_vector(exponents, n, np.int64(254), 254 - top + lowest, counts, top - 254)
         else:
             for i in range(n):
-                wide[i] = np.uint16((clean[i] >> np.uint64(52)) & np.uint64(0x7FF))
+                wide[i] = np.uint16((bits[i] >> np.uint64(52)) & np.uint64(0x7FF))
             subnormal = n - zeros - bad - _count_scalar(wide, n, counts)
             row[_HISTOGRAM] += subnormal  # far below the lowest binade
     row[_ZEROS] += zeros
-    total, absolute, squares = _moments(clean[:n].view(np.float64))
-    sums[_SUM] += total
-    sums[_ABSSUM] += absolute
-    sums[_SUMSQ] += squares
+    _add_moments(sums, _moments(bits[:n].view(np.float64)))
     row[_POSITIVE] = max(row[_POSITIVE], positive)
     if negative >> np.uint64(63):
-        row[_NEGATIVE] = max(row[_NEGATIVE], np.int64(negative & np.uint64(0x7FFF_FFFF_FFFF_FFFF)))
+        row[_NEGATIVE] = max(row[_NEGATIVE], np.int64(negative & np.uint64(_MAGNITUDE64)))
     if nearest != np.uint64(0xFFFF_FFFF_FFFF_FFFF):
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - np.int64(nearest + np.uint64(1)))
     return lowest, top
@@ -427,7 +351,7 @@ def measure_codes(table, parts, address, length, row_address, fresh, variant):
 @inlined
 def _add_repeated(bits, count, row, sums):
     """Counts one float64 value, given by its bits, `count` times."""
-    magnitude = np.int64(bits & np.uint64(0x7FFF_FFFF_FFFF_FFFF))
+    magnitude = np.int64(bits & np.uint64(_MAGNITUDE64))
     negative = np.int64(bits >> np.uint64(63))
     if magnitude > _INF64:
         row[_NANS] += count
@@ -437,9 +361,11 @@ def _add_repeated(bits, count, row, sums):
         row[_ZEROS] += count
     else:
         value = as_float64(np.uint64(bits))
+        square = value * value
         sums[_SUM] += value * count
         sums[_ABSSUM] += abs(value) * count
-        sums[_SUMSQ] += value * value * count
+        sums[_SUMSQ] += square * count
+        sums[_SUMFOURTH] += square * square * count
         key = _NEGATIVE if negative else _POSITIVE
         row[key] = max(row[key], magnitude)
         row[_NEAREST] = max(row[_NEAREST], _ABSMIN_TOP - magnitude)

@@ -71,12 +71,10 @@ def measure_one(x: Tensor, bank: Tensor, row: int) -> None:
 @functools.cache
 def entry(dtype: torch.dtype) -> tuple[Callable[..., None], int]:
     """The kernel of a dtype, and the variant it is called with."""
-    if dtype == torch.float32:
-        return float32_kernels.measure_float32, 0
     if dtype == torch.float64:
         return kernels.measure_float64, 0
     if dtype in KINDS:
-        return kernels.measure_16bit, int(dtype == torch.float16)
+        return float32_kernels.measure_floats, KINDS[dtype]
     return kernels.measure_codes, _values_of_codes(dtype).ctypes.data
 
 
@@ -120,7 +118,7 @@ def _measure_strided(x: Tensor, place: int) -> None:
         _launch(x.dtype, [dense.data_ptr(), dense.numel(), once.ctypes.data])
     counts, sums = once[0], once[0].view(np.float64)
     counts[: row_layout.POSITIVE] *= repeats
-    sums[row_layout.SUM : row_layout.SUMSQ + 1] *= repeats
+    sums[row_layout.SUMS] *= repeats
     counts[row_layout.HISTOGRAM :] *= repeats
     merge_into([place], once)
 

@@ -66,7 +66,7 @@ def merge_moves(addresses: Sequence[int], rows: NDArray[np.int64]) -> None:
 
 # Row fields as globals of this module, which kernels take as constants.
 _POSITIVE, _NEAREST = row_layout.POSITIVE, row_layout.NEAREST
-_SUM, _SUMSQ = row_layout.SUM, row_layout.SUMSQ
+_SUM, _HISTOGRAM = row_layout.SUM, row_layout.HISTOGRAM
 _OLD_SUMSQ, _MOVES = row_layout.OLD_SUMSQ, row_layout.MOVES
 
 
@@ -106,13 +106,13 @@ def _merge_moves_kernel(addresses, rows):
 
 @inlined
 def _add_row(row, part):
-    """Adds a row to another, as _layout says."""
+    """Adds a row to another, as `row_layout` says."""
     sums, part_sums = row.view(np.float64), part.view(np.float64)
     for field in range(_POSITIVE):
         row[field] += part[field]
     for field in range(_POSITIVE, _NEAREST + 1):
         row[field] = max(row[field], part[field])
-    for field in range(_SUM, _SUMSQ + 1):
+    for field in range(_SUM, _HISTOGRAM):
         sums[field] += part_sums[field]
-    for field in range(_SUMSQ + 1, row.size):
+    for field in range(_HISTOGRAM, row.size):
         row[field] += part[field]

@@ -34,6 +34,8 @@ MOST_GROUPS = 64  # of one call
 PLANES = 16
 MOST_VALUES = LANES * ((1 << PLANES) - 1)  # that planes in memory can count
 
+MOMENTS = 4
+
 _PLANES_OF_CALL = 11  # a lane's count is at most 16 * 64
 _DOUBLES = 4  # lanes of float64
 WORD, LONG = ir.IntType(32), ir.IntType(64)
@@ -280,7 +282,8 @@ class ExtremesAndZeros:
     def __init__(self, vectors: Vectors, top: Any) -> None:
         builder = vectors.builder
         self.vectors = vectors
-        self.held = [vectors.variable(vectors.fill(start)) for start in (0, 0, _NOTHING, 0)]
+        starts = (*(vectors.fill(start) for start in (0, 0, _NOTHING)), ir.Constant(WORD, 0))
+        self.held = [vectors.variable(start) for start in starts]
         field = builder.shl(builder.trunc(top, WORD), ir.Constant(WORD, 23))
         self.before = vectors.splat(builder.sub(field, ir.Constant(WORD, (31 << 23) + 1)))
         self.highest = vectors.splat(builder.or_(field, ir.Constant(WORD, 0x7F_FFFF)))
@@ -288,8 +291,7 @@ class ExtremesAndZeros:
 
     def begin_group(self) -> None:
         """Begins a group of vectors, whose extremes stay in registers."""
-        start = [self.vectors.fill(start) for start in (0, 0, _NOTHING)]
-        self.group = [*start, self.vectors.builder.load(self.held[3])]
+        self.group = [*(self.vectors.fill(start) for start in (0, 0, _NOTHING)), ir.Constant(WORD, 0)]
 
     def add(self, value: Any) -> None:
         """Takes a vector into the group's extremes and its count of zeros."""
@@ -297,7 +299,8 @@ class ExtremesAndZeros:
         positive, negative, before, zeros = self.group
         magnitude = vectors.magnitude(value)
         before = vectors.lower(before, builder.sub(magnitude, vectors.fill(1)))  # at which zero wraps around
-        zeros = builder.add(zeros, builder.zext(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), WORDS))
+        is_zero = builder.bitcast(builder.icmp_unsigned("==", magnitude, vectors.fill(0)), ir.IntType(LANES))
+        zeros = builder.add(zeros, builder.zext(vectors.call(f"llvm.ctpop.i{LANES}", is_zero.type, is_zero), WORD))
         self.group = [vectors.larger(positive, value), vectors.higher(negative, value), before, zeros]
 
     def test_group(self, leave: Callable[[], None]) -> None:
@@ -319,7 +322,7 @@ class ExtremesAndZeros:
         builder.store(vectors.larger(builder.load(positive), self.group[0]), positive)
         builder.store(vectors.higher(builder.load(negative), self.group[1]), negative)
         builder.store(vectors.lower(builder.load(before), self.group[2]), before)
-        builder.store(self.group[3], zeros)
+        builder.store(builder.add(builder.load(zeros), self.group[3]), zeros)
 
     def end(self, address: Any) -> None:
         """Combines them with those in memory."""
@@ -327,27 +330,30 @@ class ExtremesAndZeros:
         operations = (vectors.larger, vectors.higher, vectors.lower, builder.add)
         for index, (variable, operation) in enumerate(zip(self.held, operations, strict=True)):
             place = vectors.at(address, WORD, index)
-            found = vectors.reduce(builder.load(variable), operation)
+            found = builder.load(variable)
+            if isinstance(found.type, ir.VectorType):
+                found = vectors.reduce(found, operation)
             builder.store(operation(builder.load(place), found), place)
 
 
 class Moments:
-    """Sum, sum of magnitudes and sum of squares in float64, each in two registers."""
+    """Sums of values, magnitudes, squares and fourth powers in float64, each in two registers."""
 
     def __init__(self, vectors: Vectors) -> None:
         self.vectors = vectors
-        self.held = [[vectors.no_doubles() for _ in range(2)] for _ in range(3)]
+        self.held = [[vectors.no_doubles() for _ in range(2)] for _ in range(MOMENTS)]
 
     def add(self, pointer: Any) -> None:
         """Adds sixteen values, read again."""
         vectors, builder = self.vectors, self.vectors.builder
         for part, value in enumerate(vectors.doubles(pointer)):
-            total, absolute, squares = (pair[part % 2] for pair in self.held)
+            total, absolute, squares, fourths = (pair[part % 2] for pair in self.held)
             size = vectors.call(f"llvm.fabs.v{_DOUBLES}f64", FEW_DOUBLES, value)
-            before = builder.load(squares)
+            square = builder.fmul(value, value)  # exact: a float32 has 24 bits
             builder.store(builder.fadd(builder.load(total), value), total)
             builder.store(builder.fadd(builder.load(absolute), size), absolute)
-            builder.store(vectors.multiply_add(value, value, before), squares)
+            builder.store(vectors.multiply_add(value, value, builder.load(squares)), squares)
+            builder.store(vectors.multiply_add(square, square, builder.load(fourths)), fourths)
 
     def end(self, address: Any, onto: bool = False) -> None:
         """Writes them to memory, or adds them to what is there."""
@@ -365,7 +371,7 @@ def sweep_and_multiply(
     """Sweeps over groups until one has a value outside the window; returns how many groups it did.
 
     The window is the 32 binades from exponent `top` down, and zero. Of the groups done, and of them alone, it writes
-    four extremes (as `_Extremes` has them) and three moments, and multiplies them in place. It adds to the planes in
+    four extremes (as `_Extremes` has them) and the moments, and multiplies them in place. It adds to the planes in
     memory the counts of these groups and of the one that it stopped at.
     """
 
@@ -415,11 +421,14 @@ def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: An
         vectors = Vectors(builder)
         counting, ends, sums = Exponents(vectors), ExtremesAndZeros(vectors, top), Moments(vectors)
         first, done = vectors.at(address, WORD), vectors.variable(groups)
+        last = builder.sub(groups, ir.Constant(LONG, 1))
+        ends.begin_group()
+        for _, value in vectors.group(first):
+            ends.add(value)
+        ahead = [vectors.variable(value) for value in ends.group]
         with cgutils.for_range(builder, groups) as loop:
             start = builder.gep(first, [builder.mul(loop.index, ir.Constant(LONG, GROUP))])
-            ends.begin_group()
-            for _, value in vectors.group(start):
-                ends.add(value)
+            ends.group = [builder.load(value) for value in ahead]
 
             def leave() -> None:
                 builder.store(loop.index, done)
@@ -427,10 +436,17 @@ def sweep(_: Any, address: Any, groups: Any, top: Any, planes: Any, extremes: An
 
             ends.test_group(leave)
             ends.end_group()
-            for pointer, value in vectors.group(start):
+            more = builder.icmp_unsigned("<", loop.index, last)
+            following = builder.add(loop.index, builder.zext(more, LONG))
+            following = builder.gep(first, [builder.mul(following, ir.Constant(LONG, GROUP))])
+            ends.begin_group()
+            for (pointer, value), (_, next_value) in zip(vectors.group(start), vectors.group(following), strict=True):
+                ends.add(next_value)
                 counting.add(value)
                 sums.add(pointer)
             counting.end_group()
+            for place, value in zip(ahead, ends.group, strict=True):
+                builder.store(value, place)
         counting.end(planes)
         ends.end(extremes)
         sums.end(moments, onto=True)

@@ -18,6 +18,7 @@ from plimsoll.kernels.numba_backend.measuring.kernels import add_block, fold, ke
 from plimsoll.kernels.numba_backend.measuring.sweep import (
     GROUP,
     LANES,
+    MOMENTS,
     MOST_GROUPS,
     MOST_VALUES,
     PLANES,
@@ -36,7 +37,7 @@ _TOP, _PENDING, _LOW, _HIGH, _COUNTED_LOW, _COUNTED_HIGH, _EXCESS = range(7)
 
 _ZEROS, _HISTOGRAM = row_layout.ZEROS, row_layout.HISTOGRAM
 _POSITIVE, _NEGATIVE, _NEAREST = row_layout.POSITIVE, row_layout.NEGATIVE, row_layout.NEAREST
-_SUM, _ABSSUM, _SUMSQ = row_layout.SUM, row_layout.ABSSUM, row_layout.SUMSQ
+_SUM = row_layout.SUM
 _ABSMIN_TOP = row_layout.ABSMIN_TOP
 
 
@@ -46,7 +47,7 @@ def new_room():
     state = np.zeros(_EXCESS + 32, np.int64)
     state[_TOP], state[_LOW], state[_COUNTED_LOW] = 131, 255, 255
     planes, counts = np.zeros((PLANES, LANES), np.uint32), np.zeros((4, 256), np.int64)
-    extremes, moments = np.empty(4, np.uint32), np.empty(3, np.float64)
+    extremes, moments = np.empty(4, np.uint32), np.empty(MOMENTS, np.float64)
     exponents, clean = np.empty(_PIECE, np.uint8), np.empty(_PIECE, np.uint32)
     return state, planes, counts, extremes, moments, exponents, clean
 
@@ -102,9 +103,8 @@ def _add_swept(done, row, room):
     """Counts what a sweep found into the row; returns the largest magnitude."""
     state, extremes, moments = room[0], room[3], room[4]
     sums = row.view(np.float64)
-    sums[_SUM] += moments[0]
-    sums[_ABSSUM] += moments[1]
-    sums[_SUMSQ] += moments[2]
+    for i in range(MOMENTS):
+        sums[_SUM + i] += moments[i]
     row[_ZEROS] += extremes[3]
     state[_EXCESS] += extremes[3]
     positive, negative, smallest = extremes[0], np.uint32(0), extremes[2]

@@ -47,7 +47,7 @@ def fp8_cast_matrix(
     if ROW_WORDS:
         counters = bank + row.to(tl.int64) * ROW_WORDS
     valid = tl.zeros((), tl.int64)
-    window, base, counted, positive, negative, nearest, total, absolute, squares = begin(False)
+    state = begin(False)
     for tile in range(first, last):
         down = tile // across * HEIGHT + tl.arange(0, HEIGHT)
         right = tile % across * WIDTH + tl.arange(0, WIDTH)
@@ -56,10 +56,7 @@ def fp8_cast_matrix(
         bits = input_bits.decode(tl.load(x + offset, mask=there, other=0), KIND)
         if ROW_WORDS:
             valid += tl.sum(there.to(tl.int32))
-            window, base, counted, positive, negative, nearest, total, absolute, squares = tally(
-                counters, bits.reshape(TILE), window, base, counted, positive, negative, nearest, total, absolute,
-                squares, False, ITEM, TILE,
-            )  # fmt: skip
+            state = tally(counters, bits.reshape(TILE), state, False, ITEM, TILE)
         code = _round(bits.to(tl.float32, bitcast=True) * factor, E5M2, HARDWARE)
         inside = (down < padded_rows)[:, None] & (right < padded_width)[None, :]
         if codes is not None:
@@ -69,7 +66,7 @@ def fp8_cast_matrix(
             place = right.to(tl.int64)[:, None] * padded_rows + down[None, :]
             tl.store(columns + place, tl.trans(code), mask=tl.trans(inside))
     if ROW_WORDS:
-        finish(counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, False)
+        finish(counters, valid, state, False)
 
 
 @triton.jit

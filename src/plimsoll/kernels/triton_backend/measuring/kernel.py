@@ -58,18 +58,15 @@ def _measure(
     slots, blocks = _extent(length, row_length, head, BLOCK)
     last = tl.minimum(first + per_program, tl.cdiv(slots, TILE))
     valid = tl.zeros((), tl.int64)
-    window, base, counted, positive, negative, nearest, total, absolute, squares = begin(WIDE)
+    state = begin(WIDE)
     for tile in range(first, last):
         raw, loaded = load(address, head, length, row_length, blocks, tile, POINTEE, ITEM, BLOCK, TILE)
         bits = input_bits.decode(raw, KIND)
         valid += loaded
         if BLOCK:
             tally_blocks(counters, bits, tile, blocks, WIDE, BLOCK, TILE)
-        window, base, counted, positive, negative, nearest, total, absolute, squares = tally(
-            counters, bits, window, base, counted, positive, negative, nearest, total, absolute, squares,
-            WIDE, ITEM, TILE,
-        )  # fmt: skip
-    finish(counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, WIDE)
+        state = tally(counters, bits, state, WIDE, ITEM, TILE)
+    finish(counters, valid, state, WIDE)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ Few bins matter where `tl.histogram` counts by warp votes (Triton 3.6): there 32
 512 bins 85, half of these in the slow popcount unit. Later versions count by atomics in shared memory.
 
 Sums run in float64 in each thread and are added across threads once a program. A program ends with a few relaxed
-atomics on its row. The row's layout makes zero the identity of all of them (`kernels._layout`), so accumulating needs
-nothing besides this one launch.
+atomics on its row. The row's layout makes zero the identity of all of them (`row_layout`), so accumulating
+needs nothing besides this one launch.
 """
 
 import triton
@@ -50,18 +50,17 @@ def begin(WIDE: tl.constexpr):
     total = tl.zeros((_THREADS,), tl.float64)
     absolute = tl.zeros((_THREADS,), tl.float64)
     squares = tl.zeros((_THREADS,), tl.float64)
+    fourths = tl.zeros((_THREADS,), tl.float64)
     positive = tl.zeros((), INT)
     negative = tl.zeros((), INT)
     nearest = tl.full((), -1, INT).to(UINT, bitcast=True)
-    return window, base, counted, positive, negative, nearest, total, absolute, squares
+    return window, base, counted, positive, negative, nearest, total, absolute, squares, fourths
 
 
 @triton.jit
-def tally(
-    counters, bits, window, base, counted, positive, negative, nearest, total, absolute, squares,
-    WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def tally(counters, bits, state, WIDE: tl.constexpr, ITEM: tl.constexpr, TILE: tl.constexpr):
     """Counts a tile's decoded bits; the last two constants say how threads loaded it."""
+    window, base, counted, positive, negative, nearest, total, absolute, squares, fourths = state
     FRACTION_BITS: tl.constexpr = 52 if WIDE else 23
     TOP_FIELD: tl.constexpr = 2047 if WIDE else 255
     # Binade index of exponent field 0; both carriers have their bias and the row begins at 2**-149.
@@ -96,21 +95,22 @@ def tally(
     values = input_bits.to_double(bits, WIDE)
     total += by_thread(values, ITEM, TILE)
     absolute += by_thread(tl.abs(values), ITEM, TILE)
-    squares += by_thread(values * values, ITEM, TILE)
-    return window, base, counted, positive, negative, nearest, total, absolute, squares
+    square = values * values
+    squares += by_thread(square, ITEM, TILE)
+    fourths += by_thread(square * square, ITEM, TILE)
+    return window, base, counted, positive, negative, nearest, total, absolute, squares, fourths
 
 
 @triton.jit
-def finish(
-    counters, valid, window, base, counted, positive, negative, nearest, total, absolute, squares, WIDE: tl.constexpr
-):
+def finish(counters, valid, state, WIDE: tl.constexpr):
     """Writes what a program holds after its last tile; `valid` is how many values there were."""
+    window, base, counted, positive, negative, nearest, total, absolute, squares, fourths = state
     ORIGIN: tl.constexpr = (149 - 1023) if WIDE else (149 - 127)
     INT: tl.constexpr = tl.int64 if WIDE else tl.int32
     counted += add_counts(counters + _HISTOGRAM, window, base + ORIGIN, 32)
     pair = tl.arange(0, 2)
     tl.atomic_add(counters + pair, tl.where(pair == 0, valid, valid - counted), sem="relaxed")
-    _add_moments(counters, total, absolute, squares)
+    _add_moments(counters, total, absolute, squares, fourths)
     smallest = ((nearest + 1) >> 1).to(INT, bitcast=True)
     _raise_key(counters + _POSITIVE, _key(positive, WIDE))
     _raise_key(counters + _NEGATIVE, _key(negative, WIDE))
@@ -139,11 +139,12 @@ def by_thread(values, ITEM: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _add_moments(counters, total, absolute, squares):
+def _add_moments(counters, total, absolute, squares, fourths):
     sums = (counters + _SUM).to(tl.pointer_type(tl.float64), bitcast=True)
     tl.atomic_add(sums, tl.sum(total), sem="relaxed")
     tl.atomic_add(sums + 1, tl.sum(absolute), sem="relaxed")
     tl.atomic_add(sums + 2, tl.sum(squares), sem="relaxed")
+    tl.atomic_add(sums + 3, tl.sum(fourths), sem="relaxed")
 
 
 @triton.jit
