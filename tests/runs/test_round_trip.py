@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plimsoll import row_layout
-from plimsoll.runs import EXTRAS, Batch, Event, Run, RunWriter, Scalars
+from plimsoll.runs import Batch, Event, Run, RunWriter, Scalars
 from plimsoll.runs.columns.schema import SCHEMAS, Series
 from plimsoll.runs.columns.spectrum_columns import columns_of, rows_of, spectra_table
 from plimsoll.spectrum import Source
@@ -98,7 +98,7 @@ def test_extras_come_back_where_they_were_given(tmp_path: Path) -> None:
         steps, values = run.series("updates", "w", statistic)
         assert steps.tolist() == [1] and values.tolist() == [value], statistic
     table = run.table().to_pylist()
-    assert [{name: row[name] for name in EXTRAS} for row in table] == [given, dict.fromkeys(EXTRAS)]
+    assert [{name: row[name] for name in given} for row in table] == [given, dict.fromkeys(given)]
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-3, 1.0])
