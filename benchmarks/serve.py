@@ -155,7 +155,7 @@ def seen(folder: Path, rounds: int, tensors: int) -> list[dict[str, object]]:
 async def _until_told(made: App, sample: Callable[[int], None], step: int) -> Taken:
     """From the end of writing until the stream says that step."""
     streams = Streams(made.answers.look)
-    events = streams.events("growing")
+    events = streams.events(("growing",))
     written, computed = 0.0, 0.0
     async for event in events:
         if not written and b"event: run\n" in event:

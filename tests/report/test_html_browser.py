@@ -185,6 +185,7 @@ def test_findings_unfold_and_links_within_the_page_lead_there(shown: Any) -> Non
 HEADINGS = {
     "Findings": "Findings",
     "Pictures": "The run in pictures",
+    "Scalars": re.compile("^Scalars$"),
     "Tensors": re.compile("^Tensors$"),
     "What if": "What if",
     "Record": "The record",

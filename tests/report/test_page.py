@@ -181,7 +181,7 @@ def test_tensors_are_searched_and_walked_through(page: Any, site: Served) -> Non
     page.keyboard.press("j")
     expect(page.locator(".tensors figure h2")).to_contain_text("exp_avg_sq")
     page.get_by_label("e5m2", exact=True).check()
-    assert hash_of(page).endswith("?formats=e5m2")
+    assert hash_of(page).endswith("?find=blocks.1+mlp&formats=e5m2")
     expect(page.locator(".tensors figure .plot")).to_contain_text("e5m2")
 
 

@@ -63,7 +63,7 @@ def test_the_slider_by_keys_gives_the_librarys_numbers(page: Any, site: Served, 
     low, high = worst.window
     expect(rows.first.locator(".window-words")).to_have_text(f"2^{low} to 2^{high}")
     expect(rows.first.locator(".window .line")).to_have_class("line outside")
-    assert hash_of(page) == "#/run/low/whatif?format=fp16&shift=2&collection=gradients"
+    assert hash_of(page) == "#/run/low/whatif?collection=gradients&format=fp16&shift=2"
     expect(slider).to_have_attribute("aria-valuetext", "2 to the power 2, 4")
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("ArrowRight")
@@ -115,7 +115,7 @@ def test_other_formats_and_collections(page: Any, site: Served, runs_folder: Pat
     found = whatif(runs_folder / "low", "e4m3", collection="activations")
     answered(page, found.shift)
     expect(page.locator(".sentence")).to_have_text(found.sentence)
-    assert hash_of(page) == "#/run/low/whatif?format=e4m3&collection=activations"
+    assert hash_of(page) == "#/run/low/whatif?collection=activations&format=e4m3"
 
 
 def test_a_question_that_means_nothing_is_told(page: Any, seen: Any, site: Served) -> None:
@@ -134,9 +134,9 @@ def test_two_runs_are_compared(page: Any, site: Served, runs_folder: Path) -> No
     expect(page.locator("h1")).to_have_text(found.sentence.replace(" %", "\u00a0%"))
     expect(page.get_by_role("region", name="Run A")).to_contain_text("Problem: FP16 has flushed")
     expect(page.get_by_role("region", name="Run B")).to_contain_text("Healthy up to step 99")
-    expect(page.locator("section:has(#partings-title) tbody tr").first).to_contain_text(found.first.name)
-    for place in range(2):
-        drawn(page, f".pictures figure >> nth={place}")
+    expect(page.locator("section:has(#diverged-title) tbody tr").first).to_contain_text(found.first.name)
+    for place in (".scalars figure >> nth=0", ".wide figure"):
+        drawn(page, place)
     assert "low and healthy" in page.title()
     expect(page.locator("#live")).to_have_text("Ended")  # both runs are closed: nothing is live
     page.get_by_role("link", name="Swap the two").click()

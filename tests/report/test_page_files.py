@@ -45,6 +45,7 @@ def test_plotly_has_the_traces_that_figures_draw() -> None:
             "search",
             "range",
             "checkbox",
+            "text",
             "submit",
         }
 

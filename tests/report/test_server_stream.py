@@ -142,14 +142,14 @@ def test_a_browser_that_leaves_frees_its_stream_and_the_last_one_the_watching(tm
 def test_a_browser_may_leave_in_the_moment_in_which_it_is_told_something(turns: int) -> None:
     async def check() -> None:
         streams = Streams(lambda key: {"n": 0}, poll_seconds=3600)
-        browser = Browser().open(EventStream(streams, None))
+        browser = Browser().open(EventStream(streams, ()))
         await browser.until(lambda: len(browser.events) == 1)
         stream = next(iter(streams._watching[""]))
 
         async def tell() -> None:
             for _ in range(max(turns, 0)):
                 await asyncio.sleep(0)
-            stream.tell("runs", {"n": 1})
+            stream.put("", {"n": 1})
 
         telling = asyncio.create_task(tell())
         for _ in range(max(-turns, 0)):
@@ -166,15 +166,31 @@ def test_who_comes_later_is_told_the_state_at_once(tmp_path: Path) -> None:
 
     async def check() -> None:
         streams = Streams(lambda key: (looks.append(key), {"key": key})[1], poll_seconds=3600)
-        first, later = Browser().open(EventStream(streams, "a")), Browser()
+        first, later = Browser().open(EventStream(streams, ("a",))), Browser()
         await first.until(lambda: len(first.events) == 2)
-        later.open(EventStream(streams, "a"))
+        later.open(EventStream(streams, ("a",)))
         await later.until(lambda: len(later.events) == 2)
         assert sorted(looks) == ["", "a"]
         await first.leave()
         await later.leave()
 
     asyncio.run(check())
+
+
+def test_one_stream_follows_several_runs(tmp_path: Path) -> None:
+    async def check(made: App, folder: Path) -> None:
+        for name in ("a", "b", "c"):
+            RunWriter(folder / name).close()
+        browser = Browser().open(made, b"run=a&run=b&run=a")
+        await browser.until(lambda: {d.get("id") for e, d in browser.events if e == "run"} == {"a", "b"})
+        assert made.streams.tasks == 3
+        await browser.leave()
+        many = Browser().open(made, "&".join(f"run={n}" for n in range(13)).encode())
+        await many.until(lambda: bool(many.text))
+        assert many.messages[0]["status"] == 422 and "at most 12 runs" in json.loads(many.text)["error"]
+        await many.leave()
+
+    streamed(check, tmp_path)
 
 
 def test_one_state_is_told_once(tmp_path: Path) -> None:
@@ -191,7 +207,7 @@ def test_one_state_is_told_once(tmp_path: Path) -> None:
             return {"state": "same"}
 
         streams = Streams(look, poll_seconds=0.0)
-        browser = Browser().open(EventStream(streams, None))
+        browser = Browser().open(EventStream(streams, ()))
         async with asyncio.timeout(HANG_SECONDS):
             await done.wait()
         assert len(browser.events) == 1
@@ -212,7 +228,7 @@ def test_a_slow_browser_is_told_the_newest_and_nothing_piles_up(tmp_path: Path) 
             return {"n": min(state[0], 50)}
 
         streams = Streams(look, poll_seconds=0.0)
-        slow = Browser().open(EventStream(streams, None))
+        slow = Browser().open(EventStream(streams, ()))
         await slow.until(lambda: len(slow.events) >= 1)
         slow.ready.clear()
         async with asyncio.timeout(HANG_SECONDS):
@@ -302,7 +318,7 @@ def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture)
                 raise RuntimeError("a run that is odd")
             return {"version": len(looks)}
 
-        browser = Browser().open(EventStream(Streams(look, poll_seconds=0.001), None))
+        browser = Browser().open(EventStream(Streams(look, poll_seconds=0.001), ()))
         await browser.until(lambda: bool(browser.events))
         assert browser.events[0] == ("runs", {"version": 3})
         await browser.leave()

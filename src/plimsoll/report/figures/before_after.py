@@ -44,7 +44,8 @@ def before_after(
     """
     kind = _kind(statistic, collection, after)
     view = view_of(before, until, "before_after")
-    title = f"{capital(of(collection))}, before and after: {kind.title}"
+    of_what = "now and as planned" if isinstance(after, Plan) else "in both runs"
+    title = f"{capital(of(collection))}: {kind.title}, {of_what}"
     meta: Layout = {"figure": "before_after", "collection": collection, "statistic": statistic}
     if not view.run.tensors:
         return nothing("before_after", title, "Nothing was recorded in the first run.", meta)
@@ -55,13 +56,14 @@ def before_after(
         other = view_of(after, None if isinstance(after, View) else until, "before_after")
         first, second = _levels(view, collection, kind), _levels(other, collection, kind)
         names = (safe(view.run.path.name), safe(other.run.path.name))
-        names = names if names[0] != names[1] else ("before", "after")
+        names = names if names[0] != names[1] else ("the first run", "the second run")
     common = [name for name in first if name in second]
     if not common:
         return nothing("before_after", title, "The two have no layer with such a number in common.", meta)
     common.sort(key=lambda name: -abs(first[name] - second[name]))
     shown = common[:_MOST_LAYERS]
-    said = _said(shown, len(common), first, second, kind)
+    where = names if isinstance(after, Plan) else (f"in {names[0]}", f"in {names[1]}")
+    said = _said(shown, len(common), (first, second), where, kind)
     return _painted(title, said, shown, (first, second), names, kind, meta)
 
 
@@ -162,10 +164,14 @@ def _axis(kind: Statistic, values: list[float]) -> Layout:
 
 
 def _said(
-    shown: list[str], common: int, first: Mapping[str, float], second: Mapping[str, float], kind: Statistic
+    shown: list[str],
+    common: int,
+    levels: tuple[Mapping[str, float], Mapping[str, float]],
+    where: tuple[str, str],
+    kind: Statistic,
 ) -> str:
-    told = [f"the {len(shown)} that differ most of {common:,}"] if common > len(shown) else [counted(common, "layer")]
+    parts = [f"the {len(shown)} that differ most of {common:,}"] if common > len(shown) else [counted(common, "layer")]
     if kind.scale == "share":
-        worst = [max(each[name] for name in shown) for each in (first, second)]
-        told.append(f"the worst: {percent(worst[0])} before, {percent(worst[1])} after")
-    return joined(told)
+        worst = [max(level[name] for name in shown) for level in levels]
+        parts.append(f"the worst: {percent(worst[0])} {where[0]}, {percent(worst[1])} {where[1]}")
+    return joined(parts)

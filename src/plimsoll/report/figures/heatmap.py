@@ -1,7 +1,7 @@
 """`heatmap`: layers down, steps across, colour is a number of each layer at each step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +113,8 @@ def heatmap(
         )
     series_checked(view, "heatmap", collection)
     matrix = kind.of(view, collection)
+    if matrix is not None:  # a size over a weight that is all zeros is infinite, and no colour
+        matrix = replace(matrix, values=np.where(np.isfinite(matrix.values), matrix.values, np.nan))
     if matrix is None or np.isnan(matrix.values).all():
         return nothing("heatmap", title, f"No {of(collection)} with such a number up to this step.", meta)
     formats = view_formats(view, collection)

@@ -1,43 +1,46 @@
-"""`Streams`: server-sent events, which tell the page that a run, or the list, has something new.
+"""`Streams`: server-sent events, by which the page learns that a run or the list has news.
 
-One task looks after each run that anybody watches, and one after the list, however many watch: it compares tokens,
-which takes a few `stat` calls while nothing changes. A browser that leaves frees its stream at once, and the last one
-the task. What a slow browser has not taken yet is replaced by what is newer, so nothing piles up.
+One task polls each run that anybody watches, and one the list, for any number of browsers: it compares tokens, which
+takes a few `stat` calls while nothing changes. A browser that leaves frees its stream at once, and the last one the
+task. News that a slow browser has not taken yet is replaced by newer news of the same run, so queues stay short.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 
 from plimsoll.report.live.security import Receive, Scope, Send
 from plimsoll.report.live.server.turns import BusyError
 
 MOST_STREAMS = 64
+MOST_RUNS = (
+    12  # of one stream; a browser opens six connections to a server, so a comparison cannot have one for each run
+)
 _KEEP_ALIVE_SECONDS = 15.0
 _RUNS = ""  # the key of the list among those of runs
 
 _LOG = logging.getLogger("plimsoll")
 
-# The state of a run (by id) or of the list (by ""): the event's data, None where there is none.
+# Returns the state of a run, by its id, or of the list, by "": the data of the event. None: there is none.
 Look = Callable[[str], "Mapping[str, object] | None"]
 
 
 class _Stream:
-    """Queue of one browser: news that it has not received, the newest of each kind."""
+    """Queue of one browser: news that it has not received, the newest of each run and of the list."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Mapping[str, object]] = {}
         self.woken = asyncio.Event()
 
-    def tell(self, event: str, data: Mapping[str, object]) -> None:
-        self.waiting[event] = data
+    def put(self, key: str, data: Mapping[str, object]) -> None:
+        self.waiting[key] = data
         self.woken.set()
 
 
 class Streams:
-    """All open streams, and the tasks that look. For use within one event loop."""
+    """All open streams, and the tasks that poll. For use within one event loop."""
 
     def __init__(self, look: Look, *, poll_seconds: float = 1.0) -> None:
         self._look, self._poll_seconds = look, poll_seconds
@@ -49,7 +52,11 @@ class Streams:
 
     @contextlib.contextmanager
     def place(self) -> Generator[None]:
-        """One of the few places for streams, from before the first byte is sent. Raises `BusyError` if none is left."""
+        """Take one of the few places for streams, from before the first byte is sent.
+
+        Raises:
+            BusyError: None is left.
+        """
         if self.open >= MOST_STREAMS:
             raise BusyError(
                 f"serve: expected at most {MOST_STREAMS} open streams; got one more. Close a page that follows a run."
@@ -66,45 +73,46 @@ class Streams:
         return len(self._tasks)
 
     def close(self) -> None:
-        """Ends all streams; the application ends, too."""
+        """End all streams, as the application ends."""
         self._closed = True
-        for stream in {each for streams in self._watching.values() for each in streams}:
+        for stream in {stream for streams in self._watching.values() for stream in streams}:
             stream.woken.set()
 
-    async def events(self, run_id: str | None) -> AsyncGenerator[bytes]:
-        """The events for one browser, which may watch a run beside the list; comments keep the line open."""
+    async def events(self, run_ids: Sequence[str]) -> AsyncGenerator[bytes]:
+        """Yield the events for one browser, which may watch runs as well as the list. Comments keep the line open."""
         stream = _Stream()
-        keys = [_RUNS] if run_id is None else [_RUNS, run_id]
+        keys = list(dict.fromkeys([_RUNS, *run_ids]))
         for key in keys:
-            self._begin(key, stream)
+            self._start(key, stream)
         try:
             yield b"retry: 2000\n\n"
             while not self._closed:
-                told = await self._told(stream)
+                news = await self._news(stream)
                 if not self._closed:
-                    yield told
+                    yield news
         finally:
             for key in keys:
-                self._end(key, stream)
+                self._stop(key, stream)
 
-    async def _told(self, stream: _Stream) -> bytes:
-        try:  # not `wait_for`: Python 3.11's forgets a cancellation that comes in the moment something is told
+    async def _news(self, stream: _Stream) -> bytes:
+        # Not `wait_for`: that of Python 3.11 forgets a cancellation that comes in the moment the event is set.
+        try:
             async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
                 await stream.woken.wait()
         except TimeoutError:
             return b": still here\n\n"
         stream.woken.clear()
         waiting, stream.waiting = stream.waiting, {}
-        return b"".join(f"event: {event}\ndata: {json.dumps(data)}\n\n".encode() for event, data in waiting.items())
+        return b"".join(f"event: {_event(key)}\ndata: {json.dumps(data)}\n\n".encode() for key, data in waiting.items())
 
-    def _begin(self, key: str, stream: _Stream) -> None:
+    def _start(self, key: str, stream: _Stream) -> None:
         self._watching.setdefault(key, set()).add(stream)
         if key in self._last:
-            stream.tell(_event(key), self._last[key])
+            stream.put(key, self._last[key])
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._watch(key))
 
-    def _end(self, key: str, stream: _Stream) -> None:
+    def _stop(self, key: str, stream: _Stream) -> None:
         self._watching[key].discard(stream)
         if not self._watching[key]:
             del self._watching[key]
@@ -112,17 +120,17 @@ class Streams:
             self._tasks.pop(key).cancel()
 
     async def _watch(self, key: str) -> None:
-        """Looks again and again; tells the state that it finds first, and each that differs from the one before."""
+        """Poll one run or the list, and send each state that differs from the one before it."""
         while True:
             try:
-                found = await asyncio.to_thread(self._look, key)
-            except Exception:  # noqa: BLE001  (the next look may go well, and the task is not begun again while anybody watches)
+                state = await asyncio.to_thread(self._look, key)
+            except Exception:  # noqa: BLE001  (the next poll may succeed, and no other task would poll this key)
                 _LOG.exception("plimsoll serve: %a could not be looked at", key)
-                found = None
-            if found is not None and found != self._last.get(key):
-                self._last[key] = found
+                state = None
+            if state is not None and state != self._last.get(key):
+                self._last[key] = state
                 for stream in self._watching.get(key, ()):
-                    stream.tell(_event(key), found)
+                    stream.put(key, state)
             await asyncio.sleep(self._poll_seconds)
 
 
@@ -131,13 +139,13 @@ def _event(key: str) -> str:
 
 
 class EventStream:
-    """The ASGI answer with a stream's events. It ends when the browser leaves, also between two events."""
+    """ASGI answer with a stream's events. It ends when the browser leaves, also between two events."""
 
-    def __init__(self, streams: Streams, run_id: str | None) -> None:
-        self._streams, self._run_id = streams, run_id
+    def __init__(self, streams: Streams, run_ids: Sequence[str]) -> None:
+        self._streams, self._run_ids = streams, run_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Answer a request."""
         with self._streams.place():
             await self._answer(scope, receive, send)
 
@@ -158,7 +166,7 @@ class EventStream:
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
-        events = self._streams.events(self._run_id)
+        events = self._streams.events(self._run_ids)
         try:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

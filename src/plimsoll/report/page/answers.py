@@ -75,6 +75,7 @@ def summary_answer(summary: Summary, root: Path | None = None) -> dict[str, obje
         **summary.to_dict(),
         "path": within(summary.path, root),
         "problems": [within(problem, root) for problem in summary.problems],
+        "scalars": in_order(summary.scalars),
         "findings": findings,
     }
 

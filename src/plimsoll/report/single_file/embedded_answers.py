@@ -12,6 +12,7 @@ from plimsoll.report.drawing.theme import TEMPLATES
 from plimsoll.report.figure_registry import FIGURES
 from plimsoll.report.page.answers import first_tensor, run_answer
 from plimsoll.report.page.figures import drawn, offered
+from plimsoll.report.page.scalars import in_order, scalar_answer
 from plimsoll.report.single_file.offline_whatif import SHIFTS, Offline
 from plimsoll.report.verdicts.run_summary import Summary
 
@@ -19,6 +20,7 @@ BUDGET_BYTES = 1_600_000  # of figures, packed; in base64 that is 2.2 MB of a fi
 _FINDINGS = 24  # whose figures are shown; the gravest come first
 _SPECTROGRAMS = 40
 _EACH = 3  # tensors that a finding names
+_SCALARS, _POINTS = 40, 300  # some 4 KB each, packed
 
 
 class Figures:
@@ -67,9 +69,13 @@ class Figures:
         if text not in self._texts:
             self._texts[text] = len(self.bodies)
             self.bodies.append(body)
-            self.bytes += len(zlib.compress(text.encode(), 1))
+            self.bytes += _packed_bytes(text)
         self.asked.append((name, arguments, self._texts[text]))
         return self._texts[text]
+
+
+def _packed_bytes(text: str) -> int:
+    return len(zlib.compress(text.encode(), 1))
 
 
 def embedded(view: View, summary: Summary, answers: Sequence[Offline], collection: str | None) -> dict[str, Any]:
@@ -83,6 +89,8 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
     """
     findings = summary.findings
     figures = Figures(view, findings)
+    scalars = [scalar_answer(view, name, _POINTS) for name in in_order(view.run.scalar_names)[:_SCALARS]]
+    figures.bytes += _packed_bytes(json.dumps(scalars, separators=(",", ":")))
     bodies = [figures.add_of_finding(i) if i < _FINDINGS else None for i in range(len(findings))]
     first = {body: i for i, body in reversed(list(enumerate(bodies))) if body is not None}
     above = {(f.figure.removesuffix("_heatmap"), f.collection) for f in findings}
@@ -107,14 +115,15 @@ def embedded(view: View, summary: Summary, answers: Sequence[Offline], collectio
         "tensors_kept": "" if kept == series else f"{kept:,} of {series:,} tensors, those that matter most.",
         "formats": [each.answer.format for each in answers],
         "whatif": _needs(collection, answers) if collection and answers else None,
-        "scalars": [],  # the page shows neither these nor the events as they were recorded, but their words
-        "events": [],
+        "scalars": [scalar["name"] for scalar in scalars],
+        "events": [],  # the page shows the words for events and settings, and not their data
         "settings": {},
     }
     formats = [each.to_dict() for each in answers]
     return {
         "run": run,
-        "templates": {name: dict(each) for name, each in TEMPLATES.items()},
+        "templates": {name: dict(template) for name, template in TEMPLATES.items()},
+        "scalars": scalars,
         "figures": figures.asked,
         "bodies": figures.bodies,
         "whatif": {"low": SHIFTS[0], "high": SHIFTS[-1], "collection": collection, "formats": formats},

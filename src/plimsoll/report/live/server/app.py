@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from fastapi import FastAPI, Request, Response
 
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError, PlimsollError, RunError, StateError
-from plimsoll.report.live.event_streams import EventStream, Streams
+from plimsoll.report.live.event_streams import MOST_RUNS, EventStream, Streams
 from plimsoll.report.live.security import LOOPBACK, Gate, Receive, Scope, Send, is_api
 from plimsoll.report.live.server.answers import Answers
 from plimsoll.report.live.server.turns import BusyError, Turns
@@ -102,8 +102,13 @@ def _application(answers: Answers, streams: Streams) -> FastAPI:
     _add_api(inner, answers, Turns())
 
     @inner.api_route("/api/stream", methods=["GET", "HEAD"], response_model=None)
-    async def stream(run: str | None = None) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _AsResponse(EventStream(streams, run))
+    async def stream(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        runs = request.query_params.getlist("run")
+        if len(runs) > MOST_RUNS:
+            raise ArgumentError(
+                f"serve: expected at most {MOST_RUNS} runs in one stream; got {len(runs)}. Watch fewer of them."
+            )
+        return _AsResponse(EventStream(streams, runs))
 
     return inner
 

@@ -1,4 +1,4 @@
-// Answers of the server, or of the report's own file, as data; what is refused, as a sentence and what to do.
+// Answers of the server, or of the report's own file, as data. A refusal is a sentence and what to do.
 
 import { embeddedAnswer, isReport } from "./embedded.js";
 
@@ -13,24 +13,28 @@ const ADVICE = {
 
 /** A request that failed: `status` (0: no answer), a message, and `advice`. */
 export class Problem extends Error {
-  constructor(status, message, said = false) {
+  constructor(status, message, hasAdvice = false) {
     super(message);
     this.status = status;
-    this.advice = said ? "" : (ADVICE[status] ?? "See what plimsoll serve has printed."); // the server's own words hold it
+    this.advice = hasAdvice ? "" : (ADVICE[status] ?? "See what plimsoll serve has printed.");
   }
+
+  /** The message and the advice as one text. */
+  get text() { return `${this.message} ${this.advice}`.trim(); }
 }
 
-/** A segment of a path. The run that is the served folder itself is ".", which an address cannot hold: it is "./" there. */
+/** A segment of a path. The run that is the served folder itself is ".", which browsers take out of an address: it is "./". */
 function quoted(segment) {
   const text = String(segment);
   return text === "." ? ".%2F" : encodeURIComponent(text.toWellFormed ? text.toWellFormed() : text);
 }
 
-/** The address of a part of the API. */
+/** The address of a part of the API. Values that are lists stand in it several times. */
 export function address(segments, values = {}) {
   const path = segments.map(quoted).join("/");
-  const kept = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const search = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
+  const entries = Object.entries(values).flatMap(([name, value]) => [value].flat().map((single) => [name, single]))
+    .filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const search = new URLSearchParams(entries.map(([name, value]) => [name, String(value)])).toString();
   return `/api/${path}${search ? `?${search}` : ""}`;
 }
 
@@ -56,7 +60,7 @@ export async function get(path, signal) {
   throw new Problem(answer.status, data?.error ?? `The server answered ${answer.status} ${answer.statusText}.`, Boolean(data?.error));
 }
 
-/** Makes of a task one that runs once at a time: asked for while it runs, it runs once more, so that none is starved. */
+/** Makes a task run once at a time. Asked for while it runs, it runs once more afterwards, so that no request is lost. */
 export function onceAtATime(task) {
   let running = false, again = false;
   return async function run() {
@@ -71,16 +75,16 @@ export function onceAtATime(task) {
   };
 }
 
-/** Asks one question after another, of which the latest alone is answered: older ones are given up. */
+/** Asks one question after another and answers the latest only; earlier requests are aborted. */
 export class Latest {
   #asked = null;
 
-  /** The data, or null where a later question (or `drop`) came in between. */
-  async ask(path) {
+  /** The data of all addresses, or null where a later question (or `drop`) came in between. */
+  async ask(paths) {
     this.#asked?.abort();
     const mine = (this.#asked = new AbortController());
     try {
-      const data = await get(path, mine.signal);
+      const data = await Promise.all(paths.map((path) => get(path, mine.signal)));
       return this.#asked === mine ? data : null;
     } catch (error) {
       if (error.name === "AbortError" || this.#asked !== mine) return null;

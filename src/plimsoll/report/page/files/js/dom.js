@@ -1,7 +1,7 @@
-// Elements made of text. Nothing here, or anywhere in this page, reads data as HTML: names of a run are hostile.
+// Elements made of text. Nothing here, or anywhere in this page, reads data as HTML: names of a run may be hostile.
 
 const SVG = "http://www.w3.org/2000/svg";
-const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu; // control, bidirectional and unpaired characters
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu; // control, bidirectional and unpaired characters
 
 /** An element. Attributes: `on*` are listeners, null and false are left out, true is an empty one. Children: nodes, text. */
 export function el(tag, attributes = {}, ...children) {
@@ -9,7 +9,7 @@ export function el(tag, attributes = {}, ...children) {
 }
 
 /** An element of a drawing. */
-export function drawn(tag, attributes = {}, ...children) {
+export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
@@ -24,9 +24,9 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Any text of a run as it can be shown: what cannot be seen, or turns the writing round, is a sign of its own. */
+/** Any text of a run as it can be shown: characters that cannot be seen, or that reverse the text, become a sign. */
 export function clean(text) {
-  return String(text).replace(UNSEEN, "\uFFFD");
+  return String(text).replace(INVISIBLE, "\uFFFD");
 }
 
 /** A name, its middle left out where it is long. */
@@ -46,20 +46,20 @@ export function named(name, most = 64) {
     parts.map((part, index) => [index ? el("wbr") : null, part]));
 }
 
-/** Sets the text only where it differs, so that nothing is announced, selected or painted anew. */
-export function say(element, text) {
+/** Sets the text only where it differs: a screen reader announces, and a selection loses, every text that is set. */
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** One child for each item, kept by key: nodes that stay are not touched but by `update`, so focus and selection stay. */
-export function keep(parent, items, keyOf, make, update = () => {}) {
+/** One child for each item, found again by key. Nodes that stay are changed by `update` only, so focus and selection stay. */
+export function renderList(parent, items, keyOf, make, update = () => {}) {
   const focused = parent.contains(document.activeElement) ? document.activeElement : null;
-  const there = new Map([...parent.children].map((node) => [node.dataset.key, node]));
+  const before = new Map([...parent.children].map((node) => [node.dataset.key, node]));
   let next = parent.firstElementChild;
   for (const [index, item] of items.entries()) {
     const key = String(keyOf(item, index));
-    let node = there.get(key);
-    there.delete(key);
+    let node = before.get(key);
+    before.delete(key);
     if (!node) {
       node = make(item, index);
       node.dataset.key = key;
@@ -68,7 +68,20 @@ export function keep(parent, items, keyOf, make, update = () => {}) {
     if (node === next) next = next.nextElementSibling;
     else parent.insertBefore(node, next);
   }
-  for (const node of there.values()) node.remove();
+  for (const node of before.values()) node.remove();
   // A node that is moved loses the focus.
   if (focused && focused !== document.activeElement && parent.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+/** The options of a select, without losing the choice; an unknown choice is added. */
+export function setOptions(select, names, value, words = (name) => name) {
+  const all = value && !names.includes(value) ? [...names, value] : names;
+  renderList(select, all, (name) => name, (name) => el("option", { value: name }), (node, name) => setText(node, clean(words(name))));
+  select.value = value;
+}
+
+/** Brings an element below the sticky header, if it is not in view. */
+export function reveal(element) {
+  const { top } = element.getBoundingClientRect();
+  if (top > innerHeight * 0.8 || top < 50) element.scrollIntoView({ block: "start" });
 }

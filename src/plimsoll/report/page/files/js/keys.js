@@ -1,14 +1,14 @@
-// Keys: each view says which it takes and what they do; `?` shows them.
+// Keys: each view declares those that it takes and their action; `?` shows them.
 
 import { el } from "./dom.js";
 
-const TYPED = "select, textarea, input:not([type=checkbox], [type=range])"; // letters are theirs
-const PRESSED = new Set(["BUTTON", "SUMMARY", "A", "INPUT", "SELECT"]); // the space bar is theirs
-const SHOWN = { " ": "Space", ArrowDown: "\u2193", ArrowUp: "\u2191", Enter: "Enter", Escape: "Esc" };
+const TYPED = "select, textarea, input:not([type=checkbox], [type=range])"; // these take letters themselves
+const PRESSED = new Set(["BUTTON", "SUMMARY", "A", "INPUT", "SELECT"]); // these take the space bar themselves
+const SHOWN = { " ": "Space", ArrowDown: "\u2193", ArrowUp: "\u2191", ArrowLeft: "\u2190", ArrowRight: "\u2192", Enter: "Enter", Escape: "Esc" };
 
 let bindings = [];
 
-/** Takes keys: a list of `{ keys: ["j", "ArrowDown"], says, act }`. Gives back how to leave them. */
+/** Takes keys: a list of `{ keys: ["j", "ArrowDown"], says, act }`. Returns a function that gives them up. */
 export function take(list) {
   bindings = [...bindings, ...list];
   return () => {
@@ -27,7 +27,7 @@ function pressed(event) {
   if (binding && binding.act(event) !== false) event.preventDefault();
 }
 
-/** Begins to listen; `dialog` shows the keys that are taken. */
+/** Starts to listen; `dialog` shows the keys that are taken. */
 export function listen(dialog, list, button) {
   const show = () => {
     list.replaceChildren(...bindings.filter(({ says }) => says).flatMap(({ keys, says }) => [

@@ -1,8 +1,8 @@
-// Following: the server's stream of events, opened again by itself, closed while nobody looks.
+// Following: the server's stream of events. It is opened again after it broke, and closed while the page is not visible.
 
 const WAITS = [500, 1000, 2000, 3000, 5000]; // milliseconds before another try
 
-/** Calls `on.runs(data)`, `on.run(data)`; `on.state("open" | "lost")`; `on.again()` when it is open anew. */
+/** Calls `on.runs(data)`, `on.run(data)`, `on.state("open" | "lost")`, and `on.again()` when it is open once more. */
 export class Stream {
   #source = null;
   #timer = null;
@@ -34,7 +34,7 @@ export class Stream {
     source.onopen = () => {
       this.#tries = 0;
       this.on.state?.("open");
-      if (this.#opened) this.on.again?.(); // what happened in between was not told
+      if (this.#opened) this.on.again?.(); // a stream has no memory: what happened in between is lost
       this.#opened = true;
     };
     source.onerror = () => this.#again();

@@ -1,38 +1,38 @@
-// Light and dark: the system's, or the one chosen here, which the browser keeps.
+// Light and dark: the system's theme, or the one chosen here, which the browser remembers.
 
-const ASKED = matchMedia("(prefers-color-scheme: dark)");
-const told = new Set();
+const SYSTEM = matchMedia("(prefers-color-scheme: dark)");
+const listeners = new Set();
 
 function chosen() {
   return document.documentElement.dataset.theme ?? null;
 }
 
-let paper = false;
+let onPaper = false;
 
 /** Whether the page is being printed. */
 export function printing() {
-  return paper;
+  return onPaper;
 }
 
 /** The theme that is shown: "light" or "dark"; on paper light. */
 export function theme() {
-  if (paper) return "light";
-  return chosen() ?? (ASKED.matches ? "dark" : "light");
+  if (onPaper) return "light";
+  return chosen() ?? (SYSTEM.matches ? "dark" : "light");
 }
 
-/** Calls when the theme has changed; gives back how to stop that. */
+/** Calls when the theme has changed. Returns a function that stops it. */
 export function onTheme(call) {
-  told.add(call);
-  return () => told.delete(call);
+  listeners.add(call);
+  return () => listeners.delete(call);
 }
 
-let opened = [];
+let unfolded = [];
 for (const [event, begins] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(event, () => {
-    paper = begins;
-    if (begins) opened = [...document.querySelectorAll("details:not([open])")]; // paper unfolds nothing
-    for (const each of opened) each.open = begins;
-    for (const call of told) call(theme());
+    onPaper = begins;
+    if (begins) unfolded = [...document.querySelectorAll("details:not([open])")]; // on paper nobody can unfold them
+    for (const details of unfolded) details.open = begins;
+    for (const call of listeners) call(theme());
   });
 }
 
@@ -40,12 +40,12 @@ for (const [event, begins] of [["beforeprint", true], ["afterprint", false]]) {
 export function switchBy(button) {
   const label = () => {
     const other = theme() === "dark" ? "light" : "dark";
-    button.textContent = `${other === "dark" ? "Dark" : "Light"} theme`; // where it leads, as in the report
+    button.textContent = `${other === "dark" ? "Dark" : "Light"} theme`; // where the button leads
     button.setAttribute("aria-label", `Use the ${other} theme`);
   };
   const changed = () => {
     label();
-    for (const call of told) call(theme());
+    for (const call of listeners) call(theme());
   };
   button.addEventListener("click", () => {
     const next = theme() === "dark" ? "light" : "dark";
@@ -57,6 +57,6 @@ export function switchBy(button) {
     }
     changed();
   });
-  ASKED.addEventListener("change", () => chosen() ?? changed());
+  SYSTEM.addEventListener("change", () => chosen() ?? changed());
   label();
 }

@@ -1,4 +1,4 @@
-// Numbers, times and states in words.
+// Numbers, times and states in words, as plimsoll/text.py writes them.
 
 import { clean, el } from "./dom.js";
 
@@ -6,7 +6,7 @@ const GROUPED = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
 const MINUS = "\u2212";
 const SPANS = [[86400 * 365, "year"], [86400 * 30, "month"], [86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]];
 
-// A state is told by a sign and a word; its colour is there besides, never alone.
+// A state has a sign and a word besides its colour, which not everyone sees.
 const STATES = {
   healthy: ["\u2713", "Healthy"],
   warning: ["!", "Warning"],
@@ -17,8 +17,8 @@ const STATES = {
   info: ["i", "Info"],
 };
 
-/** How grave a state is: the gravest first. */
-export const GRAVITY = ["alarm", "unreadable", "warning", "unknown", "empty", "healthy", "info"];
+/** All states, the most severe first. */
+export const SEVERITY_ORDER = ["alarm", "unreadable", "warning", "unknown", "empty", "healthy", "info"];
 
 /** The state as a sign and a word. */
 export function badge(state, { large = false } = {}) {
@@ -33,7 +33,7 @@ export function whole(value) {
   return typeof value === "number" && Number.isFinite(value) ? GROUPED.format(value).replace("-", MINUS) : "\u2013";
 }
 
-/** Any number in three digits, as plimsoll/text.py writes it, or its name where it is not finite. */
+/** Any number in three digits, or its name where it is not finite. */
 export function number(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
@@ -42,7 +42,7 @@ export function number(value) {
   return size >= 999.5 ? whole(value) : String(Number(value.toPrecision(3))).replace("-", MINUS);
 }
 
-/** A fraction in per cent, as plimsoll/text.py writes it: what is not quite none or all is never rounded to it. */
+/** A fraction in per cent. A share that is not quite none or all is never rounded to it. */
 export function percent(fraction) {
   if (fraction >= 1) return `${whole(100 * fraction)}\u00a0%`;
   if (fraction > 0.99) return "over 99\u00a0%";
@@ -50,7 +50,7 @@ export function percent(fraction) {
   return `${Number((100 * fraction).toPrecision(2))}\u00a0%`;
 }
 
-// As plimsoll/diagnosis/what_if/result.py writes intervals, and single_file/templates/report.js.
+// As plimsoll/diagnosis/what_if/result.py writes intervals.
 
 /** An interval's estimate in per cent; about 0 where it may be more. */
 export function estimate({ high, estimate: middle }) {
@@ -63,17 +63,17 @@ export function between({ low, high }) {
   return from === to ? "" : ` (${from} to ${to})`;
 }
 
-/** 2 to a power, as one reads it; copied, or read aloud, it is 2^14. */
+/** A power of two with a raised exponent. Copied, or read aloud, it is 2^14. */
 export function power(exponent) {
   return el("span", { class: "power" }, "2", el("span", { class: "unseen" }, "^"), el("sup", {}, String(exponent).replace("-", MINUS)));
 }
 
-/** Prose with its powers of two, which come as 2^-14, as one reads them. Written anew only where it differs. */
+/** Writes prose whose powers of two come as 2^-14. Nothing is written where the text is the same. */
 export function prose(element, text) {
-  const told = clean(text).replaceAll(/(?<=\d) (?=%)/g, "\u00a0");
-  if (element.dataset.told === told) return;
-  element.dataset.told = told;
-  element.replaceChildren(...told.split(/(2\^-?\d+(?:\.\d+)?)/).map((part) => (part.startsWith("2^") ? power(part.slice(2)) : part)));
+  const shown = clean(text).replaceAll(/(?<=\d) (?=%)/g, "\u00a0");
+  if (element.dataset.prose === shown) return;
+  element.dataset.prose = shown;
+  element.replaceChildren(...shown.split(/(2\^-?\d+(?:\.\d+)?)/).map((part) => (part.startsWith("2^") ? power(part.slice(2)) : part)));
 }
 
 /** The value of 2 to a power, in few digits. */
@@ -84,11 +84,10 @@ export function powerValue(exponent) {
 
 /** Time gone by since a moment (unix seconds). */
 export function ago(moment, now = Date.now() / 1000) {
-  const gone = Math.max(0, now - moment);
-  if (gone < 5) return "now";
-  const [seconds, name] = SPANS.find(([length]) => gone >= length);
-  const many = Math.floor(gone / seconds);
-  return `${many} ${name}${many === 1 ? "" : "s"} ago`;
+  const seconds = Math.max(0, now - moment);
+  if (seconds < 5) return "now";
+  const [length, name] = SPANS.find(([span]) => seconds >= span);
+  return `${counted(Math.floor(seconds / length), name)} ago`;
 }
 
 /** A moment (unix seconds) as date and time of day, in UTC, as plimsoll/report/verdicts/summary_text.py writes it. */
@@ -97,7 +96,7 @@ export function moment(seconds) {
 }
 
 /** "1 step", "2 steps". */
-export function many(count, name) {
+export function counted(count, name) {
   return `${whole(count)} ${name}${count === 1 ? "" : "s"}`;
 }
 

@@ -1,38 +1,44 @@
-// Two runs side by side: their verdicts, where they part first, their losses and scales on one axis.
+// Runs side by side: their verdicts, where each diverges from the first, their scalars on one axis, and what differs.
 
 import { address, get, onceAtATime, Problem } from "../api.js";
-import { clean, el, keep, named, say } from "../dom.js";
+import { clean, el, named, renderList, setOptions, setText, short } from "../dom.js";
+import { Picture } from "../figures/picture.js";
+import { lineOf, ScalarGrid } from "../figures/scalar_grid.js";
 import { take } from "../keys.js";
-import { Picture } from "./picture.js";
-import { replace, to } from "../router.js";
+import { remembered } from "../memory.js";
+import { change, to } from "../router.js";
 import { Stream } from "../stream.js";
-import { badge, collectionNames, collectionWords, number, prose, setCollections, title, whole } from "../words.js";
+import { badge, collectionNames, collectionWords, number, prose, setCollections, whole } from "../words.js";
+import { tagKey } from "./list.js";
 
-const SHOWN = 20; // partings that are listed
+const SHOWN = 20; // divergences that are listed
+const LETTERS = "ABCDEFGHIJKL";
+const STEPS = "steps"; // the collection of a divergence that is of no tensor
 
 export class ComparePage {
-  constructor(frame, { a, b, values }) {
-    Object.assign(this, { frame, a, b });
+  constructor(frame, { ids, values }) {
+    Object.assign(this, { frame, ids, answers: [] });
     this.load = onceAtATime(() => this.#load());
     frame.place("Compare", [["Compare", null]]);
-    this.#build(values.get("collection") ?? "gradients");
-    this.leaveKeys = take([{ keys: ["x"], says: "Swap the two", act: () => { location.hash = to.compare(this.b, this.a); } }]);
-    const news = { run: (event) => this.#hear(event), again: () => this.load() };
-    this.streams = [a, b].map((run, i) => new Stream(address(["stream"], { run }),
-      { ...news, state: i ? undefined : (state) => { this.lost = state === "lost"; this.#sign(); } }));
+    this.#build(values);
+    this.leaveKeys = take([{ keys: ["x"], says: "Swap the first two", act: () => { location.hash = to.compare([ids[1], ids[0], ...ids.slice(2)]); } }]);
     this.tokens = {};
+    this.stream = new Stream(address(["stream"], { run: ids }), {
+      run: (news) => this.#hear(news), again: () => this.load(), state: (state) => { this.lost = state === "lost"; this.#sign(); },
+    });
     this.load();
   }
 
-  takes(route) { return route.view === "compare" && route.a === this.a && route.b === this.b; }
+  takes(route) { return route.view === "compare" && String(route.ids) === String(this.ids); }
 
-  go() {}
+  go({ values }) { this.#state(values); }
 
   close() {
     this.closed = true;
     this.leaveKeys();
-    for (const stream of this.streams) stream.close();
-    for (const picture of this.pictures) picture.close();
+    this.stream.close();
+    this.both.close();
+    this.scalars.close();
     clearTimeout(this.timer);
   }
 
@@ -43,124 +49,222 @@ export class ComparePage {
     if (!first) this.load();
   }
 
+  /** Reads each run with the first one. */
   async #load() {
     clearTimeout(this.timer);
     if (this.closed) return;
     try {
-      const answer = await get(address(["compare"], { a: this.a, b: this.b }));
+      const [a, ...others] = this.ids;
+      const answers = await Promise.all(others.map((b) => get(address(["compare"], { a, b }))));
       if (this.closed) return;
       this.#tell("");
-      setCollections(answer);
-      this.#fill(answer);
+      setCollections(answers[0]);
+      this.answers = answers;
+      this.#fill();
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
       if (this.closed) return;
-      this.#tell(`${problem.message} ${problem.advice}`.trim());
+      this.#tell(problem.text);
       if (problem.status === 0 || problem.status >= 500) this.timer = setTimeout(() => this.load(), 3000);
     }
   }
 
-  #build(collection) {
-    this.sides = ["A", "B"].map((letter) => this.#side(letter));
-    this.sentence = el("h1", { class: "verdict", "aria-live": "polite" }, "Comparing the two runs\u2026");
-    this.first = el("p", { class: "advice" });
+  #build(values) {
+    this.sides = this.ids.map((id, place) => this.#side(id, place));
+    this.sentence = el("h1", { class: "verdict", "aria-live": "polite" }, "Comparing the runs\u2026");
+    this.advice = el("p", { class: "advice" });
     this.note = el("p", { class: "note", role: "alert", hidden: true });
-    this.partings = el("tbody");
-    this.parted = el("section", { "aria-labelledby": "partings-title", hidden: true }, el("h2", { id: "partings-title" }, "What parts first"),
-      el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, ["Tensor", "What", "A", "B", "Apart", "Allowed"].map((text, i) =>
-        el("th", { scope: "col", class: i > 1 ? "number" : null }, text)))), this.partings)));
-    this.changed = el("dl", { class: "settings" });
-    this.others = el("section", { "aria-labelledby": "changed-title", hidden: true }, el("h2", { id: "changed-title" }, "What else differs"), this.changed);
-    this.asked = collection;
+    this.others = el("select", { id: "compare-other", onchange: () => this.#chosen() });
+    this.choice = el("p", { class: "controls", hidden: this.ids.length === 2 }, el("label", { for: "compare-other" }, "A against"), this.others);
+    this.rows = el("tbody");
+    this.diverged = el("section", { "aria-labelledby": "diverged-title", hidden: true }, el("h2", { id: "diverged-title" }, "First divergence"),
+      el("div", { class: "scrolls" }, el("table", { class: "cards" }, el("thead", {}, el("tr", {}, ["Step", "Where", "What", "A", "B", "Difference", "Allowed"].map((text, i) =>
+        el("th", { scope: "col", class: i === 0 || i > 2 ? "number" : null }, text)))), this.rows)));
+    this.changed = el("table", { class: "cards" });
+    this.only = el("dl", { class: "settings" });
+    this.differs = el("section", { "aria-labelledby": "changed-title", hidden: true }, el("h2", { id: "changed-title" }, "Settings and versions that differ"), el("div", { class: "scrolls" }, this.changed), this.only);
     this.collection = el("select", { id: "compare-collection", onchange: () => this.#chosen() });
-    this.#options();
-    const figure = (name, values = () => ({})) => new Picture({
-      address: () => address(["compare", "figure", name], { a: this.a, b: this.b, ...values() }), question: () => `${name} ${JSON.stringify(values())}`,
+    this.both = new Picture({
+      address: () => address(["compare", "figure", "before_after"], { a: this.ids[0], b: this.others.value, collection: this.collection.value }),
+      question: () => `${this.others.value} ${this.collection.value}`, level: "h2", height: () => 600,
     });
-    this.loss = figure("loss_and_scale");
-    this.both = figure("before_after", () => ({ collection: this.collection.value }));
     this.both.heading.after(el("p", { class: "controls" }, el("label", { for: "compare-collection" }, "Of"), this.collection));
-    this.pictures = [this.loss, this.both];
+    this.scalars = new ScalarGrid({ runs: () => this.#runs(), id: "compare" });
     this.frame.main.replaceChildren(el("article", { class: "view compare-view" },
-      el("header", { class: "head" }, this.sentence, this.first, this.note),
+      el("header", { class: "head" }, this.sentence, this.advice, this.note),
       el("div", { class: "sides" }, this.sides.map(({ element }) => element)),
-      el("p", { class: "controls" }, el("a", { href: to.compare(this.b, this.a) }, "Swap the two")),
-      this.parted, el("section", { class: "pictures" }, this.loss.element, this.both.element), this.others));
+      el("section", { "aria-labelledby": "scalars-title" }, el("h2", { id: "scalars-title" }, "Scalars"), this.scalars.element),
+      this.choice, this.diverged, el("section", { class: "pictures wide" }, this.both.element), this.differs));
+    this.#state(values);
   }
 
-  #side(letter) {
-    const state = el("div");
-    const name = el("a");
-    const verdict = el("p", { class: "meaning", "aria-live": "polite" });
-    const facts = el("p", { class: "soft" });
-    const element = el("section", { class: "side", "aria-label": `Run ${letter}` }, el("h2", {}, `${letter}  `, name), state, verdict, facts);
-    return { element, state, name, verdict, facts };
-  }
-
-  /** The collections to choose from, without losing the choice. */
-  #options() {
-    const before = this.collection.value || this.asked;
-    keep(this.collection, [...new Set([...collectionNames(), before])], (name) => name,
-      (name) => el("option", { value: name }), (node, name) => say(node, clean(collectionWords(name))));
-    this.collection.value = before;
-  }
-
-  #fill(answer) {
-    this.answer = answer;
-    this.#sign();
+  /** Takes over the state that an address holds. */
+  #state(values) {
+    this.hidden = new Set(values.getAll("hide"));
+    this.asked = { collection: values.get("collection") ?? "gradients", other: this.ids.includes(values.get("with")) ? values.get("with") : this.ids[1] };
+    this.tags = new Map(this.ids.map((id) => [id, values.getAll("tag").filter((text) => text.startsWith(`${id}:`)).map((text) => text.slice(id.length + 1))]));
+    for (const { id, box } of this.sides) box.checked = !this.hidden.has(id);
     this.#options();
-    for (const [side, summary, id] of [[this.sides[0], answer.a, this.a], [this.sides[1], answer.b, this.b]]) {
-      side.state.replaceChildren(badge(summary.state));
-      side.name.setAttribute("href", to.run(id));
-      side.name.replaceChildren(named(summary.name, 48));
-      prose(side.verdict, summary.verdict);
-      say(side.facts, `Last step ${summary.last_step < 0 ? "none" : whole(summary.last_step)}, ${summary.closed ? "closed" : "not closed"}`);
-    }
-    const names = [answer.a.name, answer.b.name].map((name) => clean(name).slice(0, 60));
-    this.frame.place(`${names[0]} and ${names[1]}`, [[`${names[0]} and ${names[1]}`, null]]);
-    prose(this.sentence, answer.sentence || "These two runs cannot be compared step by step.");
-    this.#fillDiff(answer.diff);
-    for (const picture of this.pictures) picture.refresh();
-  }
-
-  #fillDiff(diff) {
-    say(this.first, diff === null ? "Where they part is not known. What each of them tells stands below." : "");
-    this.first.hidden = diff !== null;
-    const partings = (diff?.partings ?? (diff?.first ? [diff.first] : [])).slice(0, SHOWN);
-    this.parted.hidden = partings.length === 0;
-    keep(this.partings, partings, (each) => JSON.stringify(each), (each) => el("tr", {},
-      el("th", { scope: "row" }, `step ${whole(each.step)}, ${clean(collectionWords(each.collection)).toLowerCase()} `, each.name ? this.#links(each) : ""),
-      el("td", {}, clean(each.reason ?? each.kind ?? "").slice(0, 200)),
-      ["a", "b", "distance", "allowed"].map((key) => el("td", { class: "number" }, each[key] === undefined ? "" : number(each[key])))));
-    const rows = [
-      ...(diff?.changed ?? []).map(({ name, a, b }) => [name, `A ${a}, B ${b}`]),
-      ...[["only_a", "Only in A"], ["only_b", "Only in B"]].filter(([key]) => diff?.[key]?.length)
-        .map(([key, text]) => [text, `${diff[key].slice(0, 10).join(", ")}${diff[key].length > 10 ? ` and ${diff[key].length - 10} more` : ""}`]),
-    ];
-    this.others.hidden = rows.length === 0;
-    keep(this.changed, rows, ([name], index) => `${index} ${name}`, ([name, text]) =>
-      el("div", {}, el("dt", {}, clean(name).slice(0, 100)), el("dd", {}, clean(text).slice(0, 500))));
-  }
-
-  #links({ collection, name }) {
-    return [named(name, 44), " (", el("a", { href: to.tensor(this.a, collection, name) }, "A"), ", ", el("a", { href: to.tensor(this.b, collection, name) }, "B"), ")"];
-  }
-
-  #chosen() {
-    replace(to.compare(this.a, this.b, { collection: this.collection.value }));
+    this.scalars.go(values);
+    if (!this.answers.length) return;
+    this.#fillPair();
     this.both.refresh();
   }
 
-  /** The live sign: of two runs that are not written any more there is nothing live. */
+  #side(id, place) {
+    const line = lineOf(place);
+    const state = el("span");
+    const name = el("a", { href: to.run(id) });
+    const tags = el("span", { class: "tags" });
+    const verdict = el("p", { class: "meaning", "aria-live": "polite" });
+    const facts = el("p", { class: "soft" });
+    const apart = el("p", { hidden: this.ids.length === 2 });
+    const box = el("input", { type: "checkbox", checked: true, onchange: () => this.#hide(id, !box.checked) });
+    const others = this.ids.filter((other) => other !== id);
+    const element = el("section", { class: "side", "aria-label": `Run ${LETTERS[place]}` },
+      el("h2", {}, el("span", { class: `swatch ${line.dash}`, style: `--line: ${line.color}`, "aria-hidden": "true" }), `${LETTERS[place]}  `, name, tags),
+      state, verdict, apart, facts,
+      el("p", { class: "controls" }, el("label", {}, box, " Show"),
+        place ? el("a", { href: to.compare([id, ...others]) }, this.ids.length === 2 ? "Swap the two" : "Make it the first") : null,
+        this.ids.length > 2 ? el("a", { href: to.compare(others) }, "Leave out") : null));
+    return { id, element, state, name, tags, verdict, facts, apart, box };
+  }
+
+  /** The runs as the scalars need them. */
+  #runs() {
+    const summaries = this.#summaries();
+    return this.ids.map((id, place) => ({
+      id, name: summaries[place]?.name ?? id, line: lineOf(place), scalars: summaries[place]?.scalars ?? [], hidden: this.hidden.has(id), hasTimes: summaries[place]?.has_times,
+    }));
+  }
+
+  #summaries() {
+    return this.answers.length ? [this.answers[0].a, ...this.answers.map(({ b }) => b)] : [];
+  }
+
+  #hide(id, hide) {
+    if (hide) this.hidden.add(id);
+    else this.hidden.delete(id);
+    change({ hide: [...this.hidden] });
+    this.scalars.redraw();
+  }
+
+  /** The collections and runs to choose from, without losing the choice. */
+  #options() {
+    setOptions(this.collection, collectionNames(), this.asked.collection, collectionWords);
+    const names = new Map(this.#runs().map((run) => [run.id, run.name]));
+    setOptions(this.others, this.ids.slice(1), this.asked.other, (id) => `${LETTERS[this.ids.indexOf(id)]} ${short(names.get(id) ?? id, 40)}`);
+  }
+
+  #fill() {
+    this.#sign();
+    this.#options();
+    const summaries = this.#summaries();
+    const tags = remembered("tags");
+    const asked = [...this.tags.values()].some((list) => list.length); // the address has tags
+    for (const [place, side] of this.sides.entries()) {
+      const summary = summaries[place];
+      side.state.replaceChildren(badge(summary.state));
+      side.name.replaceChildren(named(summary.name, 48));
+      const own = asked ? this.tags.get(side.id) : tags.get(tagKey({ id: side.id, created: summary.created })) ?? [];
+      side.tags.replaceChildren(...own.map((tag) => el("span", { class: "tag" }, short(tag, 24))));
+      prose(side.verdict, summary.verdict);
+      prose(side.apart, place === 0 ? "The others are compared with this run." : this.#apart(place));
+      setText(side.facts, `Last step ${summary.last_step < 0 ? "none" : whole(summary.last_step)}, ${summary.closed ? "closed" : "not closed"}`);
+    }
+    // Whoever gets the address sees the tags of this browser.
+    const shown = this.sides.flatMap(({ id, tags: element }) => [...element.children].map((tag) => `${id}:${tag.textContent}`));
+    if (!asked && shown.length) change({ tag: shown });
+    const names = summaries.map(({ name }) => clean(short(name, 60)));
+    const title = names.length === 2 ? `${names[0]} and ${names[1]}` : `${names[0]} and ${names.length - 1} more`;
+    this.frame.place(title, [[title, null]]);
+    this.scalars.renew([...new Set(summaries.flatMap(({ scalars }) => scalars))]);
+    this.#fillPair();
+    this.#fillSettings(summaries);
+    this.both.refresh();
+  }
+
+  /** The first run and the chosen one. */
+  #fillPair() {
+    const place = this.ids.indexOf(this.others.value);
+    const { diff, sentence } = this.answers[place - 1];
+    prose(this.sentence, this.ids.length > 2 ? `${whole(this.ids.length)} runs, each compared with ${clean(short(this.answers[0].a.name, 40))}`
+      : sentence || "These two runs cannot be compared step by step.");
+    setText(this.advice, diff === null ? "Their values cannot be compared step by step. Their verdicts and scalars are below." : "");
+    this.advice.hidden = diff !== null;
+    const rows = (diff?.partings ?? []).slice(0, SHOWN);
+    this.diverged.hidden = rows.length === 0;
+    const letter = LETTERS[place];
+    setText(this.diverged.querySelectorAll("th")[4], letter);
+    const cells = ["A", letter, "Difference", "Allowed"];
+    renderList(this.rows, rows, (row) => `${letter}${JSON.stringify(row)}`, (row) => el("tr", {},
+      el("td", { class: "number", "data-label": "Step" }, whole(row.step)),
+      el("th", { scope: "row", "data-label": "Where" }, row.collection === STEPS ? "Optimizer step" : clean(collectionWords(row.collection)), " ", row.name ? this.#links(row, letter) : ""),
+      prosed(el("td", { "data-label": "What" }), short(lettered(row.reason ?? row.kind ?? "", letter), 200)),
+      ["a", "b", "distance", "allowed"].map((key, i) => el("td", { class: "number", "data-label": cells[i] }, row[key] === undefined ? "" : number(row[key])))));
+    const only = [["only_a", "Only in A"], ["only_b", `Only in ${letter}`]].filter(([key]) => diff?.[key]?.length)
+      .map(([key, text]) => [text, `${diff[key].slice(0, 10).join(", ")}${diff[key].length > 10 ? ` and ${diff[key].length - 10} more` : ""}`]);
+    renderList(this.only, only, ([name], index) => `${index} ${name}`, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
+      (node, [, text]) => setText(node.lastElementChild, clean(text).slice(0, 500)));
+  }
+
+  /** Each setting and version in which some run differs from the first. */
+  #fillSettings(summaries) {
+    const names = new Map(); // name to the value of each run
+    for (const [place, { diff }] of this.answers.entries()) {
+      for (const { name, a, b } of diff?.changed ?? []) {
+        const values = names.get(name) ?? Array(this.ids.length).fill(a);
+        values[0] = a;
+        values[place + 1] = b;
+        names.set(name, values);
+      }
+    }
+    this.differs.hidden = names.size === 0 && this.only.children.length === 0;
+    const heads = ["Setting", ...summaries.map(({ name }, i) => `${LETTERS[i]} ${short(name, 20)}`)];
+    this.changed.replaceChildren(el("thead", {}, el("tr", {}, heads.map((text) => el("th", { scope: "col" }, clean(text))))),
+      el("tbody", {}, [...names].slice(0, 200).map(([name, values]) => el("tr", {}, el("th", { scope: "row", "data-label": "Setting" }, named(name.replace(/^settings\./, ""), 60)),
+        values.map((value, i) => el("td", { "data-label": heads[i + 1] }, named(value === "None" ? "none" : value, 60)))))));
+    this.changed.hidden = names.size === 0;
+  }
+
+  /** Where a run diverges from the first one. The server compares two runs and calls the second one B. */
+  #apart(place) {
+    const { diff, sentence } = this.answers[place - 1];
+    const reason = diff?.first?.reason;
+    if (!sentence || !reason || !sentence.endsWith(`${reason}.`)) return sentence || "Cannot be compared step by step.";
+    return `${sentence.slice(0, -reason.length - 1)}${lettered(reason, LETTERS[place])}.`;
+  }
+
+  #links({ collection, name }, letter) {
+    return [named(name, 44), " (", el("a", { href: to.tensor(this.ids[0], collection, name) }, "A"), ", ", el("a", { href: to.tensor(this.others.value, collection, name) }, letter), ")"];
+  }
+
+  #chosen() {
+    this.asked = { collection: this.collection.value, other: this.others.value };
+    change({ collection: this.collection.value === "gradients" ? null : this.collection.value, with: this.others.value === this.ids[1] ? null : this.others.value });
+    this.#fillPair();
+    this.both.refresh();
+  }
+
+  /** Shows whether a run is being written. */
   #sign() {
-    const { a, b, live } = this.answer ?? {};
-    if (this.lost) this.frame.live("lost");
-    else this.frame.live(live ? "live" : a === undefined ? "" : a.closed && b.closed ? "ended" : "idle");
+    if (this.lost) return this.frame.live("lost");
+    const summaries = this.#summaries();
+    this.frame.live(this.answers.some(({ live }) => live) ? "live" : summaries.length === 0 ? "" : summaries.every(({ closed }) => closed) ? "ended" : "idle");
   }
 
   #tell(text) {
-    say(this.note, clean(text));
+    setText(this.note, clean(text));
     this.note.hidden = text === "";
-    if (text) prose(this.sentence, "The two runs cannot be compared.");
+    if (!text) return;
+    prose(this.sentence, "The runs cannot be compared.");
+    this.note.append(" ", el("a", { href: to.list() }, "See the list of runs"), ".");
   }
+}
+
+const lettered = (reason, letter) => reason.replaceAll(/\bB\b/g, letter);
+
+function prosed(element, text) {
+  prose(element, text);
+  return element;
 }

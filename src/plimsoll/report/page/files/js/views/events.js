@@ -1,6 +1,6 @@
 // What happened in a run, and how it was recorded, in the words of the report (plimsoll/report/verdicts/summary_text.py).
 
-import { clean, el, keep, say } from "../dom.js";
+import { clean, el, renderList, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
 import { prose } from "../words.js";
 
@@ -27,7 +27,7 @@ export class EventsPart {
   placeOf(route) { return route.part === "record" ? this.recorded : this.events; }
 
   renew({ shown }) {
-    say(this.none, shown.events.length ? shown.events_words : "No event was recorded: no skipped step, no trigger, no act of a guard.");
+    setText(this.none, shown.events.length ? shown.events_words : "No event was recorded: no skipped step, no trigger, no act of a guard.");
     this.none.hidden = this.none.textContent === "";
     this.table.hidden = shown.events.length === 0;
     this.written.hidden = shown.settings.length === 0;
@@ -38,23 +38,23 @@ export class EventsPart {
       seen.set(key, (seen.get(key) ?? 0) + 1);
       return [event, `${key}${seen.get(key)}`];
     }).toReversed();
-    keep(this.rows, keyed, ([, key]) => key, ([event]) => rowOf(event));
+    renderList(this.rows, keyed, ([, key]) => key, ([event]) => rowOf(event));
     list(this.record, shown.record);
     list(this.settings, shown.settings);
   }
 }
 
 function list(element, pairs) {
-  keep(element, pairs, ([name], index) => `${index} ${name}`, ([name]) => el("div", {}, el("dt", {}, clean(name)), el("dd")),
-    (node, [, text]) => say(node.lastElementChild, clean(text)));
+  renderList(element, pairs, ([name], index) => `${index} ${name}`, ([name]) => el("div", {}, el("dt", {}, clean(name)), el("dd")),
+    (node, [, text]) => setText(node.lastElementChild, clean(text)));
 }
 
 function rowOf([step, kind, message, details, when]) {
   return el("tr", {}, el("td", { class: "number" }, step), el("td", {}, clean(kind)),
-    el("td", {}, prosed("span", message), details ? prosed("p", details, "soft details") : null), el("td", { class: "soft when" }, when));
+    el("td", {}, withProse("span", message), details ? withProse("p", details, "soft details") : null), el("td", { class: "soft when" }, when));
 }
 
-function prosed(tag, text, kind = null) {
+function withProse(tag, text, kind = null) {
   const element = el(tag, { class: kind });
   prose(element, text);
   return element;

@@ -1,13 +1,13 @@
-// A finding whole: its words, its numbers, the layers that it names, and its figure.
+// A finding: its words, its numbers, the layers that it names, and its figure.
 
 import { address } from "../api.js";
 import { clean, el, named } from "../dom.js";
 import { isReport } from "../embedded.js";
+import { Picture } from "../figures/picture.js";
 import { to } from "../router.js";
 import { badge, prose, whole } from "../words.js";
-import { Picture } from "./picture.js";
 
-const SPOTS = 12; // layers that are listed at once; the others unfold
+const LOCATIONS = 12; // layers that are listed at once; the others unfold
 
 /** The key of a finding; its index may change while the run goes on. */
 export const keyOf = (finding) => `${finding.rule}|${finding.collection}|${finding.since_step}`;
@@ -20,14 +20,17 @@ export class FindingView {
     this.finding = null;
     this.index = -1;
     this.element = el(isReport ? "article" : "section", { class: "finding", tabindex: isReport ? "-1" : null });
-    this.figure = new Picture({ address: () => this.#address(), question: () => `finding ${this.finding && keyOf(this.finding)}`, onPick, level: isReport ? "h4" : "h3" });
+    this.figure = new Picture({
+      address: () => this.#address(), question: () => `finding ${this.finding && keyOf(this.finding)}`, onPick, level: isReport ? "h4" : "h3",
+      height: () => this.page.run.figure_heights[this.index] ?? 400,
+    });
   }
 
   close() { this.figure.close(); }
 
   refresh() { this.figure.refresh(); }
 
-  /** Shows a finding, the one of this index; nothing is made again where nothing is new. */
+  /** Shows a finding, the one of this index. Returns whether anything of it is new. */
   show(finding, index) {
     Object.assign(this, { finding, index });
     const text = JSON.stringify(finding);
@@ -48,12 +51,12 @@ export class FindingView {
   say(text) { this.element.replaceChildren(el("p", { class: "note" }, text)); }
 
   #address() {
-    if (this.finding === null || this.#earlier() !== this.index) return null;
+    if (this.finding === null || this.#owner() !== this.index) return null;
     return address(["runs", this.page.id, "figure", this.finding.figure], { finding: this.index });
   }
 
-  /** The finding that has the same figure: itself, an earlier one of a report, or null where the report has no figure. */
-  #earlier() {
+  /** The first finding that has the same figure: itself, an earlier one of a report, or null where the report has no figure. */
+  #owner() {
     return this.page.run.same_figure ? this.page.run.same_figure[this.index] : this.index;
   }
 
@@ -61,39 +64,39 @@ export class FindingView {
     const { id, run } = this.page;
     const { finding } = this;
     const { shown } = finding;
-    const evidence = shown.evidence.map(([name, value]) => el("div", {}, el("dt", {}, clean(name)), inTag("dd", value)));
-    const spots = finding.spots.map((spot, index) => (index < shown.names.length ? el("li", {}, this.#tensorLink(finding.collection, spot.name, shown.names[index]),
-      inTag("span", ` since step ${whole(spot.since_step)}${shown.spots[index] ? `, ${shown.spots[index]}` : ""}`)) : null));
-    const more = spots.slice(SPOTS).filter(Boolean);
+    const evidence = shown.evidence.map(([name, value]) => el("div", {}, el("dt", {}, clean(name)), withProse("dd", value)));
+    const locations = finding.spots.map((spot, index) => (index < shown.names.length ? el("li", {}, this.#tensorLink(finding.collection, spot.name, shown.names[index]),
+      withProse("span", ` since step ${whole(spot.since_step)}${shown.spots[index] ? `, ${shown.spots[index]}` : ""}`)) : null));
+    const more = locations.slice(LOCATIONS).filter(Boolean);
     const unlisted = finding.spots.length - shown.names.length;
-    const earlier = this.#earlier();
+    const owner = this.#owner();
     const [title, part] = isReport ? ["h3", "h4"] : ["h2", "h3"];
     return el("div", { class: "finding-body" },
       isReport ? badge(finding.severity) : null,
       el(title, {}, clean(shown.title)),
       el("p", { class: "soft" }, clean(shown.explanation)),
       el("p", { class: "soft" }, `At ${shown.when}`, shown.where ? `, ${clean(shown.where)}` : ""),
-      inTag("p", finding.meaning, "meaning"),
-      inTag("p", `What to do: ${finding.advice}`, "advice"),
+      withProse("p", finding.meaning, "meaning"),
+      withProse("p", `What to do: ${finding.advice}`, "advice"),
       evidence.length ? el("dl", { class: "facts evidence" }, evidence) : null,
-      spots.length ? el(part, {}, "Where") : null,
-      spots.length ? el("ul", { class: "spots" }, spots.slice(0, SPOTS)) : null,
+      locations.length ? el(part, {}, "Where") : null,
+      locations.length ? el("ul", { class: "spots" }, locations.slice(0, LOCATIONS)) : null,
       more.length ? el("details", {}, el("summary", {}, `and ${whole(more.length)} more`), el("ul", { class: "spots" }, more)) : null,
       unlisted > 0 ? el("p", { class: "soft" }, `and ${whole(unlisted)} more that are not listed`) : null,
-      earlier !== null && earlier < this.index
-        ? el("p", { class: "soft" }, "Its figure is that of ", el("a", { href: to.finding(id, earlier) }, `finding ${earlier + 1}`), ".") : null,
+      owner !== null && owner < this.index
+        ? el("p", { class: "soft" }, "Its figure is that of ", el("a", { href: to.finding(id, owner) }, `finding ${owner + 1}`), ".") : null,
       finding.collection === "gradients" && (run.whatif === undefined || run.whatif?.collection === "gradients")
-        ? el("p", {}, el("a", { href: to.whatif(id, { collection: finding.collection }) }, "What another format or scale would make of it")) : null);
+        ? el("p", {}, el("a", { href: to.whatif(id, { collection: finding.collection }) }, "Try another format or scale")) : null);
   }
 
   #tensorLink(collection, name, text) {
-    const there = (this.page.run.collections[collection] ?? []).includes(name);
-    return there ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(text, 56)) : named(text, 56);
+    const recorded = (this.page.run.collections[collection] ?? []).includes(name);
+    return recorded ? el("a", { href: to.tensor(this.page.id, collection, name) }, named(text, 56)) : named(text, 56);
   }
 }
 
-function inTag(tag, text, name = null) {
-  const element = el(tag, { class: name });
+function withProse(tag, text, kind = null) {
+  const element = el(tag, { class: kind });
   prose(element, text);
   return element;
 }

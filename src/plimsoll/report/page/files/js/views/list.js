@@ -1,29 +1,39 @@
-// The list of runs: filter, sort, keys, and marks for a comparison.
+// The list of runs: filter, order, columns of settings, keys, tags, and marks for a comparison.
 
-import { get, onceAtATime, Problem } from "../api.js";
-import { el, keep, named, say, short } from "../dom.js";
+import { address, get, onceAtATime, Problem } from "../api.js";
+import { el, named, renderList, setText, short, clean } from "../dom.js";
 import { take } from "../keys.js";
-import { replace, to } from "../router.js";
+import { remember, remembered } from "../memory.js";
+import { change, MOST_COMPARED, to } from "../router.js";
+import { matcher } from "../search.js";
 import { Stream } from "../stream.js";
-import { ago, badge, GRAVITY, many, moment, prose, whole } from "../words.js";
+import { ago, badge, counted, moment, number, prose, SEVERITY_ORDER, whole } from "../words.js";
 
 // Columns: id, heading, the key to sort by, and whether the first click sorts downwards.
 const COLUMNS = [
-  ["state", "State", (run) => GRAVITY.indexOf(run.state), false],
+  ["state", "State", (run) => SEVERITY_ORDER.indexOf(run.state), false],
   ["name", "Run", (run) => run.name.toLowerCase(), false],
   ["step", "Last step", (run) => run.last_step, true],
   ["live", "Writing", (run) => (run.live ? 0 : run.closed ? 2 : 1), false],
   ["age", "Changed", (run) => -run.modified, false],
   ["tensors", "Tensors", (run) => run.tensors, true],
 ];
-
 const NUMBERS = new Set(["step", "tensors"]);
+const SETTING = "setting:"; // before a setting's name in the order of an address
+const MOST_SETTINGS = 8; // columns of settings that fit beside each other
+const TAGS = "tags";
+const CONDITION = /^([^\s<>=!]+)(<=|>=|!=|=|<|>)(.*)$/; // lr<=0.01, optimizer.name=AdamW
+const FILTER_HELP = "Words in name, state, verdict or tags. A glob (sweep/*) or a regular expression for the name. Settings: lr<0.01, optimizer=AdamW.";
+
+/** A run that was written again under its old name is another one: tags are of a folder and its beginning. */
+export const tagKey = (run) => `${run.id}@${run.created ?? ""}`;
 
 export class ListPage {
   constructor(frame, route) {
     this.frame = frame;
     this.runs = null;
-    this.marked = [];
+    this.settings = [];
+    this.tags = remembered(TAGS);
     this.load = onceAtATime(() => this.#load());
     this.#build();
     this.go(route);
@@ -40,12 +50,14 @@ export class ListPage {
   takes(route) { return route.view === "list"; }
 
   go(route) {
+    const { values } = route;
     this.frame.place("Runs", []);
-    this.filter.value = route.values.get("filter") ?? "";
-    const [column, way] = (route.values.get("sort") ?? "age").split(".");
-    this.sort = { column: COLUMNS.some(([id]) => id === column) ? column : "age", down: way === "down" };
-    const mark = route.values.get("mark");
-    if (mark !== null && !this.marked.includes(mark)) this.marked = [mark];
+    this.filter.value = values.get("filter") ?? "";
+    const [, column, way] = /^(.*?)(?:\.(down))?$/s.exec(values.get("sort") ?? "age");
+    this.sort = { column: COLUMNS.some(([id]) => id === column) || column.startsWith(SETTING) ? column : "age", down: way === "down" };
+    this.columns = values.getAll("column").slice(0, MOST_SETTINGS);
+    this.marked = values.getAll("mark").slice(0, MOST_COMPARED);
+    this.#asked();
     this.#show();
   }
 
@@ -56,12 +68,14 @@ export class ListPage {
     this.closed = true;
   }
 
+  /** Reads the list, with the settings that are shown, sorted or filtered by. */
   async #load() {
     if (this.closed) return;
+    const wanted = this.#wanted();
     try {
-      const { folder, runs } = await get("/api/runs");
+      const { folder, runs, settings } = await get(address(["runs"], { column: wanted }));
       if (this.closed) return;
-      Object.assign(this, { folder, runs, problem: null });
+      Object.assign(this, { folder, runs, settings, loaded: wanted, problem: null });
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
       this.problem = problem;
@@ -71,40 +85,79 @@ export class ListPage {
     if (!this.closed) this.#show();
   }
 
+  #wanted() {
+    const sorted = this.sort.column.startsWith(SETTING) ? [this.sort.column.slice(SETTING.length)] : [];
+    const filtered = this.filter.value.split(/\s+/).map((word) => CONDITION.exec(word)?.[1]).filter(Boolean);
+    return [...new Set([...this.columns, ...sorted, ...filtered])].slice(0, 2 * MOST_SETTINGS);
+  }
+
+  /** Reads the list again where a setting is wanted that was not read. */
+  #asked() {
+    if (this.runs !== null && this.#wanted().some((name) => !this.loaded.includes(name))) this.load();
+  }
+
   #build() {
-    this.filter = el("input", { type: "search", id: "filter", placeholder: "Filter by name, state or verdict",
+    this.filter = el("input", { type: "search", id: "filter", placeholder: "Filter: words, glob, lr<0.01", title: FILTER_HELP,
       "aria-label": "Filter runs", autocomplete: "off", spellcheck: "false", oninput: () => this.#chosen(), onkeydown: (e) => this.#fromFilter(e) });
     this.tally = el("p", { class: "soft", role: "status" });
-    this.heads = COLUMNS.map(([id, text]) => el("th", { scope: "col", class: `col-${id}`, "data-column": id },
-      el("button", { type: "button", class: "sort", onclick: () => this.#sortBy(id) }, text)));
+    this.boxes = el("div", { class: "boxes" });
+    this.chooser = el("details", { class: "menu" }, el("summary", {}, "Columns"), this.boxes);
+    this.heads = el("tr");
     this.body = el("tbody");
     this.note = el("div", { class: "note" });
-    this.table = el("table", { class: "runs" }, el("caption", { class: "unseen" }, "Runs; columns can be sorted by"),
-      el("thead", {}, el("tr", {}, this.heads, el("th", { scope: "col", class: "col-mark" }, el("span", { class: "unseen" }, "Compare")))), this.body);
-    this.tray = el("div", { class: "tray", role: "status", hidden: true });
+    this.table = el("table", { class: "runs" }, el("caption", { class: "unseen" }, "Runs; columns can be sorted by"), el("thead", {}, this.heads), this.body);
+    this.tray = el("div", { class: "tray", role: "group", "aria-label": "Marked runs", hidden: true });
     this.frame.main.replaceChildren(el("section", { class: "view list-view" },
-      el("div", { class: "bar" }, el("h1", {}, "Runs"), this.tally, this.filter), this.note, this.table, this.tray));
+      el("div", { class: "bar" }, el("h1", {}, "Runs"), this.tally, this.chooser, this.filter), this.note, el("div", { class: "scrolls" }, this.table), this.tray));
   }
 
   #show() {
     const runs = this.runs ?? [];
-    const shown = this.#sorted(runs.filter(matcher(this.filter.value)));
-    keep(this.body, shown, (run) => run.id, (run) => this.#row(run), (row, run) => this.#fill(row, run));
-    for (const head of this.heads) {
-      const mine = head.dataset.column === this.sort.column;
-      head.setAttribute("aria-sort", mine ? (this.sort.down ? "descending" : "ascending") : "none");
-    }
+    const shown = this.#sorted(runs.filter(this.#matching()));
+    this.#showHeads();
+    renderList(this.body, shown, (run) => run.id, (run) => this.#row(run), (row, run) => this.#fill(row, run));
     this.table.hidden = shown.length === 0;
-    say(this.tally, this.runs === null ? "Reading\u2026" : tallied(shown.length, runs.length, this.folder));
+    setText(this.tally, this.runs === null ? "Reading\u2026" : tallied(shown.length, runs.length, this.folder));
     this.#tell(runs.length, shown.length);
+    this.#showColumns();
     this.#showMarks();
   }
 
+  #showHeads() {
+    const heads = [...COLUMNS.map(([id, text]) => [id, text]), ...this.columns.map((name) => [SETTING + name, name])];
+    renderList(this.heads, [...heads, ["mark", ""]], ([id]) => id, ([id, text]) => (id === "mark"
+      ? el("th", { scope: "col", class: "col-mark" }, el("span", { class: "unseen" }, "Mark"))
+      : el("th", { scope: "col", class: id.startsWith(SETTING) ? "col-setting" : `col-${id}`, "data-column": id, title: text.length > 14 ? clean(text) : null },
+        el("button", { type: "button", class: "sort", onclick: () => this.#sortBy(id) }, short(text, 24)))));
+    for (const head of this.heads.children) {
+      const mine = head.dataset.column === this.sort.column;
+      if (head.dataset.column) head.setAttribute("aria-sort", mine ? (this.sort.down ? "descending" : "ascending") : "none");
+    }
+    this.table.style.minWidth = this.columns.length ? `${44 + 7 * this.columns.length}rem` : "";
+  }
+
+  /** The settings that can be columns; those that differ among the runs come first. */
+  #showColumns() {
+    this.chooser.hidden = this.settings.length === 0;
+    renderList(this.boxes, this.settings, ({ name }) => name, ({ name }) => el("label", {}, el("input", { type: "checkbox", onchange: () => this.#toggle(name) }), named(name, 40), el("span", { class: "soft" })),
+      (node, { name, differs }) => {
+        node.firstElementChild.checked = this.columns.includes(name);
+        node.firstElementChild.disabled = this.columns.length >= MOST_SETTINGS && !this.columns.includes(name);
+        setText(node.lastElementChild, differs ? "" : "same in all");
+      });
+  }
+
+  #toggle(name) {
+    this.columns = this.columns.includes(name) ? this.columns.filter((column) => column !== name) : [...this.columns, name];
+    if (!this.columns.includes(name) && this.sort.column === SETTING + name) this.sort = { column: "age", down: false };
+    this.#chosen();
+  }
+
   #tell(all, shown) {
-    const text = this.problem ? [`${this.problem.message} ${this.problem.advice}`]
+    const text = this.problem ? [this.problem.text]
       : this.runs === null || shown ? []
-      : all ? ["No run matches the filter. Shorten it, or press Escape in it."]
-      : ["No run is here yet. Begin one with ", el("code", {}, "plimsoll.watch(model, optimizer, run=\u2026)"), " or ",
+      : all ? [`No run matches the filter. ${FILTER_HELP} Escape clears it.`]
+      : ["No run is here yet. Start one with ", el("code", {}, "plimsoll.watch(model, optimizer, run=\u2026)"), " or ",
          el("code", {}, "plimsoll run -o \u2026 train.py"), "; it appears by itself."];
     const key = text.map((part) => part.textContent ?? part).join("");
     if (this.note.dataset.text !== key) this.note.replaceChildren(...text);
@@ -115,91 +168,131 @@ export class ListPage {
   #row(run) {
     const state = el("td", { class: "col-state" });
     const link = el("a", { href: to.run(run.id), class: "run-link" });
+    const tags = el("span", { class: "tags" });
     const verdict = el("p", { class: "verdict-line" });
     const cells = ["step", "live", "age", "tensors"].map((id) => el("td", { class: `col-${id}${NUMBERS.has(id) ? " number" : ""}` }));
     const mark = el("input", { type: "checkbox", onchange: () => this.#mark(run.id), "aria-label": `Mark ${short(run.name)} for a comparison` });
+    const last = el("td", { class: "col-mark" }, mark);
     const row = el("tr", { onclick: (event) => opens(event, link) },
-      state, el("th", { scope: "row", class: "col-name" }, link, verdict), cells, el("td", { class: "col-mark" }, mark));
-    row.parts = { state, link, verdict, cells, mark };
+      state, el("th", { scope: "row", class: "col-name" }, link, tags, verdict), cells, last);
+    row.parts = { state, link, tags, verdict, cells, mark, last };
     return row;
   }
 
   #fill(row, run) {
-    const told = this.marked.includes(run.id);
-    if (row.run === run && row.told === told) return; // only its place has changed
-    Object.assign(row, { run, told });
-    const { state, link, verdict, cells, mark } = row.parts;
+    const marked = this.marked.includes(run.id), tags = this.tags.get(tagKey(run)) ?? [], columns = this.columns.join("\n");
+    const shown = JSON.stringify([marked, tags, columns]);
+    if (row.run === run && row.shown === shown) return; // only its place has changed
+    Object.assign(row, { run, shown });
+    const { state, link, verdict, cells, mark, last } = row.parts;
     if (state.dataset.state !== run.state) state.replaceChildren(badge(run.state));
     state.dataset.state = run.state;
     if (link.dataset.name !== run.name) link.replaceChildren(named(run.name, 56));
     link.dataset.name = run.name;
+    row.parts.tags.replaceChildren(...tags.map((tag) => el("span", { class: "tag" }, short(tag, 24))));
     prose(verdict, run.problem ?? run.verdict ?? "");
     verdict.hidden = verdict.textContent === "";
     const [step, live, age, tensors] = cells;
-    say(step, run.last_step >= 0 ? whole(run.last_step) : "\u2013");
+    setText(step, run.last_step >= 0 ? whole(run.last_step) : "\u2013");
     live.classList.toggle("is-live", run.live);
-    say(live, run.live ? "live" : run.closed ? "closed" : run.state === "unreadable" ? "\u2013" : "not closed");
+    setText(live, run.live ? "live" : run.closed ? "closed" : run.state === "unreadable" ? "\u2013" : "not closed");
     age.dataset.moment = run.modified;
-    say(age, ago(run.modified));
+    setText(age, ago(run.modified));
     age.title = moment(run.modified);
-    say(tensors, run.tensors ? whole(run.tensors) : "\u2013");
-    mark.checked = told;
+    setText(tensors, run.tensors ? whole(run.tensors) : "\u2013");
+    for (const node of row.querySelectorAll(".col-setting")) node.remove();
+    for (const name of this.columns) last.before(settingCell(run.settings[name]));
+    mark.checked = marked;
   }
 
   #ages() {
-    for (const cell of this.body.querySelectorAll("[data-moment]")) say(cell, ago(Number(cell.dataset.moment)));
+    for (const cell of this.body.querySelectorAll("[data-moment]")) setText(cell, ago(Number(cell.dataset.moment)));
   }
 
   #sorted(runs) {
-    const [, , key] = COLUMNS.find(([id]) => id === this.sort.column);
-    const way = this.sort.down ? -1 : 1;
+    const { column, down } = this.sort;
+    const setting = column.slice(SETTING.length);
+    const key = COLUMNS.find(([id]) => id === column)?.[2] ?? ((run) => orderOf(run.settings[setting]));
+    const way = down ? -1 : 1;
     const keyed = runs.map((run) => [key(run), run]);
-    keyed.sort(([a, first], [b, second]) => (a < b ? -way : a > b ? way : second.modified - first.modified));
+    keyed.sort(([a, first], [b, second]) => way * ordered(a, b) || second.modified - first.modified);
     return keyed.map(([, run]) => run);
   }
 
   #sortBy(id) {
-    const first = COLUMNS.find(([each]) => each === id)[3];
+    const first = COLUMNS.find(([column]) => column === id)?.[3] ?? false;
     this.sort = { column: id, down: this.sort.column === id ? !this.sort.down : first };
     this.#chosen();
   }
 
-  /** The filter and the order are part of the address, but no steps back. */
+  /** Filter, order, columns and marks are part of the address, but no steps back. */
   #chosen() {
     const { column, down } = this.sort;
     const sort = column === "age" && !down ? null : `${column}${down ? ".down" : ""}`;
-    replace(to.list({ filter: this.filter.value, sort }));
+    change({ filter: this.filter.value, sort, column: this.columns, mark: this.marked });
+    this.#asked();
     this.#show();
   }
 
+  /** Whether a run has what each word of the filter asks for: a condition on a setting, or its name, state, verdict and tags. */
+  #matching() {
+    const words = this.filter.value.split(/\s+/).filter(Boolean);
+    const names = new Set(this.settings.map(({ name }) => name));
+    const tests = words.map((word) => {
+      const condition = CONDITION.exec(word);
+      if (condition && names.has(condition[1])) return (run) => holds(run.settings[condition[1]], condition[2], condition[3]);
+      const search = matcher(word);
+      if (search.kind !== "words") return (run) => search.test(run.id) || search.test(run.name);
+      return (run) => search.test(`${run.id} ${run.name} ${run.state} ${run.verdict ?? ""} ${run.live ? "live" : ""} ${(this.tags.get(tagKey(run)) ?? []).join(" ")}`);
+    });
+    return (run) => tests.every((test) => test(run));
+  }
+
   #mark(id) {
-    this.marked = this.marked.includes(id) ? this.marked.filter((each) => each !== id) : [...this.marked, id].slice(-2);
-    this.#show();
+    this.marked = this.marked.includes(id) ? this.marked.filter((other) => other !== id) : [...this.marked, id].slice(-MOST_COMPARED);
+    this.#chosen();
   }
 
   #showMarks() {
     const runs = this.marked.map((id) => (this.runs ?? []).find((run) => run.id === id)).filter(Boolean);
     this.tray.hidden = runs.length === 0;
-    const text = runs.map((run) => run.id).join("\n");
+    const tags = runs.map((run) => this.tags.get(tagKey(run)) ?? []);
+    const text = JSON.stringify([runs.map((run) => run.id), tags]);
     if (this.tray.dataset.text === text) return;
     this.tray.dataset.text = text;
-    const names = runs.map((run, i) => [i ? " with " : "", named(run.name, 28)]);
-    this.tray.replaceChildren(...(runs.length === 2
-      ? [el("a", { href: to.compare(runs[0].id, runs[1].id), class: "go" }, "Compare ", names)]
-      : runs.length ? [el("span", {}, "Compare ", names, " with another: mark it too")] : []),
-      el("button", { type: "button", class: "quiet", onclick: () => { this.marked = []; this.#show(); } }, "Unmark"));
+    const names = runs.slice(0, 3).map((run, i) => [i ? " with " : "", named(run.name, 28)]);
+    const more = runs.length > 3 ? ` and ${whole(runs.length - 3)} more` : "";
+    const input = el("input", { type: "text", "aria-label": "Tag of the marked runs", placeholder: "tag", maxlength: 40, size: 10 });
+    this.tray.replaceChildren(
+      runs.length > 1 ? el("a", { href: to.compare(runs.map((run) => run.id)), class: "go" }, "Compare ", names, more)
+        : el("span", {}, "Compare ", names, " with another: mark it too"),
+      el("form", { class: "tagging", onsubmit: (event) => { event.preventDefault(); this.#tag(runs, input.value); } }, input, el("button", { type: "submit" }, "Tag")),
+      el("button", { type: "button", class: "quiet", onclick: () => { this.marked = []; this.#chosen(); } }, "Unmark"));
+  }
+
+  /** Gives the marked runs a tag, or takes it away where all of them have it. Tags stay in this browser. */
+  #tag(runs, text) {
+    const tag = text.trim();
+    if (!tag) return;
+    const taken = runs.every((run) => this.tags.get(tagKey(run))?.includes(tag));
+    for (const run of runs) {
+      const others = (this.tags.get(tagKey(run)) ?? []).filter((other) => other !== tag);
+      remember(TAGS, tagKey(run), taken ? others : [...others, tag]);
+    }
+    this.tags = remembered(TAGS);
+    this.#show();
   }
 
   #keys() {
     return [
       { keys: ["j", "ArrowDown"], says: "Next run", act: () => this.#move(1) },
-      { keys: ["k", "ArrowUp"], says: "Run before", act: () => this.#move(-1) },
+      { keys: ["k", "ArrowUp"], says: "Previous run", act: () => this.#move(-1) },
       { keys: ["Home"], act: () => this.#move(-Infinity) },
       { keys: ["End"], act: () => this.#move(Infinity) },
-      { keys: ["Enter"], says: "Open the run", act: () => false }, // the link's own
+      { keys: ["Enter"], says: "Open the run", act: () => false }, // the link does it
       { keys: ["/"], says: "Filter", act: () => this.filter.focus() },
       { keys: ["c"], says: "Mark the run for a comparison", act: () => this.#markHere() },
-      { keys: ["v"], says: "Compare the two that are marked", act: () => this.tray.querySelector("a")?.click() },
+      { keys: ["v"], says: "Compare the marked runs", act: () => this.tray.querySelector("a")?.click() },
       { keys: ["Escape"], act: (event) => this.#escape(event) },
     ];
   }
@@ -230,17 +323,33 @@ export class ListPage {
   }
 }
 
-/** Whether a run holds every word of the filter in its name, state, or verdict. */
-function matcher(text) {
-  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  return (run) => {
-    const told = `${run.name} ${run.state} ${run.verdict ?? ""} ${run.live ? "live" : ""}`.toLowerCase();
-    return words.every((word) => told.includes(word));
-  };
+function settingCell(value) {
+  const isNumber = typeof value === "number";
+  const text = value === undefined ? "\u2013" : value === null ? "none" : isNumber ? number(value) : String(value);
+  return el("td", { class: `col-setting${isNumber ? " number" : ""}`, title: isNumber ? String(value) : null }, isNumber ? text : named(text, 24));
+}
+
+/** Numbers come before texts, and runs without the setting last. */
+const orderOf = (value) => (value === undefined ? [2, ""] : typeof value === "number" ? [0, value] : [1, String(value)]);
+
+function ordered(a, b) {
+  if (!Array.isArray(a)) return a < b ? -1 : a > b ? 1 : 0;
+  return a[0] - b[0] || (a[1] < b[1] ? -1 : a[1] > b[1] ? 1 : 0);
+}
+
+/** Whether a setting meets a condition. Texts are equal without regard to case; < and > are for numbers. */
+function holds(value, sign, wanted) {
+  if (value === undefined) return false;
+  const target = Number(wanted);
+  if (typeof value === "number" && wanted !== "" && !Number.isNaN(target)) {
+    return { "<": value < target, ">": value > target, "<=": value <= target, ">=": value >= target, "=": value === target, "!=": value !== target }[sign];
+  }
+  const same = (value === null ? "none" : String(value)).toLowerCase() === wanted.toLowerCase();
+  return sign === "=" ? same : sign === "!=" ? !same : false;
 }
 
 function tallied(shown, all, folder) {
-  const count = shown === all ? many(all, "run") : `${whole(shown)} of ${many(all, "run")}`;
+  const count = shown === all ? counted(all, "run") : `${whole(shown)} of ${counted(all, "run")}`;
   return `${count} in ${short(folder, 48)}`;
 }
 

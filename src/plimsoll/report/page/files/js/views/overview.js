@@ -1,12 +1,15 @@
 // The overview: the findings with their figures, and the pictures of the run that the registry of figures offers.
 
 import { address } from "../api.js";
-import { clean, el, keep, say } from "../dom.js";
+import { clean, el, renderList, reveal, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
-import { replace, to } from "../router.js";
+import { Picture } from "../figures/picture.js";
+import { change, replace, to, values, withState } from "../router.js";
 import { badge } from "../words.js";
 import { FindingView, keyOf } from "./finding.js";
-import { Picture } from "./picture.js";
+
+/** A drawing's name in an address: "heatmap:norm:weights". */
+const nameOf = ({ figure, arguments: given }) => [figure, ...Object.values(given)].join(":");
 
 export class OverviewPart {
   constructor(page) {
@@ -19,19 +22,20 @@ export class OverviewPart {
     this.details = []; // of a report, which shows all findings
     this.more = el("div", { class: "all-findings" });
     this.scale = el("div", { class: "offered" });
-    this.choice = el("select", { id: "layers-figure", onchange: () => this.layers.refresh() });
+    this.choice = el("select", { id: "layers-figure", onchange: () => this.#chooseLayers() });
     this.layers = new Picture({
       address: () => this.#at(this.#chosenLayers()), question: () => this.choice.value, onPick,
-      hint: "Choose a row to see where that layer\u2019s values lie.",
+      hint: "Click a row to see where that layer\u2019s values lie. The list of tensors leads there too.",
+      height: () => this.#chosenLayers()?.height ?? 400, title: () => this.#chosenLayers()?.label ?? "",
     });
     this.layers.element.classList.add("layers-figure");
     this.layers.heading.after(el("p", { class: "controls" }, el("label", { for: "layers-figure" }, "Show"), this.choice));
     this.spectrogram = new Picture({
       address: () => {
-        const tensor = this.#shownTensor();
+        const tensor = this.run?.first_tensor;
         return tensor && !this.#isFindings(tensor) ? this.#at({ figure: "spectrogram", arguments: tensor }) : null;
       },
-      question: () => JSON.stringify(this.#shownTensor()),
+      question: () => JSON.stringify(this.run?.first_tensor), height: () => 460,
     });
     this.spectrogram.element.classList.add("spectrogram-figure");
     this.other = el("p", { class: "controls" });
@@ -43,7 +47,7 @@ export class OverviewPart {
     this.element = el("div", {}, this.found, this.pictures);
     this.leaveKeys = page.take([
       { keys: ["j", "ArrowDown"], says: "Next finding", act: (event) => this.#move(event, 1) },
-      { keys: ["k", "ArrowUp"], says: "Finding before", act: (event) => this.#move(event, -1) },
+      { keys: ["k", "ArrowUp"], says: "Previous finding", act: (event) => this.#move(event, -1) },
     ]);
   }
 
@@ -53,31 +57,32 @@ export class OverviewPart {
   }
 
   go(route) {
+    this.#offered(route.values.get("layers"));
     if (isReport) return;
     const { findings } = this.page.run.summary;
     const index = route.part === "finding" ? route.finding : 0;
     this.unknown = route.part === "finding" && index >= findings.length;
     this.chosen = findings[index] ? keyOf(findings[index]) : null;
     this.#choose();
-    if (route.part === "finding" && this.chosen) this.#reveal();
+    if (route.part === "finding" && this.chosen) reveal(this.detail.element);
   }
 
-  /** The place of a route on this part. */
+  /** The element that a route of this part leads to. */
   placeOf(route) {
     if (route.part === "pictures") return this.pictures;
     return route.part === "finding" ? this.details[route.finding]?.element ?? this.found : this.found;
   }
 
-  /** Shows what is new in the run. */
+  /** Shows new data of the run. */
   renew(run) {
     this.run = run;
     const { findings } = run.summary;
-    say(this.none, findings.length ? "" : nothing(run.summary));
+    setText(this.none, findings.length ? "" : nothing(run.summary));
     this.none.hidden = findings.length > 0;
-    keep(this.list, findings, keyOf, () => this.#item(), (node, finding, index) => this.#fillItem(node, finding, index));
+    renderList(this.list, findings, keyOf, () => this.#item(), (node, finding, index) => this.#fillItem(node, finding, index));
     // Until one is chosen it is the verdict's own, which comes first.
     if (findings.length && (this.chosen === null || this.page.route.part === "overview")) this.chosen = keyOf(findings[0]);
-    this.#offered();
+    this.#offered(values().get("layers"));
     if (isReport) this.#showAll();
     else if (this.shownOnce) this.#choose();
     for (const picture of this.#all()) picture.refresh();
@@ -91,27 +96,36 @@ export class OverviewPart {
     return drawing ? address(["runs", this.page.id, "figure", drawing.figure], drawing.arguments) : null;
   }
 
-  /** The drawings that the registry offers for this run, without losing the choice. */
-  #offered() {
+  /** The drawings that the registry offers for this run. The one of the address is chosen, else the first that no finding shows. */
+  #offered(asked) {
     const of = (section) => this.run.pictures.filter((drawing) => drawing.section === section);
-    keep(this.scale, of("scale"), (drawing) => JSON.stringify([drawing.figure, drawing.arguments]), (drawing) =>
-      new Picture({ address: () => (this.#above(drawing) ? null : this.#at(drawing)), question: () => drawing.label }).element);
+    renderList(this.scale, of("scale"), nameOf, (drawing) => new Picture({
+      address: () => (this.#above(drawing) ? null : this.#at(drawing)), question: () => drawing.label,
+      height: () => this.run.pictures.find((other) => nameOf(other) === nameOf(drawing))?.height ?? 400, title: () => clean(drawing.label),
+    }).element);
     const layers = of("layers");
     const before = this.choice.value;
-    keep(this.choice, layers, (drawing) => JSON.stringify([drawing.figure, drawing.arguments]), (drawing) =>
-      el("option", { value: JSON.stringify([drawing.figure, drawing.arguments]) }, clean(drawing.label)));
-    const values = [...this.choice.options].map((option) => option.value);
-    this.choice.value = values.includes(before) ? before : values[Math.max(layers.findIndex((drawing) => !this.#above(drawing)), 0)] ?? "";
+    renderList(this.choice, layers, nameOf, (drawing) => el("option", { value: nameOf(drawing) }, clean(drawing.label)));
+    const offered = [...this.choice.options].map((option) => option.value);
+    const first = offered[Math.max(layers.findIndex((drawing) => !this.#above(drawing)), 0)] ?? "";
+    this.choice.value = [asked, this.picked ? before : null].find((name) => offered.includes(name)) ?? first;
     this.pictures.hidden = this.run.pictures.length === 0;
-    const tensor = this.#shownTensor();
+    if (this.choice.value !== before) this.layers.refresh();
+    const tensor = this.run.first_tensor;
     if (tensor) {
       const link = el("a", { href: to.tensor(this.page.id, tensor.collection, tensor.name) }, "Choose another tensor, or its formats");
       if (this.other.firstElementChild?.getAttribute("href") !== link.getAttribute("href")) this.other.replaceChildren(link);
     }
   }
 
+  #chooseLayers() {
+    this.picked = true;
+    change({ layers: this.choice.value });
+    this.layers.refresh();
+  }
+
   #chosenLayers() {
-    return this.run?.pictures.find((drawing) => JSON.stringify([drawing.figure, drawing.arguments]) === this.choice.value);
+    return this.run?.pictures.find((drawing) => nameOf(drawing) === this.choice.value);
   }
 
   /** Whether a finding that is shown has that drawing: then it is not drawn a second time below. */
@@ -124,16 +138,6 @@ export class OverviewPart {
   #isFindings({ collection, name }) {
     const finding = this.run.summary.findings[this.#index()];
     return finding?.figure === "spectrogram" && finding.collection === collection && finding.where[0] === name;
-  }
-
-  /** The tensor that tells most: the worst of the gravest finding that names one, else the first there is. */
-  #shownTensor() {
-    if (!this.run) return null;
-    const { collections, summary } = this.run;
-    const telling = summary.findings.find((f) => f.where.length && (collections[f.collection] ?? []).includes(f.where[0]));
-    if (telling) return { collection: telling.collection, name: telling.where[0] };
-    const collection = Object.keys(collections).find((name) => collections[name]?.length);
-    return collection ? { collection, name: collections[collection][0] } : null;
   }
 
   #item() {
@@ -151,9 +155,9 @@ export class OverviewPart {
     node.firstElementChild.setAttribute("href", to.finding(this.page.id, index));
     if (mark.dataset.state !== finding.severity) mark.replaceChildren(badge(finding.severity));
     mark.dataset.state = finding.severity;
-    say(name, finding.shown.title);
-    say(since, finding.shown.when);
-    say(where, clean(finding.shown.where) || "the whole run");
+    setText(name, finding.shown.title);
+    setText(since, finding.shown.when);
+    setText(where, clean(finding.shown.where) || "the whole run");
   }
 
   #showAll() {
@@ -180,15 +184,15 @@ export class OverviewPart {
     if (this.unknown) return this.detail.say("There is no such finding (any more). Choose one from the list.");
     if (!finding) return;
     if (this.page.route.part === "finding" && this.page.route.finding !== index) {
-      this.page.route.finding = index; // a graver one came before it
-      replace(to.finding(this.page.id, index));
+      this.page.route.finding = index; // a more severe one came before it
+      replace(withState(to.finding(this.page.id, index)));
     }
     if (this.detail.show(finding, index)) for (const picture of this.#all().slice(1)) picture.refresh();
   }
 
   #picked(point) {
     const tensor = tensorOf(point, this.run.collections);
-    if (tensor) location.hash = to.tensor(this.page.id, tensor.collection, tensor.name);
+    if (tensor) location.hash = withState(to.tensor(this.page.id, tensor.collection, tensor.name));
   }
 
   #move(event, by) {
@@ -199,20 +203,14 @@ export class OverviewPart {
     const now = here >= 0 ? here : this.#index();
     links[Math.min(Math.max(now + by, 0), links.length - 1)].focus();
   }
-
-  /** On a narrow page the finding is below the list: it is brought into view. */
-  #reveal() {
-    const { top } = this.detail.element.getBoundingClientRect();
-    if (top > innerHeight * 0.8 || top < 0) this.detail.element.scrollIntoView({ block: "start" });
-  }
 }
 
-/** The tensor that a clicked point of a figure stands for, as the figure's `meta` says; null for none. */
+/** The tensor of a clicked point, as the figure's `meta` says; null for none. */
 export function tensorOf(point, collections) {
   const { collection, rows, name } = point.meta ?? {};
   const row = Array.isArray(point.pointIndex) ? point.pointIndex[0] : point.pointIndex;
-  const found = Array.isArray(rows) ? rows[row] : name;
-  return (collections[collection] ?? []).includes(found) ? { collection, name: found } : null;
+  const tensor = Array.isArray(rows) ? rows[row] : name;
+  return (collections[collection] ?? []).includes(tensor) ? { collection, name: tensor } : null;
 }
 
 function nothing(summary) {

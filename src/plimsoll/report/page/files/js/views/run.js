@@ -1,20 +1,21 @@
-// A run: its verdict, and below it one of four parts, each with an address. Follows the run while it is written.
+// A run: its verdict, and below it one of five parts, each with an address. Follows the run while it is written.
 // A report has all parts one below the other: addresses are places in it, and nothing is followed.
 
 import { address, get, onceAtATime, Problem } from "../api.js";
-import { clean, el, keep, say } from "../dom.js";
+import { clean, el, renderList, setText } from "../dom.js";
 import { isReport } from "../embedded.js";
-import { EventsPart } from "./events.js";
 import { take } from "../keys.js";
-import { OverviewPart } from "./overview.js";
-import { to } from "../router.js";
+import { to, withState } from "../router.js";
 import { Stream } from "../stream.js";
+import { badge, prose, setCollections } from "../words.js";
+import { EventsPart } from "./events.js";
+import { OverviewPart } from "./overview.js";
+import { ScalarsPart } from "./scalars.js";
 import { TensorPart } from "./tensors.js";
 import { WhatIfPart } from "./whatif.js";
-import { badge, prose, setCollections } from "../words.js";
 
 const PARTS = {
-  overview: OverviewPart, finding: OverviewPart, pictures: OverviewPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart, record: EventsPart,
+  overview: OverviewPart, finding: OverviewPart, pictures: OverviewPart, scalars: ScalarsPart, tensor: TensorPart, whatif: WhatIfPart, events: EventsPart, record: EventsPart,
 };
 const PROBLEMS = isReport ? 100 : 5; // that are listed
 
@@ -25,10 +26,8 @@ export class RunPage {
     this.#build();
     this.leaveKeys = take([
       ...(isReport ? [] : [{ keys: [" "], says: "Pause, or follow the run again", act: () => this.pause(!this.paused) }]),
-      { keys: ["o"], says: "Overview", act: () => { location.hash = to.run(this.id); } },
-      { keys: ["t"], says: "Tensors", act: () => { location.hash = to.tensor(this.id); } },
-      { keys: ["w"], says: "What if", act: () => { location.hash = to.whatif(this.id); } },
-      { keys: ["e"], says: "Events and settings", act: () => { location.hash = to.events(this.id); } },
+      ...[["o", "Overview", to.run], ["s", "Scalars", to.scalars], ["t", "Tensors", to.tensor], ["w", "What if", to.whatif], ["e", "Events and settings", to.events]]
+        .map(([key, says, place]) => ({ keys: [key], says, act: () => { location.hash = withState(place(this.id)); } })),
     ]);
     if (!isReport) this.#follow();
     this.#place();
@@ -71,7 +70,7 @@ export class RunPage {
     this.pause(false);
   }
 
-  /** Reads the run and renews what is shown. */
+  /** Reads the run and shows its present state. */
   async #load() {
     clearTimeout(this.timer);
     if (this.closed) return;
@@ -95,22 +94,23 @@ export class RunPage {
     }
   }
 
-  /** While paused nothing on the page changes by itself; what came in between is shown when it follows again. */
+  /** While paused nothing on the page changes by itself. News is shown when the page follows again. */
   pause(paused) {
     this.paused = paused;
-    say(this.frame.pause, paused ? "Follow" : "Pause");
+    setText(this.frame.pause, paused ? "Follow" : "Pause");
     this.frame.pause.setAttribute("aria-label", paused ? "Follow the run again" : "Pause: change nothing by itself");
     this.#sign();
     if (!paused && this.due) { this.due = false; this.load(); }
   }
 
   #hear({ id, token }) {
-    if (id !== this.id || token === (this.run?.token ?? token)) return; // the first reading is under way, or all is known
+    if (id !== this.id || token === (this.run?.token ?? token)) return; // the first reading is under way, or nothing is new
     if (this.paused) { this.due = true; this.#sign(); } else this.load();
   }
 
   #sign() {
     if (isReport) return;
+    if (this.nav.hidden) return; // there is no run
     this.frame.pause.hidden = this.run?.summary.closed === true && !this.paused;
     const state = this.lost ? "lost" : this.paused ? (this.due ? "waiting" : "paused") : this.run?.summary.closed ? "ended" : this.run?.live === false ? "idle" : "live";
     this.frame.live(state);
@@ -123,7 +123,7 @@ export class RunPage {
     this.problems = el("ul", { class: "problems", hidden: true });
     this.note = el("p", { class: "note", role: "alert", hidden: true });
     this.nav = el("nav", { class: "parts", "aria-label": "Parts of the run" }, el("ul"));
-    this.place = el("div", { class: "part" });
+    this.place = el("div", { class: "part", tabindex: "-1" });
     this.head = el("header", { class: "head" }, this.badge, this.verdict, this.facts, this.problems, this.note);
     this.frame.main.replaceChildren(el("article", { class: "view run-view" }, this.head, isReport ? null : this.nav, this.place));
     if (isReport) this.frame.contents.append(this.nav);
@@ -139,17 +139,21 @@ export class RunPage {
   #nav() {
     const items = [
       [isReport ? "Findings" : "Overview", to.run(this.id), ["overview", "finding"]], ["Pictures", to.pictures(this.id), ["pictures"]],
-      ["Tensors", to.tensor(this.id), ["tensor"]], ["What if", to.whatif(this.id), ["whatif"]], ["Events", to.events(this.id), ["events"]],
+      ["Scalars", to.scalars(this.id), ["scalars"]], ["Tensors", to.tensor(this.id), ["tensor"]], ["What if", to.whatif(this.id), ["whatif"]], ["Events", to.events(this.id), ["events"]],
       ["Record", to.record(this.id), ["record"]], ["Compare\u2026", to.list({ mark: this.id }), ["compare"]],
     ].filter(([, , [part]]) => (isReport ? this.#has(part) : !["pictures", "record"].includes(part)));
     this.head.classList.toggle("compact", !isReport && PARTS[this.route.part] !== OverviewPart);
-    this.nav.firstElementChild.replaceChildren(...items.map(([text, href, parts]) =>
-      el("li", {}, el("a", { href, "aria-current": !isReport && parts.includes(this.route.part) ? "page" : null }, text))));
+    renderList(this.nav.firstElementChild, items, ([text]) => text, ([text, href]) => el("li", {}, el("a", { href }, text)), (node, [, , parts]) => {
+      const link = node.firstElementChild;
+      if (!isReport && parts.includes(this.route.part)) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    });
   }
 
   /** Whether a report has something to show in a part. */
   #has(part) {
     if (part === "pictures") return Boolean(this.run?.pictures.length);
+    if (part === "scalars") return Boolean(this.run?.scalars.length);
     if (part === "tensor") return Object.keys(this.run?.collections ?? {}).length > 0;
     if (part === "events") return Boolean(this.run?.shown.events.length);
     return part === "whatif" ? Boolean(this.run?.whatif) : part !== "compare";
@@ -157,7 +161,7 @@ export class RunPage {
 
   /** All parts, one below the other. */
   #parts() {
-    const headings = [[OverviewPart, null, "overview"], [TensorPart, "Tensors", "tensor"], [WhatIfPart, "What if", "whatif"], [EventsPart, null, "record"]];
+    const headings = [[OverviewPart, null, "overview"], [ScalarsPart, "Scalars", "scalars"], [TensorPart, "Tensors", "tensor"], [WhatIfPart, "What if", "whatif"], [EventsPart, null, "record"]];
     this.places = new Map();
     for (const [Part, heading, name] of headings.filter(([, , part]) => this.#has(part))) {
       const part = new Part(this);
@@ -165,7 +169,7 @@ export class RunPage {
       this.places.set(Part, { part, element });
       this.place.append(element);
       part.renew(this.run);
-      part.go({ part: name, collection: null, name: null, values: new URLSearchParams() });
+      part.go({ part: name, collection: null, name: null, values: this.route.values });
     }
     this.place.append(el("footer", { class: "soft" }, this.run.made));
     this.#nav();
@@ -185,11 +189,16 @@ export class RunPage {
   }
 
   #part() {
+    const first = !this.part;
+    const lost = this.place.contains(document.activeElement);
     this.part?.close();
     this.part = new PARTS[this.route.part](this);
     this.place.replaceChildren(this.part.element);
     this.part.renew(this.run);
     this.part.go(this.route);
+    if (first) return;
+    if (lost) this.place.focus({ preventScroll: true }); // the element that had the focus is gone
+    if (this.nav.getBoundingClientRect().top < 0) this.nav.scrollIntoView({ block: "start" }); // else the part would begin out of view
   }
 
   #fill() {
@@ -197,21 +206,23 @@ export class RunPage {
     if (this.badge.dataset.state !== summary.state) this.badge.replaceChildren(badge(summary.state, { large: true }));
     this.badge.dataset.state = summary.state;
     prose(this.verdict, summary.verdict);
-    keep(this.facts, this.run.shown.facts, (fact, index) => index, () => el("div", {}, el("dt"), el("dd")),
-      (node, [name, value]) => { say(node.firstElementChild, name); prose(node.lastElementChild, value); });
+    renderList(this.facts, this.run.shown.facts, (fact, index) => index, () => el("div", {}, el("dt"), el("dd")),
+      (node, [name, value]) => { setText(node.firstElementChild, name); prose(node.lastElementChild, value); });
     this.problems.hidden = summary.problems.length === 0;
-    keep(this.problems, summary.problems.slice(0, PROBLEMS), (text) => text, (text) => el("li", {}, clean(text).slice(0, 300)));
+    renderList(this.problems, summary.problems.slice(0, PROBLEMS), (text) => text, (text) => el("li", {}, clean(text).slice(0, 300)));
     this.#sign();
   }
 
   #tell(problem) {
-    const text = problem ? `${problem.message} ${problem.advice}`.trim() : "";
-    say(this.note, clean(text));
+    const text = problem?.text ?? "";
+    this.note.replaceChildren(clean(text));
     this.note.hidden = text === "";
-    if (problem && !this.run) {
-      delete this.verdict.dataset.told;
-      say(this.verdict, problem.status === 404 ? "This run is not there" : "This run cannot be shown");
-      this.nav.hidden = true;
-    } else this.nav.hidden = false;
+    this.nav.hidden = Boolean(problem && !this.run);
+    if (!this.nav.hidden) return;
+    delete this.verdict.dataset.prose;
+    setText(this.verdict, problem.status === 404 ? "This run is not there" : "This run cannot be shown");
+    this.note.append(" ", el("a", { href: to.list() }, "See the list of runs"), ".");
+    this.frame.pause.hidden = true; // there is nothing to follow
+    this.frame.live("");
   }
 }

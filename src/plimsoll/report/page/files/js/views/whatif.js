@@ -1,15 +1,20 @@
 // What if: another format, at any scale. Answers come from spectra, as fast as the slider moves; the address holds all.
 
 import { address, Latest, Problem } from "../api.js";
-import { clean, drawn, el, keep, named, say } from "../dom.js";
+import { clean, el, named, renderList, setOptions, setText, svg } from "../dom.js";
 import { isReport } from "../embedded.js";
-import { Picture } from "./picture.js";
-import { replace, to } from "../router.js";
+import { Picture } from "../figures/picture.js";
+import { replace, to, values } from "../router.js";
 import { between, collectionWords, estimate, power, powerValue, prose, title, whole } from "../words.js";
 
 const WAIT = isReport ? 0 : 60; // milliseconds that the slider must rest before the server is asked
 const LOWEST = -24, HIGHEST = 40; // of the slider, unless a shift lies beyond
 const ROWS = isReport ? 15 : 50; // tensors that are shown at once
+// Columns of the table by their first word, with the number to sort by.
+const SORTED = {
+  tensor: (row) => row.name, lost: (row) => row.lost.estimate, subnormal: (row) => row.subnormal?.estimate, overflow: (row) => row.overflow.estimate,
+  snr: (row) => (typeof row.snr_db === "number" ? row.snr_db : Infinity), scales: (row) => (row.window ? row.window[1] - row.window[0] : -1),
+};
 
 export class WhatIfPart {
   #latest = new Latest();
@@ -34,15 +39,17 @@ export class WhatIfPart {
   }
 
   go(route) {
-    const { values } = route;
+    const { values: asked } = route;
     const { collections, formats } = this.run;
     const offered = this.run.whatif ? [this.run.whatif.collection] : Object.keys(collections); // a report answers about one
-    const collection = values.get("collection") ?? offered[0] ?? "";
-    this.#options(this.format, [...new Set([...formats, values.get("format") ?? "fp16"])], values.get("format") ?? "fp16", (name) => name.toUpperCase());
-    this.#options(this.collection, [...new Set([...offered, collection])], collection, collectionWords);
-    const shift = values.get("shift");
+    const collection = asked.get("collection") ?? offered[0] ?? "";
+    setOptions(this.format, formats, asked.get("format") ?? "fp16", (name) => name.toUpperCase());
+    setOptions(this.collection, offered, collection, collectionWords);
+    const [column, way] = (asked.get("sort") ?? "").split(".");
+    this.sort = Object.hasOwn(SORTED, column) ? { column, down: way === "down" } : null;
+    const shift = asked.get("shift");
     this.shift = shift !== null && /^-?\d{1,4}$/.test(shift) ? Number(shift) : null;
-    this.name = values.get("name");
+    this.name = asked.get("name");
     if (this.shift !== null) this.#slide(this.shift);
     this.ask();
   }
@@ -59,15 +66,15 @@ export class WhatIfPart {
     this.element.setAttribute("aria-busy", "true");
     this.picture.refresh();
     try {
-      const answer = await this.#latest.ask(address(["runs", this.page.id, "whatif"],
-        { format: this.format.value, shift: this.shift, collection: this.collection.value }));
-      if (answer === null) return;
-      this.answer = answer;
+      const answers = await this.#latest.ask([address(["runs", this.page.id, "whatif"],
+        { format: this.format.value, shift: this.shift, collection: this.collection.value })]);
+      if (answers === null) return;
+      [this.answer] = answers;
       this.#tell("");
       this.#fill();
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
-      this.#tell(`${problem.message} ${problem.advice}`.trim());
+      this.#tell(problem.text);
     }
     this.element.setAttribute("aria-busy", "false");
   }
@@ -83,7 +90,10 @@ export class WhatIfPart {
     this.note = el("p", { class: "note", role: "alert", hidden: true });
     this.overall = el("dl", { class: "facts overall" });
     this.rows = el("tbody");
-    this.head = el("th", { scope: "col", class: "window-col" }, "Scales that work");
+    this.heads = [["Tensor"], ["Lost", "number"], ["Subnormal", "number"], ["Overflow", "number"], ["SNR dB", "number"], ["Scales that work", "window-col"]].map(([text, kind]) => {
+      const column = text.toLowerCase().split(" ")[0];
+      return el("th", { scope: "col", class: kind, "data-kind": column }, el("button", { type: "button", class: "sort", onclick: () => this.#sortBy(column) }, text));
+    });
     this.more = el("p", { class: "soft" });
     this.all = el("button", { type: "button", onclick: () => { this.whole = !this.whole; this.#fill(); } });
     this.needs = el("div", { class: "needs", hidden: true });
@@ -93,8 +103,7 @@ export class WhatIfPart {
     this.time.element.classList.add("low");
     this.result = el("div", { class: "result", hidden: true },
       this.sentence, this.overall, el("div", { class: "answered" }, el("section", { "aria-labelledby": "layers-title" }, el("h2", { id: "layers-title" }, "Tensors, the worst first"),
-        el("div", { class: "scrolls" }, el("table", { class: "layers" }, el("thead", {}, el("tr", {}, ["Tensor", "Lost", "Subnormal", "Overflow", "SNR dB"].map((text, i) =>
-          el("th", { scope: "col", class: i ? "number" : null, "data-kind": text.toLowerCase().split(" ")[0] }, text)), this.head)), this.rows)), this.all, this.more),
+        el("div", { class: "scrolls" }, el("table", { class: "layers" }, el("thead", {}, el("tr", {}, this.heads)), this.rows)), this.all, this.more),
         el("section", { class: "pictures", "aria-label": "Pictures" }, this.picture.element, this.time.element)),
       el("section", { "aria-labelledby": "stretches-title" }, el("h2", { id: "stretches-title" }, "Scales that work for all layers, over time"), this.stretches));
     this.element = el("div", { class: "whatif" }, this.needs,
@@ -115,11 +124,6 @@ export class WhatIfPart {
       el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, ["Format", "What it needs", "Best scale", "Lost there", "Overflow"].map((text, i) =>
         el("th", { scope: "col", class: i > 1 ? "number" : null }, text)))), el("tbody", {}, needs.map(({ format, sentence, best, lost, overflow }) =>
         el("tr", {}, el("th", { scope: "row" }, format.toUpperCase()), cell(sentence, "sentence-cell"), cell(`2^${best}`), cell(lost), cell(overflow)))))));
-  }
-
-  #options(select, names, value, words = (name) => name) {
-    keep(select, names, (name) => name, (name) => el("option", { value: name }, clean(words(name))));
-    select.value = value;
   }
 
   #move(shift) {
@@ -149,7 +153,33 @@ export class WhatIfPart {
 
   #keep() {
     const { value: format } = this.format, { value: collection } = this.collection;
-    replace(to.whatif(this.page.id, { format, shift: this.shift, collection, name: this.name }));
+    const sort = this.sort && `${this.sort.column}${this.sort.down ? ".down" : ""}`;
+    replace(to.whatif(this.page.id, { format, shift: this.shift, collection, name: this.name, sort, zoom: values().get("zoom") }));
+  }
+
+  /** The first click sorts a column the worst first, the second the other way round, the third ends it. */
+  #sortBy(column) {
+    const first = column !== "tensor" && column !== "snr" && column !== "scales"; // of these the smallest is the worst
+    const isSecond = this.sort?.column === column && this.sort.down === first;
+    this.sort = this.sort?.column === column && !isSecond ? null : { column, down: isSecond ? !first : first };
+    this.#keep();
+    this.#fillRows();
+  }
+
+  #sorted() {
+    if (this.sort === null) return this.answer.rows;
+    const key = SORTED[this.sort.column], way = this.sort.down ? -1 : 1;
+    return this.answer.rows.toSorted((a, b) => (key(a) < key(b) ? -way : key(a) > key(b) ? way : 0));
+  }
+
+  #fillRows() {
+    const rows = this.#sorted();
+    renderList(this.rows, this.whole ? rows : rows.slice(0, ROWS), (row) => row.name, (row) => this.#row(row), (node, row) => this.#fillRow(node, row));
+    for (const head of this.heads) {
+      const sorted = head.dataset.kind === this.sort?.column;
+      head.setAttribute("aria-sort", sorted ? (this.sort.down ? "descending" : "ascending") : "none");
+    }
+    this.#lines();
   }
 
   #tensor() {
@@ -157,7 +187,7 @@ export class WhatIfPart {
   }
 
   #spectrogram() {
-    if (isReport) return null; // it holds none with a format's lines at another scale
+    if (isReport) return null; // it holds none with a format's limits at another scale
     const name = this.#tensor();
     const shift = this.shift ?? this.answer?.shift;
     if (name === null || !(this.run.collections[this.collection.value] ?? []).includes(name)) return null;
@@ -180,14 +210,13 @@ export class WhatIfPart {
       ...(overall.snr_db === undefined ? [] : [["SNR", [decibels(overall.snr_db)], "snr"]]), ["Scales that work", [works], "scales"],
     ];
     this.result.classList.toggle("few", overall.subnormal === undefined);
-    keep(this.overall, facts, ([, , kind]) => kind, ([name, , kind]) => el("div", { "data-kind": kind }, el("dt", {}, name), el("dd")),
+    renderList(this.overall, facts, ([, , kind]) => kind, ([name, , kind]) => el("div", { "data-kind": kind }, el("dt", {}, name), el("dd")),
       (node, [, content]) => node.lastElementChild.replaceChildren(...content.flat()));
-    keep(this.rows, this.whole ? answer.rows : answer.rows.slice(0, ROWS), (row) => row.name, (row) => this.#row(row), (node, row) => this.#fillRow(node, row));
+    this.#fillRows();
     this.all.hidden = answer.rows.length <= ROWS;
-    say(this.all, this.whole ? `Show the worst ${ROWS} only` : `Show all ${whole(answer.rows.length)} tensors`);
-    say(this.more, answer.more ? `and ${whole(answer.more)} tensors that lose less.` : "");
-    keep(this.stretches, answer.stretches, (stretch, index) => index, () => el("li"), (node, stretch) => node.replaceChildren(...told(stretch, answer.block)));
-    this.#lines();
+    setText(this.all, this.whole ? `Show the worst ${ROWS} only` : `Show all ${whole(answer.rows.length)} tensors`);
+    setText(this.more, answer.more ? `and ${whole(answer.more)} tensors that lose less.` : "");
+    renderList(this.stretches, answer.stretches, (stretch, index) => index, () => el("li"), (node, stretch) => node.replaceChildren(...rangeWords(stretch, answer.block)));
     this.#overTime();
     if (this.picture.address() !== this.asked) { this.asked = this.picture.address(); this.picture.refresh(); }
   }
@@ -196,10 +225,10 @@ export class WhatIfPart {
     const link = el("a");
     const cells = ["lost", "subnormal", "overflow", "snr"].map((kind) => el("td", { class: "number", "data-kind": kind }));
     const words = el("span", { class: "window-words" });
-    const band = drawn("rect", { class: "band", y: 3, height: 6, rx: 1 });
-    const line = drawn("line", { class: "line", y1: 0, y2: 12 });
-    const bar = drawn("svg", { class: "window", viewBox: "0 0 160 12", preserveAspectRatio: "none", "aria-hidden": "true" },
-      drawn("line", { class: "axis", x1: 0, x2: 160, y1: 6, y2: 6 }), band, line);
+    const band = svg("rect", { class: "band", y: 3, height: 6, rx: 1 });
+    const line = svg("line", { class: "line", y1: 0, y2: 12 });
+    const bar = svg("svg", { class: "window", viewBox: "0 0 160 12", preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("line", { class: "axis", x1: 0, x2: 160, y1: 6, y2: 6 }), band, line);
     const node = el("tr", {}, el("th", { scope: "row" }, link), cells, el("td", { class: "window-col" }, bar, words));
     node.parts = { link, cells, words, band, line };
     return node;
@@ -208,19 +237,19 @@ export class WhatIfPart {
   #fillRow(node, row) {
     const { link, cells, words } = node.parts;
     const values = { format: this.format.value, collection: this.collection.value, shift: this.shift, name: row.name };
-    const there = (this.run.collections[this.collection.value] ?? []).includes(row.name);
+    const recorded = (this.run.collections[this.collection.value] ?? []).includes(row.name);
     if (!isReport) link.setAttribute("href", to.whatif(this.page.id, values));
-    else if (there) link.setAttribute("href", to.tensor(this.page.id, this.collection.value, row.name));
+    else if (recorded) link.setAttribute("href", to.tensor(this.page.id, this.collection.value, row.name));
     if (link.dataset.name !== row.name) link.replaceChildren(named(row.name, 44));
     link.dataset.name = row.name;
     link.toggleAttribute("aria-current", !isReport && row.name === this.#tensor());
     const [lost, subnormal, overflow, snr] = cells;
-        for (const [cell, kind] of [[lost, "lost"], [subnormal, "subnormal"], [overflow, "overflow"]].filter(([, kind]) => row[kind])) {
-      say(cell, estimate(row[kind]));
+    for (const [cell, kind] of [[lost, "lost"], [subnormal, "subnormal"], [overflow, "overflow"]].filter(([, kind]) => row[kind])) {
+      setText(cell, estimate(row[kind]));
       cell.title = `${estimate(row[kind])}${between(row[kind])}`;
       cell.classList.toggle("much", kind !== "subnormal" && row[kind].estimate > 0.01);
     }
-    if (row.snr_db !== undefined) say(snr, decibels(row.snr_db));
+    if (row.snr_db !== undefined) setText(snr, decibels(row.snr_db));
     const range = row.window ? scales(row.window) : ["none"];
     words.replaceChildren(...(this.answer.block ? [row.window ? "works" : "loses too much"] : range));
     node.window = row.window;
@@ -232,7 +261,7 @@ export class WhatIfPart {
     const at = (shift) => 2 + (156 * (Math.min(Math.max(shift, low), low + span) - low)) / span;
     const shift = Number(this.slider.value);
     for (const { parts: { band, line }, window } of this.rows.children) {
-      const serves = window !== null && window[0] <= shift && shift <= window[1];
+      const works = window !== null && window[0] <= shift && shift <= window[1];
       band.setAttribute("visibility", window ? "visible" : "hidden");
       if (window) {
         band.setAttribute("x", at(window[0]));
@@ -240,7 +269,7 @@ export class WhatIfPart {
       }
       line.setAttribute("x1", at(shift));
       line.setAttribute("x2", at(shift));
-      line.classList.toggle("outside", !serves);
+      line.classList.toggle("outside", !works);
     }
   }
 
@@ -260,7 +289,7 @@ export class WhatIfPart {
   }
 
   #tell(text) {
-    say(this.note, clean(text));
+    setText(this.note, clean(text));
     this.note.hidden = text === "";
     if (text) this.result.hidden = true;
   }
@@ -275,7 +304,7 @@ function decibels(value) {
   return typeof value === "number" ? value.toFixed(0).replace("-", "\u2212") : value === "inf" ? "\u221E" : String(value);
 }
 
-function told({ from_step: from, to_step: until, window }, block) {
+function rangeWords({ from_step: from, to_step: until, window }, block) {
   const steps = from === until ? `Step ${whole(from)}: ` : `Steps ${whole(from)} to ${whole(until)}: `;
   if (block) return [steps, window ? "works for all layers" : "loses too much of some layer"];
   return window ? [steps, ...scales(window)] : [steps, "no single scale works for all layers"];
