@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from plimsoll.emulate.casting.operation_lists import CUDA
 from plimsoll.emulate.dispatch.thread_frame import categories_of
-from plimsoll.receipts.declared.deviations import CROSS_ENTROPY, is_left_by_autocast
+from plimsoll.receipts.declared.deviations import ATTENTION, CROSS_ENTROPY, is_left_by_autocast
 from plimsoll.receipts.recording.entries import Entry
 from plimsoll.receipts.recording.operations import MULTIPLYING, listed_as
 from plimsoll.receipts.recording.training import Recording
@@ -28,6 +28,7 @@ def _notes(recording: Recording, rows: Sequence[Row]) -> Iterator[str]:
         yield "No optimizer stepped: give a whole step as step=... to have its arithmetic and state in the receipt."
     yield from _of_autocast(entries)
     yield from _of_compiled(recording, entries)
+    yield from _of_devices(entries)
     partial = Counter(entry.partial for entry in entries if entry.partial is not None and entry.device == "cuda")
     for fmt in partial:
         yield (
@@ -73,9 +74,26 @@ def _of_autocast(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"autocast cast {counted(fallen, 'tensor')} up to FP32 for operations on its FP32 list."
 
 
+def _of_devices(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield operations that ran on a CPU beside an accelerator, and attention that "meta" takes apart."""
+    computing = [e for e in entries if e.kind not in ("exact", "cast", "collective") and e.phase != "optimizer"]
+    devices = {entry.device for entry in computing}
+    if len(devices) > 1 and "cpu" in devices and "meta" not in devices:
+        names = dict.fromkeys(entry.operation for entry in computing if entry.device == "cpu")
+        yield f"Computed on the CPU beside {', '.join(sorted(devices - {'cpu'}))}: {', '.join(names)}."
+    if any(entry.device == "meta" and entry.part_of == ATTENTION for entry in computing):
+        yield (
+            "On meta scaled_dot_product_attention is made of products that keep all scores; a GPU's fused attention "
+            "keeps none, and needs less memory than said here."
+        )
+
+
 def _of_compiled(recording: Recording, entries: Sequence[Entry]) -> Iterator[str]:
     for name, regions in recording.backends.items():
         yield f"{counted(regions, 'region')} compiled by {name}."
+    for reason, breaks in recording.breaks.items():
+        first = reason.strip().split("\n", 1)[0]
+        yield f"{counted(breaks, 'graph break')}, where compiled code returns to Python: {first}."
     for failure in dict.fromkeys(recording.failures):
         yield f"A compiled graph could not be read, and is recorded by name: {failure}."
     if any(entry.where == "compiled" for entry in entries):

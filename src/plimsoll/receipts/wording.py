@@ -82,8 +82,7 @@ def deviation_groups(deviations: Iterable[Deviation]) -> list[DeviationGroup]:
     """Return the deviations, those alike in kind, line and formats as one; in their order."""
     found: dict[tuple[object, ...], list[Deviation]] = {}
     for one in deviations:
-        module = "" if one.source_line else _pattern(one.module)
-        key = (one.kind, one.source_line, one.expected, one.actual, one.advice, module)
+        key = (one.kind, one.source_line, one.expected, one.actual, one.advice)
         found.setdefault(key, []).append(one)
     return [
         DeviationGroup(
@@ -93,11 +92,6 @@ def deviation_groups(deviations: Iterable[Deviation]) -> list[DeviationGroup]:
         )
         for several in found.values()
     ]
-
-
-def _pattern(name: str | None) -> str:
-    """Return what tensors without a line have in common: nothing but their kind, since one cause makes them all."""
-    return "" if name is None else name.partition(":")[2]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def look(*, backward: bool = False) -> Place:
         if kind is not None:
             _note(place, frame, kind, backward=backward)
         frame = frame.f_back
-    if backward and place.module is not None:
+    if backward and place.module is not None and not place.sharding:
         place.recomputing = True
     return place
 

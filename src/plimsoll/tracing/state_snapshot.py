@@ -61,8 +61,15 @@ class Before:
             self._mapping(group, deep=False)
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                self._mapping(cast("dict[Any, Any]", state), deep=False)
+                named = cast("dict[Any, Any]", state)
+                self._mapping(named, deep=False)
+                for value in named.values():  # LBFGS appends to lists of its own
+                    if isinstance(value, list | deque):
+                        self._sequence(cast("list[Any]", value))
         self._mapping(optimizer.state, deep=False)
+        self._mapping(
+            cast("dict[str, Any]", vars(optimizer)), deep=False
+        )  # counters of steps, as for stochastic rounding
 
     def scaler(self, scaler: Any) -> None:
         """Notes a loss scaler that is about to be used."""

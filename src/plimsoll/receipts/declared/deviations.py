@@ -23,6 +23,11 @@ _SIXTEEN_BIT = frozenset(("fp16", "bf16"))
 _WIDE = frozenset(("upcast", "autocast-disabled", "product-wide"))
 ATTENTION, CROSS_ENTROPY = "scaled_dot_product_attention", "cross_entropy_loss"
 _CASTS_DOWN = re.compile(r"\.(?:half|bfloat16)\(|\.to\([^)]*(?:float16|half)\b")
+# pytorch issue 190626
+_TENSOR_PARALLEL = (
+    "fully_shard reduces over the tensor-parallel mesh in the gradient's own dtype, whatever reduce_dtype says: shard "
+    "these modules with param_dtype=torch.float32."
+)
 _HIGH_KINDS = {"softmax": "softmax", "normalization": "normalization", "loss": "loss", "reduction": "reduction"}
 
 
@@ -47,6 +52,8 @@ def deviations_of(
     found += _of_loss(declaration, recording)
     found += _of_tensors(declaration, recording, tensors)
     found += _of_switches(declaration, seen)
+    for backend, error in recording.errors.items():
+        found.append(_plain("fallback", None, f"code compiled by {backend}", f"eager code, since {error}"))
     return tuple(sorted(_merged(found), key=lambda deviation: ORDER[deviation.kind]))
 
 
@@ -62,7 +69,7 @@ def _of_operation(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         yield _deviation("accumulate", one, "fp32", f"sums in {entry.accumulate}")
     elif entry.partial is not None and entry.device == "cpu":
         yield _deviation("accumulate", one, "fp32", f"partial sums in {entry.partial}")
-    if "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
+    if entry.output == "fp64" and "fp64" in entry.operands and entry.where != "emulated" and entry.kind != "exact":
         yield _deviation("fp64", one, "fp32 at most", "fp64")
 
 
@@ -162,7 +169,7 @@ def _of_other(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
         yield _deviation(kind, one, "fp32", " + ".join(dict.fromkeys(entry.operands)))
     elif category == "low" and entry.operands and not any(fmt in _SIXTEEN_BIT for fmt in _factors(entry)):
         yield _deviation("operation-wide", one, _listed(_SIXTEEN_BIT), " + ".join(dict.fromkeys(entry.operands)))
-    inside = declaration.inside(row.module)
+    inside = None if "norm" in entry.part_of else declaration.inside(row.module)  # norms compute in FP32
     if inside is not None and entry.mixed and entry.output == "fp32" and entry.kind in ("pointwise", "exact"):
         yield _deviation("promotion", one, inside, " + ".join(dict.fromkeys(entry.operands)) + " -> fp32")
     computes = None if row.module is None else declaration.computes.get(row.module)
@@ -187,7 +194,8 @@ def _of_collective(declaration: Declaration, one: _Seen) -> Iterator[Deviation]:
     if not entry.of_parameters or wanted is None or not entry.operands:
         return
     if narrower(entry.output, wanted):
-        yield _deviation("gradient-reduction", one, wanted, entry.output)
+        found = _deviation("gradient-reduction", one, wanted, entry.output)
+        yield replace(found, advice=_TENSOR_PARALLEL) if entry.operation.startswith("_c10d_functional") else found
 
 
 def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviation]:

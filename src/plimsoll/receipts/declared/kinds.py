@@ -127,8 +127,8 @@ _ALL = (
         advice="Cast its FP64 operand to FP32; NumPy's numbers are FP64.",
     ),
     DeviationKind(
-        name="fallback", meaning="an operation leaves the device or its compiled code",
-        advice="Look at the reason in the row; run the operation where the others run.",
+        name="fallback", meaning="code runs eagerly, since its compilation failed",
+        advice="Repair what the compiler refuses; torch._dynamo.config.suppress_errors hides it.",
     ),
 )  # fmt: skip
 KINDS: Mapping[str, DeviationKind] = {kind.name: kind for kind in _ALL}

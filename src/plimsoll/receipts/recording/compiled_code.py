@@ -11,6 +11,7 @@ Each use is guarded: where a part is missing, compiled code is recorded by its n
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -73,11 +74,15 @@ class CompiledCode:
         self._graphs: dict[Any, _Graph] = {}
         self._undo: list[Callable[[], None]] = []
         self.backends: dict[str, int] = {}  # name -> regions
-        self.failures: list[str] = []
+        self.failures: list[str] = []  # of reading a graph
+        self.errors: dict[str, str] = {}  # backend -> why its compilation failed, so that code runs eagerly
+        self.breaks: dict[str, int] = {}  # reason -> breaks of graphs
         self._had_compiled = False
+        self._breaks_before: Counter[str] = Counter()
 
     def __enter__(self) -> "CompiledCode":
         self._had_compiled = reset()
+        self._breaks_before = _counted_breaks()
         self._undo.append(when_imported("torch._inductor.output_code", self._patch_inductor))
         self._undo.append(when_imported("torch._dynamo.output_graph", self._patch_dynamo))
         for module, setting in _CONFIGURATION:  # a graph from a cache has no scheduler that could be read
@@ -85,6 +90,7 @@ class CompiledCode:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.breaks = dict(_counted_breaks() - self._breaks_before)
         while self._undo:
             self._undo.pop()()
         reset()
@@ -206,7 +212,12 @@ class CompiledCode:
         def call_user_compiler(output_graph: Any, gm: Any, example_inputs: Any) -> Any:
             graphs = len(self._graphs) + len(self.failures)
             name = _backend_name(output_graph.compiler_fn)
-            compiled = original(output_graph, gm, example_inputs)
+            try:
+                compiled = original(output_graph, gm, example_inputs)
+            except Exception as error:
+                cause = getattr(error, "inner_exception", error)
+                self.errors.setdefault(name, f"{type(cause).__name__}: {cause}".strip().split("\n", 1)[0])
+                raise
             self.backends[name] = self.backends.get(name, 0) + 1
             if len(self._graphs) + len(self.failures) > graphs:
                 return compiled
@@ -239,6 +250,12 @@ def reset() -> bool:
     if frames:
         cast("Any", torch)._dynamo.reset()  # noqa: SLF001
     return bool(frames)
+
+
+def _counted_breaks() -> Counter[str]:
+    """Return the number of graph breaks of this process, by their reasons."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return Counter({str(reason): int(count) for reason, count in dict(counters.get("graph_break", {})).items()})
 
 
 def _backend_name(compiler: Any) -> str:

@@ -191,7 +191,11 @@ class Observation:
             return "level"
         if caller.callee in _CAST_CALLS:
             return "script" if caller.owner == "user" else "torch"
-        return "autocast" if thread_frame.nesting() and not self._backward else "operation"
+        return "autocast" if self._is_autocasting() else "operation"
+
+    def _is_autocasting(self) -> bool:
+        """Whether torch's autocast is around it, or was around what a checkpoint runs again."""
+        return thread_frame.nesting() > 0 and (not self._backward or self._place.recomputing)
 
     def _entry(self, operands: list[Tensor], output: str) -> Entry:
         place, path = self._attributed(), None
@@ -217,7 +221,7 @@ class Observation:
             output=output,
             where="emulated" if self._emulated else "eager",
             node=None if self._node is None else self._node.name(),
-            autocast=not self._backward and thread_frame.nesting() > 0,
+            autocast=self._is_autocasting(),
             scripted=self._scripted,
             device="cpu" if first is None else first.device.type,
         )
@@ -225,11 +229,11 @@ class Observation:
     def _attributed(self) -> Place:
         """Return where it was called from; in a backward, where its forward was, unless code of the user runs."""
         place = self._place
-        if self._backward and not place.recomputing and self._forward is not None:
+        if self._backward and self._forward is not None:
             there = self._forward.place
             if place.file is None:
                 place.file, place.line, place.function = there.file, there.line, there.function
-            if place.module is None:
+            if place.module is None and not place.recomputing:
                 place.module, place.root = there.module, there.root
             if place.node is None:
                 place.node = there.node

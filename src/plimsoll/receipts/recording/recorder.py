@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.emulate import recipe
@@ -25,8 +26,8 @@ from plimsoll.tracing.state_snapshot import Before
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _OPERATOR = cast("Any", torch)._ops.OpOverload  # noqa: SLF001
-_SILENT = frozenset(("detach", "lift_fresh", "alias"))
-_PLAIN = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+_SILENT = frozenset(("detach", "lift_fresh", "alias", "wait_tensor", "_wrap_tensor_autograd", "barrier"))
+_PLAIN = ("torch._subclasses.functional_tensor",)
 
 
 class Recorder(TorchDispatchMode):
@@ -45,6 +46,7 @@ class Recorder(TorchDispatchMode):
         self.stepping = 0  # optimizers that are in their step
         self.after_backward = False
         self.inside_compiled = 0
+        self.fake = False  # the step itself runs on fake tensors
         self._process = os.getpid()
 
     @classmethod
@@ -81,6 +83,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_elsewhere() or not isinstance(func, _OPERATOR):  # operators of higher order have no schema
             return func(*args, **kwargs)
+        if FakeTensor in types:
+            if not self.fake:  # DTensor asks for the shape of a result
+                return func(*args, **kwargs)
+            types = ()
         if any(map(_wraps, types)):
             return NotImplemented
         facts = facts_of(func)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch as dispatch
 
 from plimsoll.receipts.recording.compiled_code import CompiledCode
@@ -41,6 +42,8 @@ class Recording:
     gradients: Mapping[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])  # by parameter
     backends: Mapping[str, int] = field(default_factory=dict[str, int])  # of compiled code
     failures: Sequence[str] = ()  # of reading it
+    errors: Mapping[str, str] = field(default_factory=dict[str, str])  # of compiling it, by backend
+    breaks: Mapping[str, int] = field(default_factory=dict[str, int])  # of its graphs, by reason
 
     @property
     def entries(self) -> list[Entry]:
@@ -69,6 +72,7 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
     def begin(self, models: Sequence[nn.Module]) -> None:
         """Note the memory of models: their parameters, buffers and gradients."""
         self._models = list(models)
+        self._recorder.fake = any(isinstance(p, FakeTensor) for model in models for p in model.parameters())
         for model in models:
             self._assign(list(model.parameters()), "weights")
             self._assign(list(model.buffers()), "buffers")
@@ -82,7 +86,8 @@ class TrainingRecorder(torch_hooks.TrainingEvents):
             recorder=self._recorder, names=names, models=found, optimizers=_outermost(self.optimizers),
             backwards=self.backwards, loss=self._loss, scaled=self.scaled, activations=self._activations,
             gradients=dict(self._gradients),
-            backends=dict(compiled.backends), failures=tuple(compiled.failures),
+            backends=dict(compiled.backends), failures=tuple(compiled.failures), errors=dict(compiled.errors),
+            breaks=dict(compiled.breaks),
         )  # fmt: skip
 
     # -- events --------------------------------------------------------------------------------------------------------
