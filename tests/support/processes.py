@@ -26,6 +26,8 @@ from typing import Any, BinaryIO
 from tests.support.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
+# What this process found its source by goes before an installed one.
+PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 SUPPORT = ROOT / "tests" / "support"  # where the scripts lie that ranks run
 used = [0.0]  # CPU seconds of all such processes that have ended
 _SHOWN = 15_000  # characters of what a rank that failed has said
@@ -55,7 +57,7 @@ def ranks(script: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "none",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "PYTHONWARNINGS": "ignore",
     }
     started: list[Process] = []
@@ -155,7 +157,7 @@ class _Server:
     def __init__(self) -> None:
         # A stream, in which each request is one byte: macOS has no packets that keep their order.
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
         environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}}
         command = [sys.executable, "-m", "tests.support.processes", str(theirs.fileno())]
         self.process = subprocess.Popen(command, env=environment | own, pass_fds=[theirs.fileno()], cwd=ROOT)

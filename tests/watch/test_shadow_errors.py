@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll as pl
 from plimsoll.runs import Run
+from plimsoll.watch.shadow.memory import free_bytes
 from tests.support.cases import each
 from tests.support.watch.recording import batches, only_run
 from tests.support.watch.shadow import (
@@ -289,6 +290,23 @@ def test_memory_is_below_twice_the_activations_of_a_step(tmp_path: Path) -> None
     assert recorded(only_run(tmp_path / "run"), "activations", "5:output")["relative_error"] == 0
     assert between < bare + 0.1 * activations
     assert activations < first < bare + 2 * activations
+
+
+def test_a_twin_that_does_not_fit_is_left_out_with_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).bfloat16(), batches(1, 4, 8)
+    # 90 weights and biases, in FP32 and with gradients: 720 bytes.
+    monkeypatch.setattr("plimsoll.watch.shadow.memory.free_bytes", lambda _: 719)
+    run = shadowed(model, tmp_path / "run", lambda m: m(x.bfloat16()).float().sum())
+    (message,) = messages(run)
+    assert "its twin needs 720 bytes on cpu for weights and gradients, and 719 are free" in message
+    monkeypatch.setattr("plimsoll.watch.shadow.memory.free_bytes", lambda _: 720)
+    assert list(shadowed(model, tmp_path / "other", lambda m: m(x.bfloat16()).float().sum()).errors())
+
+
+def test_what_is_free_is_told_in_bytes() -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or 1 << 20 < free < 1 << 50
+    assert free_bytes(torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

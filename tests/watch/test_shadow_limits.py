@@ -225,23 +225,18 @@ def test_a_forward_that_fails_in_the_shadow_is_contained(tmp_path: Path) -> None
 def test_copies_that_take_too_much_memory_are_left_out(tmp_path: Path) -> None:
     data = [batches(1, rows, 8)[0] for rows in (8, 2000)]
     small, large = (
-        shadowed(halves(), tmp_path / str(len(x)), lambda m, x=x: spread(m(x)), max_bytes=100_000) for x in data
+        shadowed(halves(), tmp_path / str(len(x)), lambda m, x=x: spread(m(x)), max_bytes=400_000) for x in data
     )
     assert told(small, "activations")["4:output"] == [0]
     assert any(
-        "a shadow step's activations take more than max_bytes=100,000" in event.message for event in large.events()
+        "a shadow step's activations take more than max_bytes=400,000" in event.message for event in large.events()
     )
     assert "4:output" not in told(large, "activations") and "0:output" in told(large, "activations")
     assert "0.weight" in told(large, "gradients")
 
 
-def test_what_cannot_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     with pytest.raises(
         pl.ArgumentError, match=r"watch: expected collect to have some of gradients, activations, .*lea"
     ):
         pl.watch(mlp(), run=tmp_path / "run", collect=("weights",), shadow_every=5)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        pl.ArgumentError, match=r"watch: expected one process where shadow_every .*; got world_size=2, s"
-    ):
-        pl.watch(mlp(), run=tmp_path / "run", shadow_every=5)

@@ -122,7 +122,7 @@ def watch(
     optimizers = _optimizers(optimizer)
     place = Ranks()
     place.look(model)
-    shadow_step.check(settings, place)
+    shadow_step.check(settings)
     root = unwrapped(model)
     names = module_names(root)
     selection = Selection(settings, names, [clean(name) for name, _ in root.named_parameters()])

@@ -50,7 +50,7 @@ class Ranks:
         before = self.as_json()
         for module in model.modules():
             _check_flat(module)
-        wrapper = _ddp_around(model)
+        wrapper = ddp_around(model)
         if wrapper is not None:
             self._take_ddp(wrapper)
         else:
@@ -116,7 +116,7 @@ class Ranks:
             self._elsewhere = {id(p) for name, p in named if clean(name) not in ignored}
 
     def _take_fully_shard(self, model: nn.Module) -> None:
-        for mesh in _fully_sharded(model):
+        for mesh in fully_sharded(model):
             shards, replicas = getattr(mesh, "shard_mesh_size", 1), getattr(mesh, "replicate_mesh_size", 1)
             shard, replica = getattr(mesh, "shard_mesh_rank", 0), getattr(mesh, "replicate_mesh_rank", 0)
             self.wrapper, self.data_parallel = "fully_shard", int(shards) * int(replicas)
@@ -133,7 +133,7 @@ def _initialized() -> Any:
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-def _ddp_around(model: nn.Module) -> Any:
+def ddp_around(model: nn.Module) -> Any:
     """The DistributedDataParallel that is the model, is around or in it, or runs it at this moment."""
     kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
     if kind is None:
@@ -145,7 +145,7 @@ def _ddp_around(model: nn.Module) -> Any:
     return running if running is not None and any(module is model for module in running.modules()) else None
 
 
-def _fully_sharded(model: nn.Module) -> Iterator[Any]:
+def fully_sharded(model: nn.Module) -> Iterator[Any]:
     """Return the meshes of `fully_shard`, module by module."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:

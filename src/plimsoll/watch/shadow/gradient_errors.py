@@ -7,11 +7,14 @@ begin again.
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import WatchSession
 from plimsoll.watch.shadow.comparisons import compared
+from plimsoll.watch.shadow.data_parallel import DataParallel, part_of, whole
+from plimsoll.watch.shadow.replay import leaf
 
 _State = dict[str, tuple[int, int]]
 
@@ -25,6 +28,8 @@ class GradientErrors:
         self._before: dict[str, Tensor] = {}  # what the first backward has found
         self._left: _State | None = None  # what the last backward has left
         self._rows: dict[str, Tensor] = {}
+        self._are_means = False
+        self._compared: dict[str, Tensor] = {}  # what they were compared with: this rank's part of the ranks' mean
 
     def backward_begins(self, root: nn.Module) -> None:
         """A backward begins: it adds to what the last one has left, or to something else."""
@@ -32,6 +37,7 @@ class GradientErrors:
             return
         self._expected.clear()
         self._rows.clear()
+        self._compared.clear()
         found = {clean(name): p.grad for name, p in root.named_parameters()}
         self._before = {name: g.detach().clone() for name, g in found.items() if g is not None and not g.is_sparse}
         self._left = _state(root)
@@ -42,13 +48,15 @@ class GradientErrors:
             if g is not None and not self._has_hooks(name, p):
                 self._expected[name] = self._expected[name] + g if name in self._expected else g
 
-    def backward_ends(self, root: nn.Module) -> None:
+    def backward_ends(self, root: nn.Module, ranks: DataParallel | None) -> None:
         """A backward has ended, and its repetition too: compares what is there now."""
+        self._are_means = ranks is not None
         for raw, p in root.named_parameters():
             name, g = clean(raw), p.grad
-            expected = self._expected.get(name)
+            expected = self._mean(name, p, ranks)
             if g is None or expected is None or g.is_sparse != expected.is_sparse:
                 continue
+            self._compared[name] = expected
             if g.is_sparse:
                 values, expected = g.detach().coalesce().values(), expected.coalesce().values()
             else:
@@ -56,7 +64,20 @@ class GradientErrors:
             plain = self.core.readable(values, "gradients", name)
             if plain is not None and plain.shape == expected.shape and plain.device == expected.device:
                 self._rows[name] = compared(plain, expected)
+
+    def note(self, root: nn.Module) -> None:
+        """Note what the backward has left, to which the next one may add."""
         self._left = _state(root)
+
+    def _mean(self, name: str, p: Tensor, ranks: DataParallel | None) -> Tensor | None:
+        """Return the repetition's gradient; over ranks their mean, in which all of them take part."""
+        expected = self._expected.get(name)
+        if ranks is None or not p.requires_grad:
+            return expected
+        if expected is None:  # nothing on this rank, as of a part that its samples do not use
+            expected = torch.zeros_like(leaf(whole(p)), requires_grad=False)
+        expected = ranks.mean(expected.to_dense())
+        return self.core.readable(part_of(expected, p), "gradients", name)
 
     def taken(self, name: str, g: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """Return the repetition's gradient, the row of errors, and whether `g` is still what they were found of.
@@ -64,7 +85,9 @@ class GradientErrors:
         Both are forgotten.
         """
         is_left = (self._left or {}).get(name) == _version_of(g) and name not in self._before
-        return self._expected.pop(name, None), self._rows.pop(name, None), is_left
+        own = self._expected.pop(name, None)
+        expected = self._compared.pop(name, None if self._are_means else own)
+        return expected, self._rows.pop(name, None), is_left
 
     def _has_hooks(self, name: str, p: Tensor) -> bool:
         """Whether the user's hooks may have changed the real gradient."""

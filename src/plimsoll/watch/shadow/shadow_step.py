@@ -25,15 +25,17 @@ from torch import Tensor, nn
 
 from plimsoll.errors import ArgumentError
 from plimsoll.watch.names import clean, tensors_in
-from plimsoll.watch.ranks.ranks import Ranks
 from plimsoll.watch.session import WatchSession, contained
 from plimsoll.watch.settings import SHADOWED, Settings
+from plimsoll.watch.shadow import data_parallel, memory
 from plimsoll.watch.shadow.capture import CapturedCall, CapturedForward, watch_calls
 from plimsoll.watch.shadow.comparisons import Comparisons, gradient_row
+from plimsoll.watch.shadow.data_parallel import DataParallel, hooks_of_sharding, leaves_of, without_hooks
 from plimsoll.watch.shadow.gradient_errors import GradientErrors
-from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, leaf, tensors_of
+from plimsoll.watch.shadow.replay import borrowed, draws_by_dtype, fresh_inputs, in_reference, tensors_of
 from plimsoll.watch.shadow.rng_state import RandomState
 
+_opened: Counter[str] = Counter()
 _backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (see _taps)
 _UNSEEN = "no forward of the model was seen (it runs inside compiled code, or its parts are called by themselves)"
 _OTHER_DRAWS = (
@@ -43,16 +45,10 @@ _OTHER_DRAWS = (
 _NO_GRADIENT = "no gradient came back to a tensor that the model returned"
 
 
-def check(settings: Settings, ranks: Ranks) -> None:
+def check(settings: Settings) -> None:
     """Raises `ArgumentError` where a shadow step was asked for and cannot be."""
     if settings.shadow_every is None:
         return
-    if ranks.world > 1:
-        raise ArgumentError(
-            f"watch: expected one process where shadow_every is given; got world_size={ranks.world}, "
-            f"shadow_every={settings.shadow_every}. One rank alone cannot repeat a step that all take together: "
-            "leave shadow_every out, and tell underflow from structural zeros in a run of one process."
-        )
     if not set(SHADOWED) & settings.intervals.keys():
         raise ArgumentError(
             f"watch: expected collect to have some of {', '.join(SHADOWED)} where shadow_every is given; got "
@@ -71,6 +67,9 @@ class Shadow:
 
     def __init__(self, core: WatchSession, root: nn.Module, begin: Callable[[], None]) -> None:
         self.core, self._begin = core, begin
+        name = core.writer.path.name
+        self._name = f"{name}/{_opened[name]}"  # a run that is watched again meets under another name
+        _opened[name] += 1
         self._running: tuple[CapturedCall, Counter[str], list[Tensor]] | None = None
         self._undo = watch_calls(root, self._around)
         self._start()
@@ -90,6 +89,7 @@ class Shadow:
         self._kept_bytes = 0
         self._reason: str | None = None
         self._taken = False
+        self._ranks: DataParallel | None = None
 
     @property
     def due(self) -> bool:
@@ -103,10 +103,22 @@ class Shadow:
         """A training forward of the root begins."""
         if not self.due or WatchSession.repeating:
             return
-        if self.core.ranks.data_parallel > 1:
-            self._reason = "the model has become data-parallel since the watch was made"
+        if not self._calls:
+            self._ranks = self._meet(model)
+        if self._reason is not None:
             return
         self._calls.append(CapturedCall(model, args, kwargs))
+
+    def _meet(self, model: nn.Module) -> DataParallel | None:
+        """The ranks that share the model, once all of them have come to this step."""
+        ranks = data_parallel.of(model, self.core.ranks)
+        if isinstance(ranks, str):
+            self._reason = ranks
+            return None
+        if ranks is not None and not data_parallel.meet(f"{self._name}/{self.core.step}", self.core.ranks.world):
+            self._reason = data_parallel.ABSENT
+            return None
+        return ranks
 
     @contained
     def forward_ends(self, output: Any) -> None:
@@ -219,37 +231,53 @@ class Shadow:
         """A backward has ended: repeats the forwards that it came to."""
         if _backward_running() != -1:
             return  # a checkpoint's, in the midst of another
-        repeated = False
-        for call in self._calls:
-            if call.gradients and self._reason is None:
-                self._reason = call.spoiled(self.core.model())
-            if call.gradients and self._reason is None:
-                try:
-                    self._repeat(call)
-                    repeated = True
-                except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
-                    self._reason = f"it raised {type(error).__name__}"
-                    self.core.failed("the shadow step", error)
+        calls = [call for call in self._calls if call.gradients]
+        root = self.core.model()
+        if not calls or root is None or (self._reason is not None and self._ranks is None):
+            for call in calls:
+                call.gradients.clear()
+            return
+        spoiled = next(filter(None, (call.spoiled(root) for call in calls)), None)
+        self._reason = self._reason or spoiled or memory.missing(root.parameters())
+        if self._all_able():
+            for call in calls:
+                self._try(call)
+        for call in calls:
             call.gradients.clear()
-        if repeated:
-            self._compare_gradients_left()
+        if self.core.due.gradients:
+            averaged = self._ranks is None or self._ranks.averages
+            if averaged and self._all_able():
+                self._compare_gradients_left(root)
+            self._gradients.note(root)
+
+    def _all_able(self) -> bool:
+        """Whether this step can be repeated, on all ranks."""
+        if self._ranks is not None and not self._ranks.agrees(able=self._reason is None):
+            self._reason = self._reason or "another rank could not repeat its part"
+        return self._reason is None
+
+    def _try(self, call: CapturedCall) -> None:
+        try:
+            self._repeat(call)
+        except Exception as error:  # noqa: BLE001  (P2: whatever fails in watching must not stop training)
+            self._reason = f"it raised {type(error).__name__}"
+            self.core.failed("the shadow step", error)
 
     @contained
-    def _compare_gradients_left(self) -> None:
-        root = self.core.model()
-        if self.core.due.gradients and self._reason is None and root is not None:
-            self._gradients.backward_ends(root)
+    def _compare_gradients_left(self, root: nn.Module) -> None:
+        self._gradients.backward_ends(root, self._ranks)
 
     def _repeat(self, call: CapturedCall) -> None:
         root = self.core.model()
         assert root is not None
-        leaves = {id(p): leaf(p) for p in root.parameters()}
+        leaves, sharding = leaves_of(root), hooks_of_sharding(root)
         after, outputs = RandomState(call.devices), list[Tensor]()
         WatchSession.repeating = True
         try:
             dropouts = call.listen(root) if draws_by_dtype(call.devices) else None
             self._running = (call, Counter(), outputs)
             with in_reference(call.devices, dropouts), borrowed(root, leaves, call.buffers):
+                without_hooks(root, sharding)
                 call.random.restore()
                 args, kwargs = inputs = fresh_inputs(call.inputs)
                 root(*args, **kwargs)

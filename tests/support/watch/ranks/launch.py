@@ -25,7 +25,7 @@ def wait_for_each_other() -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, "PYTHONPATH": processes.PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def torchrun(script: str, world: int, *arguments: object) -> None:

@@ -13,7 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll as pl
-from tests.support.watch.ranks.models import BATCH, Back, Experts, Front, Net, data, loss_of, sgd, train
+from plimsoll.watch.session import WatchSession
+from plimsoll.watch.shadow import data_parallel
+from tests.support.patience import HANG_SECONDS
+from tests.support.watch.ranks.models import BATCH, Back, Experts, Front, Net, Rounded, data, loss_of, sgd, train
 
 # What the scenarios give `watch`; a scenario "..._reduced" is the same with ranks="reduce".
 OPTIONS: dict[str, object] = {"every": 1}
@@ -113,6 +116,81 @@ def hybrid_fsdp(folder: Path) -> None:
     optimizer = sgd(model)
     with pl.watch(model, optimizer, run=folder, **OPTIONS):
         train(model, optimizer, data(), dist.get_rank(), 4)
+
+
+def shadow_ddp(folder: Path) -> None:
+    rank, world = place()
+    model = DistributedDataParallel(Rounded())
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS):
+        train(model, optimizer, data(broken=False), rank, world)
+
+
+def shadow_ddp_micro_batches(folder: Path) -> None:
+    """Two micro-batches, of which the first averages no gradients."""
+    rank, world = place()
+    model = DistributedDataParallel(Rounded())
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS):
+        for x, y in data(broken=False):
+            optimizer.zero_grad()
+            parts = [t.chunk(2 * world)[2 * rank : 2 * rank + 2] for t in (x, y)]
+            with model.no_sync():
+                (loss_of(model(parts[0][0]), parts[1][0]) / 2).backward()
+            (loss_of(model(parts[0][1]), parts[1][1]) / 2).backward()
+            optimizer.step()
+
+
+def shadow_fsdp(folder: Path) -> None:
+    rank, world = place()
+    model = Rounded()
+    fully_shard(model.inner)
+    fully_shard(model)
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS):
+        train(model, optimizer, data(broken=False), rank, world)
+
+
+def shadow_hybrid_fsdp(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = Rounded()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS):
+        train(model, optimizer, data(broken=False), dist.get_rank(), 4)
+
+
+def shadow_tensor_parallel(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = parallelize_module(Net(), mesh, PLAN)
+    optimizer = sgd(model)
+    with pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS):
+        train(model, optimizer, data(broken=False))
+
+
+def shadow_on_one_rank(folder: Path) -> None:
+    """A rank that fails in its repetition, and one that does not watch: the others must not wait for it."""
+    rank, world = place()
+    data_parallel.MEETING_SECONDS = 1.0
+    model = DistributedDataParallel(Rounded())
+    optimizer = sgd(model)
+    w = pl.watch(model, optimizer, run=folder, shadow_every=1, **OPTIONS) if rank == 0 else None
+    train(model, optimizer, data(1, broken=False), rank, world)
+    if w is not None:
+        w.close()
+    data_parallel.MEETING_SECONDS = HANG_SECONDS
+    other = DistributedDataParallel(Rounded())
+    optimizer = sgd(other)
+    with pl.watch(other, optimizer, run=folder / "failing", shadow_every=1, **OPTIONS):
+        if rank == 1:
+            other.module.register_forward_pre_hook(_failing)
+        train(other, optimizer, data(1, broken=False), rank, world)
+
+
+def _failing(module: nn.Module, args: object) -> None:
+    if WatchSession.repeating:
+        raise ValueError("not twice")
 
 
 class Sum(torch.autograd.Function):
