@@ -2,17 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import plimsoll.spectrum
+from tests.support.cases import each
+from tests.support.diagnosis.stories import SOUND
 
 _HEAVY = {"torch", "numba", "triton", "pyarrow", "scipy", "typer", "rich", "plotly", "fastapi"}
 
 
 def loaded_by(code: str) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after `code`."""
-    probe = f"import sys\n{code}\nprint(*sys.modules)"
+    probe = f"import sys\n{code}\nprint('\\n\\0', *sys.modules)"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    return _HEAVY & set(result.stdout.split())
+    return _HEAVY & set(result.stdout.rpartition("\n\0")[2].split())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,57 @@ def test_judging_a_recorded_run_loads_nothing_of_live_training() -> None:
     )
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert not {"plimsoll.watch", "plimsoll.precision", "torch._dynamo"} & set(result.stdout.split())
+
+
+# Importing one of these is what a command, a script or a page does that only reads.
+READING = (
+    "plimsoll.spectrum", "plimsoll.runs", "plimsoll.runs.reading.run", "plimsoll.diagnosis", "plimsoll.diagnosis.rules",
+    "plimsoll.report", "plimsoll.report.verdicts.run_summary", "plimsoll.report.verdicts.end_of_run",
+    "plimsoll.report.figure_registry", "plimsoll.report.single_file.html_report",
+    "plimsoll.report.single_file.markdown_report", "plimsoll.cli", "plimsoll.cli.screens.findings",
+)  # fmt: skip
+
+
+@each("module", READING)
+def test_reading_needs_no_torch(module: str) -> None:
+    assert not loaded_by(f"import {module}") & {"torch", "numba", "triton", "scipy", "plotly", "fastapi"}
+
+
+COMMANDS = (
+    ("check RUN", set()), ("check RUN --json", {"rich"}), ("ls RUN", set()), ("ls RUN --json", {"rich"}),
+    ("diff RUN RUN", set()), ("report RUN -o report.md", set()), ("report RUN --json", set()),
+    ("plan RUN --target bf16", set()), ("check --rules", set()),
+)  # fmt: skip
+
+
+@each(("command", "unneeded"), COMMANDS)
+def test_commands_that_read_import_no_torch(
+    command: str, unneeded: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SOUND.write(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(tmp_path / "run") if word == "RUN" else word for word in command.split()]
+    code = f"import sys\nfrom plimsoll.cli import app\napp({arguments!r}, standalone_mode=False)"
+    loaded = loaded_by(code)
+    assert not loaded & ({"torch", "numba", "triton", "scipy", "plotly", "fastapi"} | unneeded)
+    assert "pyarrow" in loaded or "--rules" in command
+
+
+def test_what_if_and_the_page_need_no_torch(tmp_path: Path) -> None:
+    SOUND.write(tmp_path / "run")
+    code = (
+        "from plimsoll.cli import app\n"
+        f"app(['whatif', {str(tmp_path / 'run')!r}, '--format', 'fp16'], standalone_mode=False)\n"
+        f"app(['report', {str(tmp_path / 'run')!r}, '-o', {str(tmp_path / 'r.html')!r}], standalone_mode=False)\n"
+    )
+    assert not loaded_by(code) & {"torch", "numba", "triton", "fastapi"}
+
+
+def test_measuring_is_loaded_when_it_is_asked_for() -> None:
+    assert "torch" in loaded_by("import plimsoll.spectrum; plimsoll.spectrum.measure")
+    assert "measure" in dir(plimsoll.spectrum)
+    with pytest.raises(AttributeError, match="module 'plimsoll.spectrum' has no attribute 'measures'"):
+        getattr(plimsoll.spectrum, "measures")  # noqa: B009  (a name that type checkers know is not there)
 
 
 def test_names_of_live_training_come_when_asked_for() -> None:

@@ -5,7 +5,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Class = TypeVar("Class")
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -31,6 +33,19 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object
         return sorted({*homes, *(name for name, value in present.items() if _is_public(name, value))})
 
     return get, names
+
+
+def exported_by(package: str) -> Callable[[type[Class]], type[Class]]:
+    """Return a class decorator that lets a class name a package as its module, as `show_classes` does.
+
+    For classes whose module the package imports later than its own use of them.
+    """
+
+    def decorate(cls: type[Class]) -> type[Class]:
+        cls.__module__ = package
+        return cls
+
+    return decorate
 
 
 def show_classes(package: str) -> None:

@@ -4,7 +4,6 @@ Only modules with public classes are here. A name of the old layout is imported 
 """
 
 import importlib
-import importlib.abc
 import importlib.machinery
 from collections.abc import Sequence
 from types import ModuleType
@@ -91,8 +90,10 @@ MOVED = {
 }
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives a module of the old layout the content of the new one."""
+class Finder:
+    """Finder and loader that gives a module of the old layout the content of the new one."""
+
+    # Without the base classes of `importlib.abc`, whose import would be a tenth of the time of `plimsoll --help`.
 
     def find_spec(
         self,
@@ -104,6 +105,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname.removeprefix("plimsoll.") not in MOVED:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # some had modules below them
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Leave the creation of the module to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills a module: what pickles look up in it are the classes that are there now."""

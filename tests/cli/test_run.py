@@ -20,9 +20,9 @@ from tests.support.patience import HANG_SECONDS
 SCRIPTS = Path(__file__).parent / "scripts"
 ALL = {"weights", "gradients", "activations", "activation_gradients", "optimizer", "updates"}
 # The script's own warnings are its own; threads that spin would take the cores of other workers.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONWARNINGS", "RANK"}} | {
-    "OMP_NUM_THREADS": "1"
-}
+UNSET = {"PYTHONWARNINGS", "RANK", "PLIMSOLL_QUIET"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in UNSET} | {"OMP_NUM_THREADS": "1"}
+PATHS = f"{os.environ['PYTHONPATH']}{os.pathsep}" if os.environ.get("PYTHONPATH") else ""
 
 
 def fresh(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,9 +41,13 @@ def watched(*arguments: object, cwd: Path, **environment: str) -> subprocess.Com
     return python("-m", "plimsoll", "run", *arguments, cwd=cwd, **environment)
 
 
+# The lines at the end: the verdicts, and the command for the details.
+ENDING = re.compile(r"plimsoll: (.*: )?(Healthy|Warning|Problem)\b|; for details: plimsoll check")
+
+
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """Plimsoll's lines, without the last one, which says where the record is."""
-    return [line for line in result.stderr.splitlines() if line.startswith("plimsoll") and "verdict" not in line]
+    """Plimsoll's lines, without those at the end."""
+    return [line for line in result.stderr.splitlines() if line.startswith("plimsoll") and not ENDING.search(line)]
 
 
 def theirs(result: subprocess.CompletedProcess[str]) -> list[str]:
@@ -194,13 +198,64 @@ def test_a_second_training_goes_into_a_numbered_folder_and_each_end_names_its_ow
     script, out = SCRIPTS / "mnist.py", ("--output", "runs/my first")
     ends = [watched(*out, script, cwd=tmp_path).stderr.splitlines()[-1] for _ in range(2)]
     for end, name in zip(ends, ("runs/my first", "runs/my first-2"), strict=True):
-        assert end == f"plimsoll: recorded into '{name}'; for the verdict: plimsoll check '{name}'"
+        assert end == f"plimsoll: recorded into {name}; for details: plimsoll check '{name}'"
     resumed = watched(*out, "--resume", script, cwd=tmp_path)
     assert said(resumed)[0].endswith("into runs/my first")
     assert [Run(tmp_path / "runs" / name).scalars("loss")[0][-1] for name in ("my first", "my first-2")] == [11, 5]
     third = watched(*out, script, cwd=tmp_path)
     holds = "plimsoll: runs/my first holds the run of another training: this one is recorded into runs/my first-3"
     assert said(third)[0] == f"{holds} (--resume continues it)"
+
+
+SWALLOWED = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for step in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+print("trained")
+sys.exit(int(*sys.argv[1:]) if sys.argv[1:] else 0)
+"""
+
+
+def test_the_end_of_a_script_is_the_verdict_and_the_next_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SWALLOWED, encoding="utf-8")
+    result = watched("-o", "run", "train.py", "3", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (3, "trained\n")
+    verdict, command = result.stderr.splitlines()[-2:]
+    assert verdict.startswith("plimsoll: Problem: 100 % of the weights of 2 tensors have not moved since step 0")
+    assert command == "plimsoll: recorded into run; for details: plimsoll check run"
+    checked = python("-m", "plimsoll", "check", "run", cwd=tmp_path, COLUMNS="1000")
+    assert verdict.removeprefix("plimsoll: ") == checked.stdout.splitlines()[1]
+
+
+def test_the_end_is_json_or_silent_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SWALLOWED, encoding="utf-8")
+    result = watched("-o", "run", "--json", "train.py", cwd=tmp_path)
+    script, answer = result.stdout.splitlines()
+    data = json.loads(answer)
+    assert script == "trained" and data["run"] == "run"
+    assert [(each["run"], each["state"]) for each in data["runs"]] == [("run", "alarm")]
+    assert data["runs"][0]["verdict"].startswith("Problem: 100 %") and not ENDING.search(result.stderr)
+    for quiet, environment in ((["-q"], {}), ([], {"PLIMSOLL_QUIET": "1"})):
+        result = watched("-o", "quiet", *quiet, "train.py", cwd=tmp_path, **environment)
+        assert (result.returncode, result.stdout) == (0, "trained\n") and not ENDING.search(result.stderr)
+    assert watched("-q", "-o", "quiet", "train.py", cwd=tmp_path).stderr == ""
+
+
+@pytest.mark.parametrize("fault", ["raise MemoryError('no room')", "return None"])
+def test_a_verdict_that_cannot_be_had_costs_one_line(fault: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SWALLOWED, encoding="utf-8")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import plimsoll.display\ndef function(name):\n    def fails(folder):\n        {fault}\n    return fails\n"
+        "plimsoll.display.function = function\n"
+    )
+    result = fresh("-m", "plimsoll", "run", "-o", "run", "train.py", cwd=tmp_path, PYTHONPATH=PATHS + str(tmp_path))
+    assert result.returncode == 0 and "Problem" not in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "plimsoll: recorded into run; for details: plimsoll check run"
 
 
 GAN = """
@@ -219,7 +274,9 @@ def test_the_models_of_a_script_are_listed_in_its_folder(tmp_path: Path) -> None
     (tmp_path / "gan.py").write_text(GAN, encoding="utf-8")
     for name in ("gan", "gan-2"):
         result = watched("--output", "gan", "gan.py", cwd=tmp_path)
-        assert f"plimsoll check {name}" in result.stderr.splitlines()[-1], result.stderr
+        *_, d, g, last = result.stderr.splitlines()
+        assert d.startswith(f"plimsoll: {name}/G: ") and g.startswith(f"plimsoll: {name}/D: "), result.stderr
+        assert last == f"plimsoll: recorded into {name}; for details: plimsoll check {name}"
         assert json.loads((tmp_path / name / "script.json").read_text("utf-8"))["runs"] == ["G", "D"]
         assert all(Run(tmp_path / name / model).closed for model in "GD")
     checked = python("-m", "plimsoll", "check", "gan", "--json", cwd=tmp_path)
@@ -251,7 +308,7 @@ def test_a_script_with_lightning_whose_parts_are_called(tmp_path: Path) -> None:
 def test_a_script_with_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     result = watched(
-        "--every", "1", "--output", "run", "-m", "accelerate_script", cwd=tmp_path, PYTHONPATH=str(SCRIPTS)
+        "--every", "1", "--output", "run", "-m", "accelerate_script", cwd=tmp_path, PYTHONPATH=PATHS + str(SCRIPTS)
     )
     assert result.returncode == 0 and "trained 2" in result.stdout, result.stderr
     assert said(result) == ["plimsoll: watching Sequential (195 parameters, AdamW), every step, into run"]

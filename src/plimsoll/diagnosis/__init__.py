@@ -1,16 +1,15 @@
-"""From numbers to answers: what is wrong in a run, where, since when, and what another format would make of it.
+"""Answers from recorded numbers: problems of a run, where and since when, and the effect of another format.
 
 `diagnose` applies the rules (`RULES`, each a `Rule`) to a `View` of a run and returns `Finding`s. `whatif` answers for
-any format and shift, `plan` for each module, which `check_plan` holds against other runs; `diff` says where two runs
-part. These judge recorded runs. `Guard` and `locate` work on live training: they are loaded when they are first used,
-with the parts of torch that a recorded run does not need.
+any format and shift, `plan` for each module, `check_plan` checks a plan against another run, and `diff` finds where two
+runs diverge. These judge recorded runs. `Guard` and `locate` work on live training.
+
+All but the rules is loaded when it is first used: live training needs parts of torch that a recorded run does not.
 """
 
 from typing import TYPE_CHECKING
 
 from plimsoll import exports
-from plimsoll.diagnosis.comparison.compare_runs import diff as diff
-from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
 from plimsoll.diagnosis.finding import (
     SEVERITIES as SEVERITIES,
     Action as Action,
@@ -20,9 +19,6 @@ from plimsoll.diagnosis.finding import (
     grouped as grouped,
     shown as shown,
 )
-from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
-from plimsoll.diagnosis.planning.check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
-from plimsoll.diagnosis.planning.make_plan import plan as plan
 from plimsoll.diagnosis.rules import RULES as RULES
 from plimsoll.diagnosis.rules.base import (
     EvidenceItem as EvidenceItem,
@@ -33,26 +29,36 @@ from plimsoll.diagnosis.rules.base import (
 )
 from plimsoll.diagnosis.run_rules import diagnose as diagnose, with_thresholds as with_thresholds
 from plimsoll.diagnosis.view import View as View
-from plimsoll.diagnosis.what_if.answer import whatif as whatif
-from plimsoll.diagnosis.what_if.result import Row as Row, WhatIf as WhatIf
-from plimsoll.diagnosis.what_if.scale_windows import Stretch as Stretch
 
 if TYPE_CHECKING:
+    from plimsoll.diagnosis.comparison.compare_runs import diff as diff
+    from plimsoll.diagnosis.comparison.divergence import Divergence as Divergence, Parting as Parting
     from plimsoll.diagnosis.guard.guard import Guard as Guard
     from plimsoll.diagnosis.guard.records import Act as Act, Limits as Limits, Look as Look
+    from plimsoll.diagnosis.locating.fault import Fault as Fault, Operand as Operand, Source as Source
     from plimsoll.diagnosis.locating.locate_fault import locate as locate
     from plimsoll.diagnosis.locating.on_trigger import OnTrigger as OnTrigger, locate_on_trigger as locate_on_trigger
+    from plimsoll.diagnosis.planning.check import PlanCheck as PlanCheck, PlanRow as PlanRow, check_plan as check_plan
+    from plimsoll.diagnosis.planning.make_plan import plan as plan
+    from plimsoll.diagnosis.what_if.answer import whatif as whatif
+    from plimsoll.diagnosis.what_if.result import Row as Row, WhatIf as WhatIf
+    from plimsoll.diagnosis.what_if.scale_windows import Stretch as Stretch
 
-# Where each name for live training lives.
-_LIVE = {
-    "Act": "guard.records",
+# The home of each name that is loaded when it is first used.
+_LATER = {
+    **dict.fromkeys(("Divergence", "Parting"), "comparison.divergence"),
+    "diff": "comparison.compare_runs",
     "Guard": "guard.guard",
-    "Limits": "guard.records",
-    "Look": "guard.records",
-    "OnTrigger": "locating.on_trigger",
+    **dict.fromkeys(("Act", "Limits", "Look"), "guard.records"),
+    **dict.fromkeys(("Fault", "Operand", "Source"), "locating.fault"),
     "locate": "locating.locate_fault",
-    "locate_on_trigger": "locating.on_trigger",
+    **dict.fromkeys(("OnTrigger", "locate_on_trigger"), "locating.on_trigger"),
+    **dict.fromkeys(("PlanCheck", "PlanRow", "check_plan"), "planning.check"),
+    "plan": "planning.make_plan",
+    "whatif": "what_if.answer",
+    **dict.fromkeys(("Row", "WhatIf"), "what_if.result"),
+    "Stretch": "what_if.scale_windows",
 }
 
 exports.show_classes(__name__)
-__getattr__, __dir__ = exports.lazy(__name__, _LIVE)
+__getattr__, __dir__ = exports.lazy(__name__, _LATER)

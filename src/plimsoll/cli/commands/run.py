@@ -219,7 +219,7 @@ class _Session:
 
         if self._as_json:
             print(json.dumps({"run": str(_from_here(place)), "runs": verdicts(place)}), flush=True)  # noqa: T201
-        elif not messages.is_quiet():
+        elif os.environ.get("PLIMSOLL_QUIET") != "1":
             for line in verdict_lines(place):
                 _report(line)
 

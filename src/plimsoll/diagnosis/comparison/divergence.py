@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from plimsoll import exports
 from plimsoll.diagnosis.finding import plain, shown
 from plimsoll.diagnosis.wording import collection_words
 from plimsoll.notebook_repr import NotebookRepr
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Kind = Literal["values", "underflow", "zeros", "nonfinite", "skipped", "size"]
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting(NotebookRepr):
     """One tensor (or scalar) at one step, of both runs.
@@ -47,6 +49,7 @@ class Parting(NotebookRepr):
         return {**facts, **{name: plain(value) for name, value in numbers.items()}, "reason": self.reason}
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, kw_only=True)
 class Divergence(NotebookRepr):
     """What `diff` found.

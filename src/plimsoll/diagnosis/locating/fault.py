@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from plimsoll import exports
 from plimsoll.diagnosis.finding import plain, shown
 from plimsoll.notebook_repr import NotebookRepr
 from plimsoll.spectrum import Spectrum
@@ -15,6 +16,7 @@ Kind = Literal["nan", "inf", "flush"]
 Phase = Literal["before", "forward", "backward", "recomputation", "optimizer"]
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(NotebookRepr):
     """A line of code: of the user's, not of torch's or Plimsoll's."""
@@ -28,6 +30,7 @@ class Source(NotebookRepr):
         return f"{self.file}:{self.line}"
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """A tensor that went into an operation, or came out of it.
@@ -49,6 +52,7 @@ class Operand:
         return {"name": self.name, "dtype": self.dtype, "shape": shape, "called": self.called, "spectrum": spectrum}
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault(NotebookRepr):
     """The first operation whose finite inputs gave a NaN or an Inf that mattered, or that flushed values to zero.

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from plimsoll import exports
 from plimsoll.diagnosis.finding import shown
 from plimsoll.diagnosis.planning.format_choice import Judge
 from plimsoll.diagnosis.planning.make_plan import check_tolerance, view_of
@@ -24,6 +25,7 @@ _USUAL_SCALE = 2.0**16  # what a loss scaler begins with if a plan has nothing t
 _TOLERANCE = 0.01
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(NotebookRepr):
     """What one module multiplies, in the plan's format at the plan's scale.
@@ -64,6 +66,7 @@ class PlanRow(NotebookRepr):
         }
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheck(NotebookRepr):
     """A plan against a run: `rows`, those that fail first; `unknown` names of the plan that the run does not have."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plimsoll import exports
 from plimsoll.diagnosis.estimates.prediction import Prediction, Tally, summed
 from plimsoll.diagnosis.finding import plain, shown
 from plimsoll.diagnosis.tables.cells import Floats, Ints
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _NARROW = 0.005  # half a per cent of values: an interval of blocks so narrow is told as a point
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(NotebookRepr):
     """One tensor over all steps, or all tensors: fractions of the nonzero finite values, and the shifts that work.
@@ -63,6 +65,7 @@ class Row(NotebookRepr):
         }
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WhatIf(NotebookRepr):
     """What a format would make of a run, at a shift.

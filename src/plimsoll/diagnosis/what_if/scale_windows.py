@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plimsoll import exports
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 
 
+@exports.exported_by("plimsoll.diagnosis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """From one step to another: the shifts that work at all of them; None where none does at any."""
