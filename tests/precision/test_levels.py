@@ -208,7 +208,7 @@ def test_weights_that_are_narrow_already_are_taken() -> None:
 def test_a_module_that_is_not_initialised_is_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(
-        pl.UnsupportedTensorError, match="got 0.weight, which is not initialised yet. Run the model once"
+        pl.UnsupportedTensorError, match="got 0.weight, which is not initialized yet. Run the model once"
     ):
         prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), "bf16-master")
 

@@ -387,7 +387,10 @@ def test_it_can_be_copied_and_pickled() -> None:
     [
         (lambda: MasterWeights("AdamW"), "MasterWeights: expected a torch.optim.Optimizer; got str"),
         (lambda: MasterWeights(adamw(network(torch.float32))), "got torch.float32. Cast the model first"),
-        (lambda: MasterWeights(adamw(network()), chunk_bytes=0), "expected chunk_bytes above zero; got chunk_bytes=0"),
+        (
+            lambda: MasterWeights(adamw(network()), chunk_bytes=0),
+            "expected chunk_bytes to be an integer of at least 1; got chunk_bytes=0",
+        ),
         (
             lambda: MasterWeights(torch.optim.SGD(network().parameters(), lr=0.1, differentiable=True)),
             "got differentiable=True",

@@ -274,9 +274,9 @@ def test_arguments_are_checked() -> None:
     refused("got LBFGS, which evaluates the loss several times", model, torch.optim.LBFGS(model.parameters()))
     refused("above 0, or None; got clip_norm=0", model, optimizer, clip_norm=0)
     refused("above 0, or None; got clip_norm=nan", model, optimizer, clip_norm=math.nan)
-    refused("accumulate as an integer of 1 or more; got accumulate=0", model, optimizer, accumulate=0)
-    refused("accumulate as an integer of 1 or more; got accumulate=True", model, optimizer, accumulate=True)
-    refused("max_retries as an integer of 0 or more; got max_retries=-1", model, optimizer, max_retries=-1)
+    refused("accumulate to be an integer of at least 1; got accumulate=0", model, optimizer, accumulate=0)
+    refused("accumulate to be an integer of at least 1; got accumulate=True", model, optimizer, accumulate=True)
+    refused("max_retries to be an integer of at least 0; got max_retries=-1", model, optimizer, max_retries=-1)
     refused("GradScaler's interface; got float", model, optimizer, scaler=2.0)
     refused("expected a Policy; got policy='fp16'", model, optimizer, policy="fp16")
     refused(

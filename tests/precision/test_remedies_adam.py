@@ -178,7 +178,11 @@ def test_a_closure_is_refused() -> None:
             "got MasterWeights. Optimizers over float32 values",
         ),
         (lambda: torch.optim.Adam([nn.Parameter(torch.ones(1))]), {}, "expected 16-bit parameters; got none"),
-        (lambda: torch.optim.Adam([half([1.0])]), {"epsilon": "drop"}, "epsilon to be 'refuse' or 'raise'; got 'drop'"),
+        (
+            lambda: torch.optim.Adam([half([1.0])]),
+            {"epsilon": "drop"},
+            "epsilon to be 'refuse' or 'raise'; got epsilon='drop'",
+        ),
         (
             lambda: torch.optim.Adam([half([1.0])], betas=(0.95, 0.9), eps=1e-3),
             {},

@@ -142,8 +142,8 @@ def test_under_compile() -> None:
         ),
         (((),), {}, "expected at least one module; got none"),
         (("0", "mxfp8_e4m3"), {}, "expected a format of single numbers; got mxfp8_e4m3"),
-        (("0",), {"gradient": "half"}, "expected gradient to be 'zero' or 'pass'; got 'half'"),
-        (("0",), {"check_every": 0}, "expected check_every of at least 1; got check_every=0"),
+        (("0",), {"gradient": "half"}, "expected gradient to be 'zero' or 'pass'; got gradient='half'"),
+        (("0",), {"check_every": 0}, "expected check_every to be an integer of at least 1; got check_every=0"),
     ],
 )
 def test_mistakes(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Training in low precision: levels and policies, master weights, the training step."""
+"""Training in low precision: levels, policies, master weights, training step."""
 
 from plimsoll import exports
 from plimsoll.precision.levels.catalogue import LEVELS as LEVELS, Level as Level, levels_table as levels_table

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError
 from plimsoll.precision.levels.catalogue import Level
 from plimsoll.precision.levels.placement import has_borders
@@ -41,16 +42,16 @@ def check_unprepared(root: nn.Module, prepared: Any) -> None:
             )
 
 
-def optimizers_of(given: Any, root: nn.Module) -> tuple[Optimizer, ...]:
-    """Return the optimizers as a tuple; raise unless each steps parameters of the model."""
-    several: tuple[Any, ...] = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
+def optimizers_of(optimizer: Any, root: nn.Module) -> tuple[Optimizer, ...]:
+    """Return the optimizers as a tuple. Each must step parameters of the model."""
+    several = _as_tuple(optimizer)
     if not several:
         raise ArgumentError("prepare: expected an optimizer, or a list of them; got none. Give at least one.")
     own = {id(p) for p in root.parameters()}
     seen: set[int] = set()
-    for optimizer in several:
-        _check_optimizer(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for stepper in several:
+        _check_optimizer(stepper)
+        parameters = [p for group in stepper.param_groups for p in group["params"]]
         foreign = [p for p in parameters if id(p) not in own]
         if foreign:
             raise ArgumentError(
@@ -82,9 +83,9 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def check_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
-    """Return the schedulers; raise unless they belong to these optimizers and step without an argument."""
-    several = tuple(cast("Iterable[Any]", given)) if isinstance(given, list | tuple) else (given,)
+def check_schedulers(schedulers: Any, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+    """Return the schedulers, which must step these optimizers and need no metric."""
+    several = _as_tuple(schedulers)
     for scheduler in several:
         name = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -109,11 +110,8 @@ def check_numbers(clip_norm: object, accumulate: object, max_retries: object) ->
             f"prepare: expected clip_norm above 0, or None; got clip_norm={clip_norm!r}. Use math.inf to have the norm "
             "reported and nothing clipped."
         )
-    for name, value, least in (("accumulate", accumulate, 1), ("max_retries", max_retries, 0)):
-        if type(value) is not int or value < least:
-            raise ArgumentError(
-                f"prepare: expected {name} as an integer of {least} or more; got {name}={value!r}. Correct it."
-            )
+    integer("prepare", "accumulate", accumulate, low=1, remedy="Leave it out to step with each batch.")
+    integer("prepare", "max_retries", max_retries, low=0, remedy="Leave it out to repeat no batch.")
 
 
 def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> None:
@@ -136,6 +134,10 @@ def check_scaler(scaler: object, levels: Iterable[Level], max_retries: int) -> N
             f"prepare: expected a scaler that takes FP16 gradients at {pure[0]}; got torch.amp.GradScaler, which "
             "refuses them. Use plimsoll.scaling.DynamicScaler, or leave scaler out."
         )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else (value,)
 
 
 def _is_number(value: object) -> bool:

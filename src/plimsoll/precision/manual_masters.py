@@ -27,7 +27,7 @@ from plimsoll.precision.weights.stores import round_to
 
 
 def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the trainable parameters, and a second list with their masters for the optimizer.
+    """Return the trainable parameters, and their masters for the optimizer.
 
     The master of a 16-bit parameter is a new float32 parameter of the same values. The master of any other parameter is
     the parameter itself. Frozen parameters are in neither list.
@@ -47,7 +47,7 @@ def model_and_master_parameters(parameters: Iterable[Tensor]) -> tuple[list[Tens
 
 @torch.no_grad()
 def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor], scale: float | Tensor = 1.0) -> None:
-    """Set the masters' gradients to the model's gradients in float32, divided by the loss scale.
+    """Set the masters' gradients to the model's in float32, over the loss scale.
 
     Gradients are multiplied by 1 / scale in float32. For a scale that is a power of two this is exact, except for
     subnormal results. A parameter without a gradient leaves its master without one. A gradient that a parameter shares
@@ -72,7 +72,10 @@ def model_gradients_to_masters(model: Sequence[Tensor], masters: Sequence[Tensor
 
 @torch.no_grad()
 def masters_to_model_parameters(masters: Sequence[Tensor], model: Sequence[Tensor]) -> None:
-    """Write the masters to the model's parameters, rounded to nearest: ties to even in float16, away in bfloat16."""
+    """Write the masters to the model's parameters, rounded to nearest.
+
+    Ties go to even in float16, away from zero in bfloat16.
+    """
     _check("masters_to_model_parameters", model, masters)
     for p, master in zip(model, masters, strict=True):
         if p is not master:

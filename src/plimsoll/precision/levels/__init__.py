@@ -1,1 +1,1 @@
-"""Precision levels: the formats of weights, operations and updates, and how they are applied to a model."""
+"""Precision levels, and their application to a model."""

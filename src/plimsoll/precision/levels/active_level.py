@@ -1,8 +1,8 @@
-"""A level applied to a model and its optimizers, and removed again without losing a bit of the weights.
+"""Level applied to a model and its optimizers, and its exact removal.
 
-Removing a level makes the model FP32: each weight becomes its master (or the compensated value), and the user's own
-optimizers come back with FP32 state. A change of level removes one level and applies another, so values that both
-levels keep in FP32 pass exactly.
+Removal makes the model FP32: each weight becomes its master (or the compensated value), and the user's own optimizers
+come back with FP32 state. A change of level removes one level and applies another, so values that both levels keep in
+FP32 pass exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class ActiveLevel:
-    """The stage that a loop trains at: its optimizers, and the contexts that its forward and backward run in."""
+    """Stage that a loop trains at: its optimizers, and its forward and backward."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], stage: Stage, policy: Policy) -> None:
         root = unwrapped(model)
@@ -100,7 +100,7 @@ class ActiveLevel:
             raise
 
     def _wide_outputs(self, root: nn.Module, level: Level) -> Any:
-        """Return FP32 outputs under `fully_shard`, whose policy casts the model, as levels do elsewhere."""
+        """Return FP32 outputs under `fully_shard`, as levels do elsewhere."""
         if level.casts and is_fully_sharded(root):
             yield root.register_forward_hook(CastOutputs(DTYPES["fp32"]))
 
@@ -108,7 +108,7 @@ class ActiveLevel:
 def _in_fp8(
     root: nn.Module, level: Level, policy: Policy, rules: dict[str, ModulePlan]
 ) -> tuple[InPlace | None, dict[str, ModulePlan]]:
-    """Return the layers that run in FP8 by level or plan, and the rules that remain for regions."""
+    """Return the FP8 layers by level or plan, and the rules left for regions."""
     if level.fp8 is not None:
         return Layers(root, level.fp8, policy, rules), other_rules(rules)
     if level.casts or not are_multiplied(root, policy) or not planned_layers(root, rules):
@@ -136,7 +136,7 @@ def _rules(root: nn.Module, stage: Stage, policy: Policy) -> dict[str, ModulePla
 
 
 def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
-    """Raise for an epsilon that is zero in FP16: at fp16-pure the first zero gradient would give 0/0."""
+    """Raise for an epsilon that is zero in FP16: a zero gradient would give 0/0."""
     if not (level.weights == "fp16" and level.update == "plain"):
         return
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -151,12 +151,12 @@ def _check_epsilon(level: Level, optimizers: Sequence[Optimizer]) -> None:
 def wrapped(
     optimizers: Sequence[Optimizer], update: Update, originals: Mapping[Tensor, Tensor]
 ) -> tuple[Optimizer, ...]:
-    """Wrap the optimizers so that they update the weights as the level asks, starting from the FP32 values."""
+    """Wrap optimizers for the level's kind of update, from the FP32 values."""
     return tuple(_wrapped(optimizer, number, update, originals) for number, optimizer in enumerate(optimizers))
 
 
 def put_state_in_the_weights_dtype(optimizer: Optimizer) -> None:
-    """Cast the optimizer's existing state to the dtypes that it would create for these weights."""
+    """Cast existing state to the dtypes that the optimizer would create."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape:

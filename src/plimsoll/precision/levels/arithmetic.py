@@ -1,4 +1,6 @@
-"""The arithmetic of a level during forward and backward: operation lists, emulation, TF32, banned operations, regions.
+"""Arithmetic of a level during forward and backward.
+
+It consists of operation lists, emulation, TF32, banned operations and regions of other formats.
 
 On CUDA the amp levels use torch's own autocast if the lists are torch's. Everywhere else `plimsoll.emulate` applies the
 same lists (or the user's), because torch's lists for CPUs differ: they leave sums, norms and losses in 16 bits. On a
@@ -26,13 +28,13 @@ _AMPERE = (8, 0)
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Return whether the device multiplies in TF32 itself."""
+    """Return whether the device has TF32 matrix products."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 @contextlib.contextmanager
 def tf32() -> Generator[None]:
-    """Inside, CUDA's FP32 matrix products and convolutions run in TF32."""
+    """Run CUDA's FP32 matrix products and convolutions in TF32."""
     places = _places()
     before = [place.fp32_precision for place in places]
     try:
@@ -59,7 +61,7 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class Arithmetic:
-    """The contexts of one level on one model."""
+    """Contexts of one level on one model."""
 
     def __init__(self, root: nn.Module, level: Level, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
         self._level, self._lists = level, policy.operations
@@ -81,9 +83,10 @@ class Arithmetic:
 
     @contextlib.contextmanager
     def backward(self) -> Generator[None]:
-        """Context of the backward and the step. Formats follow from the recorded forward; only TF32 is set again.
+        """Context of the backward and the step, which sets TF32 again.
 
-        A module that a checkpoint recomputes during backward runs in its own format again.
+        Formats follow from the recorded forward. A module that a checkpoint recomputes during backward runs in its own
+        format again.
         """
         with self._precision(forward=False):
             self._regions.switch.on = True
@@ -137,7 +140,7 @@ def device_of(root: nn.Module) -> torch.device:
 
 
 def _in_16_bits(device: torch.device, lists: OperationLists, dtype: torch.dtype) -> Context:
-    """Return the context that applies the lists; on a CPU products are accumulated in FP32."""
+    """Return the context of the lists. A CPU accumulates products in FP32."""
     return emulate(dtype, lists=lists) if device.type == "cpu" else Autocast(lists, dtype)
 
 

@@ -1,15 +1,15 @@
-"""Catalogue of the precision levels: formats of weights and operations, kind of update, loss scaling.
+"""Catalogue of the precision levels.
 
 `LEVELS` lists them, `prepare` applies one, `levels_table` prints them. Apex's O0 to O3 are aliases of four levels.
 """
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from rich.table import Table
 
+from plimsoll.checks import nearest
 from plimsoll.emulate.module_regions import is_native
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import FP32, Format, ModulePlan, Plan, get
@@ -21,10 +21,10 @@ ALIASES = {"o0": "fp32", "o1": "amp-fp16", "o2": "fp16-master", "o3": "fp16-pure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A way to train a model in low precision.
+    """Way to train a model in low precision.
 
     Attributes:
-        name: The name that `prepare` takes.
+        name: Name that `prepare` takes.
         summary: One line for tables.
         weights: Format of the parameters.
         norms: Format of the parameters of normalization layers.
@@ -49,17 +49,17 @@ class Level:
 
     @property
     def casts(self) -> bool:
-        """Whether the model's own weights are narrower than FP32."""
+        """True if the model's weights are narrower than FP32."""
         return self.weights != "fp32"
 
     @property
     def low(self) -> str | None:
-        """The 16-bit format that operations run in, or None."""
+        """16-bit format that operations run in, or None."""
         return self.operations or (self.weights if self.casts else None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
+        """Dtype of the weights."""
         return DTYPES[self.weights]
 
 
@@ -67,36 +67,52 @@ _CATALOGUE = (
     Level(name="fp32", summary="FP32 throughout; TF32 only where you have allowed it in torch yourself"),
     Level(name="tf32", matmuls="tf32", summary="FP32 weights; matrix products and convolutions in TF32"),
     Level(
-        name="amp-fp16", operations="fp16", scaled=True,
+        name="amp-fp16",
+        operations="fp16",
+        scaled=True,
         summary="FP32 weights; matrix products in FP16 by the operation lists; dynamic loss scaling",
     ),
     Level(name="amp-bf16", operations="bf16", summary="FP32 weights; matrix products in BF16 by the operation lists"),
     Level(
-        name="fp16-master", weights="fp16", update="masters", scaled=True,
+        name="fp16-master",
+        weights="fp16",
+        update="masters",
+        scaled=True,
         summary="FP16 but for norms; FP32 masters; dynamic loss scaling",
     ),
     Level(
-        name="fp16-pure", weights="fp16", norms="fp16", scaled=True,
+        name="fp16-pure",
+        weights="fp16",
+        norms="fp16",
+        scaled=True,
         summary="FP16 throughout, optimizer state too; dynamic loss scaling: the measure of speed, seldom of quality",
     ),
     Level(
-        name="bf16-master", weights="bf16", update="masters",
+        name="bf16-master",
+        weights="bf16",
+        update="masters",
         summary="BF16 but for norms; FP32 masters kept as the missing 16 bits: 4 bytes for both",
     ),
     Level(
-        name="bf16-stochastic", weights="bf16", update="stochastic",
+        name="bf16-stochastic",
+        weights="bf16",
+        update="stochastic",
         summary="BF16 but for norms; updates rounded at random",
     ),
     Level(name="bf16-kahan", weights="bf16", update="kahan", summary="BF16 but for norms; updates compensated (Kahan)"),
     Level(
-        name="fp8-unit", operations="bf16", fp8="unit",
+        name="fp8-unit",
+        operations="bf16",
+        fp8="unit",
         summary="a unit-scaled model's linear layers in FP8 at constant scales; the rest as amp-bf16",
     ),
     Level(
-        name="fp8-tensor", operations="bf16", fp8="tensor",
-        summary="any model's linear layers in FP8, each tensor at a scale of its own; the rest as amp-bf16",
+        name="fp8-tensor",
+        operations="bf16",
+        fp8="tensor",
+        summary="any model's linear layers in FP8, each tensor at its own scale; the rest as amp-bf16",
     ),
-)  # fmt: skip
+)
 LEVELS = {level.name: level for level in _CATALOGUE}
 
 
@@ -116,7 +132,7 @@ def level_named(name: str) -> Level:
             f"prepare: expected a level; got precision={name!r}, which can mean several. Choose one of {choices}."
         )
     if key not in LEVELS:
-        near = difflib.get_close_matches(key, LEVELS, n=2, cutoff=0.5)
+        near = nearest(key, LEVELS, 2)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Levels: {', '.join(LEVELS)}."
         raise ArgumentError(
             f"prepare: expected a level, a plan file (.toml) or a schedule of (step, level); got precision={name!r}. "
@@ -126,10 +142,10 @@ def level_named(name: str) -> Level:
 
 
 def level_of_plan(plan: Plan) -> Level:
-    """Return the level that a plan trains at: FP32 weights, each module's operations in the plan's formats.
+    """Return the level that a plan trains at.
 
-    The loss is scaled if the plan gives a loss scale, or if gradients pass through a format of narrower range than FP32
-    without a scale of their own.
+    Weights are FP32, and each module's operations are in the plan's formats. The loss is scaled if the plan gives a
+    loss scale, or if unscaled gradients pass through a format with a narrower range than FP32.
 
     Raises:
         ArgumentError: The plan asks for a loss scale and for gradient scales.
@@ -140,38 +156,27 @@ def level_of_plan(plan: Plan) -> Level:
     }
     if plan.default is not None:
         plans["default"] = ModulePlan.of(plan.default)
-    cast_alone = next(
-        (
-            rule
-            for rule, module_plan in plans.items()
-            if module_plan.gradients is not None and not is_native(module_plan)
-        ),
-        None,
-    )
-    needs = next((rule for rule, module_plan in plans.items() if _needs_loss_scale(module_plan)), None)
-    layered = next(
-        (rule for rule, module_plan in plans.items() if module_plan.gradients is not None and is_native(module_plan)),
-        None,
-    )
+    with_gradient_scale = {rule: p for rule, p in plans.items() if p.gradients is not None}
+    cast_alone = next((rule for rule, p in with_gradient_scale.items() if not is_native(p)), None)
+    layered = next((rule for rule, p in with_gradient_scale.items() if is_native(p)), None)
+    needs = next((rule for rule, p in plans.items() if _needs_loss_scale(p)), None)
     scaled = plan.scale is not None or needs is not None or layered is not None
     if scaled and cast_alone is not None:
-        why = (
-            f"{needs!r} needs a loss scale"
-            if needs
-            else f"{layered!r} has one per layer"
-            if layered
-            else "a loss scale"
-        )
+        why = f"{layered!r} has one per layer" if layered else "a loss scale"
+        why = f"{needs!r} needs a loss scale" if needs else why
         raise ArgumentError(
             f"prepare: expected a plan whose gradients are scaled in one way; got a scale of the cast for "
             f"{cast_alone!r}, which is of true gradients, and {why}. Give the others a format with FP32's "
             "range, such as bf16."
         )
-    return Level(name=f"plan ({plan.target})", scaled=scaled, summary="FP32 weights; operations as the plan says")
+    return Level(name=f"plan ({plan.target})", scaled=scaled, summary="FP32 weights; operations by the plan")
 
 
 def _needs_loss_scale(module_plan: ModulePlan) -> bool:
-    """Return whether gradients are cast unscaled to a narrow range; the scales of blocks reach as far as FP32."""
+    """Return whether gradients are cast unscaled to a narrow range.
+
+    Scales of blocks have the range of FP32.
+    """
     fmt = get(module_plan.backward)
     return isinstance(fmt, Format) and fmt.exponent_bits < FP32.exponent_bits and module_plan.gradients is None
 
@@ -179,7 +184,7 @@ def _needs_loss_scale(module_plan: ModulePlan) -> bool:
 def levels_table() -> Table:
     """Return the catalogue as a table for the terminal."""
     table = Table(title="Precision levels")
-    for title in ("level", "weights", "norms", "operations", "update", "loss scale", "what it is"):
+    for title in ("level", "weights", "norms", "operations", "update", "loss scale", "summary"):
         table.add_column(title)
     names = {level: alias.upper() for alias, level in ALIASES.items()}
     for level in _CATALOGUE:

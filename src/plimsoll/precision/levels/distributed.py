@@ -1,4 +1,4 @@
-"""Effects of DistributedDataParallel and `fully_shard` on a level and on the training step.
+"""Effects of DistributedDataParallel and `fully_shard` on levels and steps.
 
 DistributedDataParallel averages gradients during backward, in the dtype that the parameters had when it was built.
 A level that casts weights must therefore be applied first. `fully_shard` keeps FP32 shards, which already are master
@@ -35,7 +35,10 @@ def is_sharded_itself(module: nn.Module) -> bool:
 
 
 def process_group(model: nn.Module) -> Any:
-    """Return the group whose ranks must agree on each step: DDP's, all processes for DTensors, else None."""
+    """Return the group whose ranks agree on each step, or None.
+
+    It is DDP's group, and all processes for DTensors.
+    """
     if is_ddp(model):
         return cast("Any", _outermost(model)).process_group
     if any(is_sharded(p) for p in model.parameters()):
@@ -49,17 +52,17 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def any_rank(flag: bool, group: Any, device: torch.device) -> bool:
-    """Return whether the flag is set on any rank of the group; without a group, the flag itself."""
+    """Return whether the flag is set on any rank of the group, if there is one."""
     if group is None:
         return flag
-    found = torch.tensor(float(flag), device=device)
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
-    return bool(found.item())
+    on_any = torch.tensor(float(flag), device=device)
+    torch.distributed.all_reduce(on_any, op=torch.distributed.ReduceOp.MAX, group=group)
+    return bool(on_any.item())
 
 
 @contextlib.contextmanager
 def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
-    """Inside, forward and backward keep gradients on their ranks if `stay` is set; none is sent."""
+    """Keep gradients on their ranks during forward and backward if `stay`."""
     if not stay:
         yield
     elif is_ddp(model):
@@ -76,7 +79,9 @@ def gradients_stay(model: nn.Module, stay: bool) -> Generator[None]:
 
 
 def level_on(model: nn.Module, level: Level) -> Level:
-    """Return the level as it applies to this model: under `fully_shard`, casting is left to its policy.
+    """Return the level as it applies to this model.
+
+    Under `fully_shard`, casting is left to its policy.
 
     Raises:
         ArgumentError: The level contradicts the policy of `fully_shard`, or casts weights under

@@ -1,4 +1,4 @@
-"""A model's linear layers in FP8, in place, for the levels fp8-unit and fp8-tensor.
+"""Linear layers of a model in FP8, in place, for fp8-unit and fp8-tensor.
 
 `plimsoll.fp8.convert` changes a layer's class. The module and its parameters stay the same objects, so optimizers,
 hooks, names and DistributedDataParallel keep working. Removal restores each layer's class and attributes, so a change
@@ -42,12 +42,12 @@ _NEVER_CALLED = "NonDynamicallyQuantizableLinear"  # an attention's output: its 
 
 
 class InPlace:
-    """Layers whose class is changed for a while. `left` lists the layers that were skipped, with the reason."""
+    """Layers with a temporary class. `left` lists skipped layers with reasons."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [_Attributes(module) for _, module in named_modules(root, twice=False)]
         self._handles: list[Any] = []
-        self._root, self._held, self._holding = root, contextlib.ExitStack(), False
+        self._root, self._cached, self._caching = root, contextlib.ExitStack(), False
         self._made: list[nn.Module] = []
         self.left: tuple[Left, ...] = ()
 
@@ -59,9 +59,10 @@ class InPlace:
     def keep_lists_out(
         self, root: nn.Module, switch: Switch, *, inputs: torch.dtype | None = None, outputs: torch.dtype | None = None
     ) -> None:
-        """Exclude the layers from operation lists that Plimsoll applies; FP8 layers choose their own formats.
+        """Exclude the layers from Plimsoll's operation lists.
 
-        While the switch is on, the layers take `inputs` and return `outputs`, where these dtypes are given.
+        FP8 layers choose their own formats. While the switch is on, the layers take `inputs` and return `outputs`,
+        where these dtypes are given.
         """
         for module in root.modules():
             if isinstance(module, Linear):
@@ -71,14 +72,14 @@ class InPlace:
 
     def hold_weights(self) -> None:
         """Cast each weight once and keep it in FP8 until `release_weights`."""
-        if not self._holding:
-            self._holding = True
-            self._held.enter_context(cached_weights(self._root))
+        if not self._caching:
+            self._caching = True
+            self._cached.enter_context(cached_weights(self._root))
 
     def release_weights(self) -> None:
         """Cast weights at each use again."""
-        self._holding = False
-        self._held.close()
+        self._caching = False
+        self._cached.close()
 
     def take_back(self) -> None:
         """Restore the class and attributes of all layers."""
@@ -94,7 +95,7 @@ class InPlace:
 
 
 class Layers(InPlace):
-    """The FP8 layers of a level on a model."""
+    """FP8 layers of a level on a model."""
 
     def __init__(self, root: nn.Module, scaling: Scaling, policy: Policy, rules: Mapping[str, ModulePlan]) -> None:
         super().__init__(root)
@@ -178,7 +179,7 @@ def _why_not(module: nn.Module, scaling: Scaling, plan: ModulePlan | None) -> st
     if plan is not None and plan != FP8:
         return f"the policy has it in {plan.forward}"
     if kind not in _TAKEN:
-        return f"{_OTHER_CLASS} {kind.__name__} may have a forward of its own"
+        return f"{_OTHER_CLASS} {kind.__name__} may have a custom forward"
     if scaling == "unit" and not issubclass(kind, unit_nn.Linear):
         return _NOT_UNIT_SCALED
     kinds: Mapping[str, str] = getattr(module, "unit_kinds", {})
@@ -222,16 +223,19 @@ def _sharded_before(name: str) -> ArgumentError:
 
 
 class _Attributes:
-    """A module's class and attributes, for restoring them."""
+    """Class and attributes of a module, for restoring them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
         self._own = frozenset(module.__dict__)
-        self._tables = {name: table.copy() for name in ("_buffers", "_non_persistent_buffers_set")
-                        if (table := module.__dict__.get(name)) is not None}  # fmt: skip
+        self._tables = {
+            name: table.copy()
+            for name in ("_buffers", "_non_persistent_buffers_set")
+            if (table := module.__dict__.get(name)) is not None
+        }
 
     def put_back(self) -> None:
-        """The module is of its class again, and has no attribute or buffer that it did not have."""
+        """Restore the class, and remove attributes and buffers that are new."""
         module = self._module
         for name in [name for name in module.__dict__ if name not in self._own]:
             del module.__dict__[name]
@@ -245,7 +249,7 @@ class _Attributes:
 
 
 class _Call:
-    """A layer's calls, in a region without casts."""
+    """Hooks around a layer's calls, which run in a region without casts."""
 
     def __init__(self, switch: Switch, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
         self._switch, self._inputs, self._outputs = switch, inputs, outputs
@@ -257,7 +261,7 @@ class _Call:
         if not self._switch.on:
             return None
         kind = device_of(module).type
-        kind = kind if torch.amp.is_autocast_available(kind) else "cpu"  # "meta" has none; any one that is off will do
+        kind = kind if torch.amp.is_autocast_available(kind) else "cpu"  # "meta" has none, and any disabled one works
         stack.enter_context(torch.autocast(kind, enabled=False))
         if self._inputs is None:
             return None
@@ -272,26 +276,23 @@ inlined_only(_Call.enter, _Call.leave)
 
 
 class PlannedLayers(InPlace):
-    """The layers of a plan that are multiplied in FP8; `names` are theirs."""
+    """Layers of a plan that are multiplied in FP8, with their `names`."""
 
     def __init__(self, root: nn.Module, rules: Mapping[str, ModulePlan]) -> None:
         super().__init__(root)
         self.names = frozenset(planned_layers(root, rules))
         for name in self.names:
             module: Any = root.get_submodule(name)
-            own_scales = rules[name].scales
-            scales = (
-                own_scales.get("activations", 1.0),
-                own_scales.get("weights", 1.0),
-                own_scales.get("gradients", 1.0),
+            activations, weights, gradients = (
+                rules[name].scales.get(role, 1.0) for role in ("activations", "weights", "gradients")
             )
             self.note(module)
             module.__class__ = Linear
-            module.take_recipe(Recipe(scaling="tensor", scales=scales))
+            module.take_recipe(Recipe(scaling="tensor", scales=(activations, weights, gradients)))
 
 
 def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str]:
-    """Return the linear layers that a rule of their own has in FP8, in no module whose products are emulated."""
+    """Return linear layers with a rule of FP8, in no module with emulated products."""
     names: list[str] = []
     for name, plan in rules.items():
         in_fp8 = (plan.forward, plan.backward) == (FP8.forward, FP8.backward)
@@ -302,7 +303,7 @@ def planned_layers(root: nn.Module, rules: Mapping[str, ModulePlan]) -> list[str
 
 
 def are_multiplied(root: nn.Module, policy: Policy) -> bool:
-    """Return whether such layers are to run in FP8: where the device has FP8 units, or the policy says so."""
+    """Return whether a plan's FP8 layers are multiplied in FP8, not emulated."""
     device = device_of(root)
     units = device.type == "cuda" and has_units(device)
     return policy.fp8_plans == "multiplied" or (policy.fp8_plans == "auto" and units)

@@ -1,14 +1,14 @@
-"""Placement of formats in a model, and the casts at the borders between formats.
+"""Placement of formats in a model, and the casts at borders between formats.
 
-A level keeps the weights in one format and those of normalisation layers perhaps in another; a policy may name further
-modules. Parameters and buffers are cast where they are (a Parameter stays the object that the optimizer has), and a
-module whose format differs from that of the module which calls it casts its floating inputs on the way in, its outputs
-on the way out. The root takes inputs of any floating dtype, and gives FP32, so that losses are computed in FP32.
+A level keeps the weights in one format, and those of normalization layers perhaps in another. A policy may name further
+modules. Parameters and buffers are cast in place, so a Parameter stays the object that the optimizer has. A module
+whose format differs from its caller's casts its floating inputs and outputs. The root takes inputs of any floating
+dtype and returns FP32, so that losses are computed in FP32.
 
-A batch norm in FP32 among 16-bit modules needs no such casts: torch's takes 16-bit values with FP32 parameters,
-computes in FP32 and rounds once, so that nothing is kept for the backward in FP32.
+A batch norm in FP32 among 16-bit modules needs no such casts. Torch's takes 16-bit values with FP32 parameters,
+computes in FP32 and rounds once, so that nothing is saved for the backward in FP32.
 
-Casting back gives buffers that did not change their old FP32 bits again; parameters get theirs from the masters.
+The inverse restores the old FP32 bits of buffers that did not change. Parameters get theirs from the masters.
 """
 
 import weakref
@@ -30,13 +30,13 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
-# Not their subclasses, whose forward may do more than normalise.
+# Not their subclasses, whose forward may do more than normalize.
 _MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORM_ENDINGS = ("norm", "norm1d", "norm2d", "norm3d")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether it is a normalization layer: one of torch's, or a leaf module named like one."""
+    """Return whether it is one of torch's norms, or a leaf module named like one."""
     named_so = type(module).__name__.lower().endswith(_NORM_ENDINGS)
     return isinstance(module, _NORMS) or (named_so and next(iter(module.children()), None) is None)
 
@@ -54,7 +54,7 @@ def module_formats(root: nn.Module, weights: str, norms: str, rules: Mapping[str
 
 
 class CastInputs:
-    """A forward pre-hook: floating arguments come in this dtype."""
+    """Forward pre-hook that casts floating arguments to this dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -65,7 +65,7 @@ class CastInputs:
 
 
 class CastOutputs:
-    """A forward hook: floating outputs leave in this dtype."""
+    """Forward hook that casts floating outputs to this dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -79,14 +79,14 @@ inlined_only(CastInputs.__call__, CastOutputs.__call__)
 
 
 def has_borders(module: nn.Module) -> bool:
-    """Return whether the module casts what goes in or out."""
+    """Return whether the module casts its inputs or outputs."""
     inside = cast("Any", module)
     hooks: list[Any] = [*inside._forward_pre_hooks.values(), *inside._forward_hooks.values()]  # noqa: SLF001
     return any(isinstance(hook, CastInputs | CastOutputs) for hook in hooks)
 
 
 class Placement:
-    """A model whose parameters are in the formats of a level. `widen` makes everything FP32 again."""
+    """Model with parameters in the formats of a level, until `widen`."""
 
     def __init__(self, root: nn.Module, formats: Mapping[str, str]) -> None:
         self.formats = dict(formats)
@@ -104,7 +104,7 @@ class Placement:
         self._handles.clear()
 
     def widen(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give each parameter its FP32 value from `values`, or its own value widened, and remove the hooks."""
+        """Give each parameter its FP32 value, or its own widened, and remove the hooks."""
         self.remove()
         root = self._root()
         if root is None:
@@ -137,7 +137,7 @@ class Placement:
             inside = self.formats[name]
             outside = self.formats[caller[name]] if name else None
             if inside != outside and has_forward(module) and not _mixes(module, inside, outside):
-                # First in, last out: other hooks see what the module itself computes with.
+                # First to enter and last to leave, so that other hooks get the dtype that the module computes in.
                 yield module.register_forward_pre_hook(CastInputs(DTYPES[inside]), prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(CastOutputs(DTYPES[outside or "fp32"]))
 
@@ -170,7 +170,7 @@ def _wanted_dtypes(root: nn.Module, formats: Mapping[str, str]) -> dict[nn.Param
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the dtype can represent the values; tensors on "meta" have none that could be too large."""
+    """Return whether the dtype can represent the values ("meta" tensors have none)."""
     return values.is_meta or bool(values.to(dtype).isfinite().all())
 
 
@@ -178,7 +178,7 @@ def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype])
     for name, p in root.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise UnsupportedTensorError(
-                f"prepare: expected parameters that have a shape; got {name}, which is not initialised yet. "
+                f"prepare: expected parameters that have a shape; got {name}, which is not initialized yet. "
                 "Run the model once before."
             )
         dtype = wanted.get(p)
@@ -191,6 +191,6 @@ def _check_castable(root: nn.Module, wanted: Mapping[nn.Parameter, torch.dtype])
                 )
             continue
         raise UnsupportedTensorError(
-            f"prepare: expected parameters in float32, from which the level makes what it needs; got {name} in "
-            f"{p.dtype}. Give the model as it was before it was cast."
+            f"prepare: expected parameters in float32, from which the level casts; got {name} in {p.dtype}. Give the "
+            "model as it was before it was cast."
         )

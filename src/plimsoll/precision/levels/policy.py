@@ -1,4 +1,4 @@
-"""Policies: data that says which operations and modules run in which precision."""
+"""Policies: data on the precision of operations and modules."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from plimsoll import formats
+from plimsoll.checks import one_of
 from plimsoll.emulate.casting.operation_lists import CUDA, Category, OperationLists
 from plimsoll.emulate.module_regions import named_modules
 from plimsoll.emulate.plan_context import ROOT, check_matches
@@ -26,7 +27,7 @@ _MEANING = {
 
 
 class PolicyRecord(NamedTuple):
-    """One line of a policy: its subject, the name or glob, and the list or format."""
+    """Line of a policy: its subject, the name or glob, and the list or format."""
 
     kind: str
     name: str
@@ -35,7 +36,9 @@ class PolicyRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Operation lists of the amp levels, and formats of single modules. Methods return new policies.
+    """Operation lists of the amp levels, and formats of single modules.
+
+    Methods return new policies.
 
     Attributes:
         operations: Lists of operations that run low, high or promoted, or are banned. Default: the lists of torch's
@@ -64,26 +67,27 @@ class Policy:
         modules = tuple((glob, _format_name(glob, fmt)) for glob, fmt in self.modules)
         object.__setattr__(self, "modules", modules)
         checked("Policy", "tensor", self.fp8_history, self.fp8_margin)
-        if self.fp8_plans not in get_args(PlanFP8):
-            raise ArgumentError(
-                f"Policy: expected fp8_plans to be one of {', '.join(get_args(PlanFP8))}; got {self.fp8_plans!r}. "
-                "Leave it out."
-            )
+        one_of("Policy", "fp8_plans", self.fp8_plans, get_args(PlanFP8), remedy="Leave it out.")
 
     @property
     def own_lists(self) -> bool:
-        """Whether the operation lists differ from torch's."""
+        """True if the operation lists differ from torch's."""
         return self.operations != CUDA
 
     def with_operation(self, operation: object, place: Category | None) -> "Policy":
-        """Return the policy with an operation (a name, or a torch function) on that list; None removes it from all."""
+        """Return the policy with an operation on a list, or on none.
+
+        Give a name or a torch function.
+        """
         if place is None:
             return replace(self, operations=self.operations.without(operation))
-        if place not in get_args(Category):
-            raise ArgumentError(
-                f"Policy.with_operation: expected one of {', '.join(get_args(Category))}, or None; got {place!r}. "
-                "Name the list that the operation goes to."
-            )
+        one_of(
+            "Policy.with_operation",
+            "place",
+            place,
+            get_args(Category),
+            remedy="Name the list for the operation, or None.",
+        )
         moved: Any = getattr(self.operations, f"with_{place}")
         return replace(self, operations=moved(operation))
 
@@ -94,12 +98,12 @@ class Policy:
     def with_fp8(
         self, *, history: int | None = None, margin: int | None = None, plans: PlanFP8 | None = None
     ) -> "Policy":
-        """Return the policy with delayed FP8 scales, another margin, or another treatment of plans."""
+        """Return the policy with other FP8 scales, or another treatment of plans."""
         changes: dict[str, Any] = {"fp8_history": history, "fp8_margin": margin, "fp8_plans": plans}
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
     def records(self) -> list[PolicyRecord]:
-        """Return the policy line by line: operations by list and name, then the modules' rules in order."""
+        """Return the policy line by line: operations, then the modules' rules."""
         operations = [PolicyRecord("operation", name, place) for name, place in self.operations.rows()]
         modules = [PolicyRecord("module", glob, fmt) for glob, fmt in self.modules]
         return operations + modules + [PolicyRecord("fp8", name, value) for name, value in self._fp8()]
@@ -126,7 +130,7 @@ class Policy:
         return lines if self.fp8_plans == "auto" else [*lines, ("plans", self.fp8_plans)]
 
     def formats_of(self, root: nn.Module) -> dict[str, str]:
-        """Return the format that a rule gives to each module, by name; modules without a rule are left out."""
+        """Return the formats of modules with a rule, by name."""
         names = [name for name, _ in named_modules(root)]
         for glob, _ in self.modules:
             check_matches("prepare", "policy", glob, [name or ROOT for name in names])
@@ -135,7 +139,7 @@ class Policy:
 
 
 def format_by_rules(name: str, rules: Iterable[tuple[str, str]]) -> str | None:
-    """Return the format that rules give to a module: its full name first, then the last glob that matches."""
+    """Return a module's format: by its full name, or the last glob that matches."""
     backwards = list(rules)[::-1]
     own = [fmt for glob, fmt in backwards if glob == name]
     by_glob = [fmt for glob, fmt in backwards if fnmatch.fnmatchcase(name, glob)]

@@ -1,4 +1,4 @@
-"""The precision of a run over time: one level, a plan, or a schedule of them.
+"""Precision of a run over time: one level, a plan, or a schedule of them.
 
 A schedule is a list of (step, precision), the first at step 0. A precision is active from its optimizer step until the
 next pair's. Steps count as in `Loop.step_index`, skipped ones included.
@@ -21,7 +21,7 @@ Precision = str | os.PathLike[str] | Plan | Sequence[tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A level, and the plan with the formats of modules, if there is one."""
+    """Level with an optional plan of the formats of modules."""
 
     level: Level
     plan: Plan | None = field(default=None)
@@ -40,7 +40,7 @@ class Schedule:
 
 
 def schedule_of(precision: Precision) -> Schedule:
-    """Return the schedule that `precision` describes; raise `ArgumentError` if it describes none."""
+    """Return the schedule of `precision`, or raise `ArgumentError`."""
     if isinstance(precision, str | os.PathLike | Plan):
         return Schedule(starts=(0,), stages=(_stage(precision),))
     pairs = _pairs(precision)

@@ -1,1 +1,1 @@
-"""Precision levels for training scripts that are not changed: ``plimsoll run --precision``."""
+"""Precision levels for unchanged scripts: ``plimsoll run --precision``."""

@@ -1,4 +1,4 @@
-"""A precision level for an unchanged training script: ``plimsoll run --precision``.
+"""Precision level for an unchanged script: ``plimsoll run --precision``.
 
 Only levels that keep weights and optimizers as they are can be applied this way. The model's `forward` is wrapped,
 because a forward hook does not run when a KeyboardInterrupt leaves the call. A hook after all others converts 16-bit
@@ -29,6 +29,7 @@ from plimsoll.precision.levels.fp8_layers import Layers
 from plimsoll.precision.levels.policy import Policy
 from plimsoll.precision.scripts.transparent_scaling import TransparentScaler, patched_backward
 from plimsoll.precision.training.loop import PREPARED
+from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.taps.module_taps import ModuleHook
 
@@ -44,7 +45,7 @@ def module_to_wrap(model: nn.Module) -> nn.Module:
 
 
 def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of a class by one that calls `run`; return the function that undoes it."""
+    """Replace a class's method by one that calls `run`. Return the undo function."""
     original = owner.__dict__[name]
 
     @functools.wraps(original)
@@ -61,7 +62,7 @@ def patched(owner: Any, name: str, run: Callable[..., Any]) -> Callable[[], None
 
 
 class Forward:
-    """Replacement of a module's `forward`. Copies and pickles of the module contain the plain method."""
+    """Replacement of a module's `forward`, not in its copies and pickles."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._module, self._call = weakref.ref(module), call
@@ -93,13 +94,13 @@ class Forward:
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         module: Any = self._module()
         if self._own is not None:
-            return getattr, (_Holder(self._own), "held")
+            return getattr, (_Holder(self._own), "method")
         return getattr, (module, "forward")  # while the copy has no attributes yet, this is its class's
 
 
 class _Holder:
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, method: Any) -> None:
+        self.method = method
 
 
 def _plain(module: Any) -> Any:
@@ -119,36 +120,35 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in SIXTEEN_BIT else x
 
 
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001  (torch has no public way to ask)
 _SCRIPT = "the script's own precision"
 UNCHANGED = tuple(level.name for level in LEVELS.values() if not level.casts)
 
 
 def level_for_scripts(name: str) -> Level:
-    """Return the level of that name; raise `ArgumentError` if an unchanged script cannot be trained at it."""
+    """Return a level that an unchanged script can train at, or raise."""
     key = ALIASES.get(name.lower(), name.lower())
     if key in UNCHANGED:
         return LEVELS[key]
     if key not in LEVELS:
-        why = "which is no level"
+        why = "which is not a level"
         remedy = "A plan or a schedule needs plimsoll.prepare in the script"
     else:
-        why = "at which the weights are cast and the optimizer's steps are others, so that the script's loop changes"
+        why = "which casts weights and wraps the optimizer, so that the script's loop changes"
         remedy = "Use plimsoll.prepare in the script"
     raise ArgumentError(
-        f"run: expected --precision to be a level that leaves the script's loop as it is, {', '.join(UNCHANGED)}; got "
-        f"{name!r}: {why}. {remedy}."
+        f"run: expected --precision to be a level that needs no change of the script's loop, {', '.join(UNCHANGED)}; "
+        f"got {name!r}, {why}. {remedy}."
     )
 
 
 class ScriptPrecision:
-    """The models of one process at one level.
+    """Models of one process at one level.
 
-    `say` receives one line if the level is not applied. `decided` is True once there was a level to apply or to refuse.
+    `report` receives one line if the level is not applied. `decided` is True once a level was applied or refused.
     """
 
-    def __init__(self, precision: str, say: Callable[[str], None]) -> None:
-        self._level, self._say = level_for_scripts(precision), say
+    def __init__(self, precision: str, report: Callable[[str], None]) -> None:
+        self._level, self._report = level_for_scripts(precision), report
         self._acts = self._level.operations is not None or self._level.matmuls is not None
         self.decided = False
         self._over = False
@@ -164,7 +164,7 @@ class ScriptPrecision:
             self._unseen.gate(optimizer)
 
     def begin(self, model: nn.Module, called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-        """Apply the level to a model before its first call; return the precision that it now has.
+        """Apply the level before a model's first call. Return the active precision.
 
         Args:
             model: The model.
@@ -206,8 +206,8 @@ class ScriptPrecision:
             return
         self.end()
         whose = "" if root is None else f" for {type(root).__name__}"
-        line = f"--precision {self._level.name} is refused{whose}: {why}; the script goes on as it is"
-        self._say(line)
+        line = f"--precision {self._level.name} is refused{whose}: {why}; the script continues unchanged"
+        self._report(line)
         for callback in self._callbacks:
             callback(line)
 
@@ -245,7 +245,7 @@ class ScriptPrecision:
             return f"its parameters are sharded ({whole} or tensor parallel): use amp-bf16, or plimsoll.prepare"
         return None
 
-    # -- carrying it out -----------------------------------------------------------------------------------------------
+    # -- application ---------------------------------------------------------------------------------------------------
 
     def _put(self, model: nn.Module) -> None:
         root = unwrapped(model)
@@ -276,7 +276,7 @@ class ScriptPrecision:
             self._undo += [begins.remove, *([patched_backward(self._unseen.backward)] if first else [])]
 
     def _call(self, computing: Arithmetic, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's forward under the level, and leave the level however the forward ends."""
+        """Run the model's forward under the level, and leave the level in any case."""
         if self._over or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         stack = contextlib.ExitStack()
@@ -296,8 +296,11 @@ class ScriptPrecision:
             stack.close()
 
     def _entering(self, original: Callable[..., Any], context: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse the level when the script enters autocast; torch's own contexts during backward pass."""
-        if context._enabled and not self._ours and _backward_running() == -1:  # noqa: SLF001
+        """Refuse the level when the script enters autocast itself.
+
+        Torch's own contexts during a backward are ignored.
+        """
+        if context._enabled and not self._ours and backward_running() == -1:  # noqa: SLF001
             self._refuse("the script uses torch.autocast itself, from here on")
         return original(context, *args, **kwargs)
 
@@ -319,5 +322,5 @@ class _Begins(ModuleHook):
         self._unseen = unseen
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (torch's to choose)
-        if torch.is_grad_enabled() and _backward_running() == -1 and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and backward_running() == -1 and not torch.compiler.is_compiling():
             self._unseen.settle()

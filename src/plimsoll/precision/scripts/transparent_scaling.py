@@ -24,14 +24,13 @@ from torch import Tensor
 from plimsoll.errors import PlimsollError
 from plimsoll.scaling.dynamic import DynamicScaler
 from plimsoll.scaling.step.gradients import Gradient, Gradients
+from plimsoll.watch.hooks.autograd_graph import backward_running, leaves_of
 
-# Identifies the backward that runs on this thread, -1 for none. torch has no public way to ask.
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 _WIDE = (torch.float32, torch.float64)  # dtypes of losses with enough range for the scale
 
 
 def backward_roots(tensors: Any, kwargs: Any) -> list[Tensor] | None:
-    """Return the tensors that a backward starts from, or None if the backward must not be scaled."""
+    """Return the roots of a backward, or None if it must not be scaled."""
     inputs = kwargs.get("inputs")
     if not isinstance(tensors, Tensor | list | tuple) or not isinstance(inputs, Tensor | list | tuple | None):
         return None
@@ -44,9 +43,12 @@ def backward_roots(tensors: Any, kwargs: Any) -> list[Tensor] | None:
     return cast("list[Tensor]", listed) if fit else None
 
 
-def scaled_seeds(roots: Sequence[Tensor], given: Any, factor: float) -> list[Tensor] | None:
-    """Return the scaled initial gradients; None if torch will raise, or if the dtype lacks the range."""
-    grads: list[Any] = [given] if given is None or isinstance(given, Tensor) else list(given)
+def scaled_seeds(roots: Sequence[Tensor], gradients: Any, factor: float) -> list[Tensor] | None:
+    """Return the scaled initial gradients, or None if they cannot be scaled.
+
+    That is if torch will raise an error, or if the dtype lacks the range.
+    """
+    grads: list[Any] = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
     if len(grads) == 1 and grads[0] is None:
         grads *= len(roots)
     if len(grads) != len(roots) or any(root.dtype not in _WIDE for root in roots):
@@ -61,7 +63,7 @@ def scaled_seeds(roots: Sequence[Tensor], given: Any, factor: float) -> list[Ten
 
 @contextlib.contextmanager
 def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = False) -> Generator[list[Tensor]]:
-    """Inside, one backward from these tensors multiplies the gradients of its leaves by `inverse`.
+    """Multiply the leaves' gradients of one backward by `inverse`.
 
     A backward nested in it does not run these hooks. In a backward that a re-entrant checkpoint runs, only parameters
     are such leaves. The others stand for the checkpoint's inputs, and their gradients continue through the outer graph.
@@ -69,12 +71,13 @@ def true_at_leaves(roots: Sequence[Tensor], inverse: float, *, nested: bool = Fa
     task = [-1]
 
     def see(_: Tensor) -> None:
-        task[0] = _backward_running()
+        task[0] = backward_running()
 
     def divide(g: Tensor | None) -> Tensor | None:
-        return None if g is None or _backward_running() != task[0] else g * inverse
+        return None if g is None or backward_running() != task[0] else g * inverse
 
-    leaves = [leaf for leaf in _leaves(roots) if not nested or isinstance(leaf, torch.nn.Parameter)]
+    reached = {id(root): root for root in roots if root.grad_fn is None} | leaves_of(list(roots))
+    leaves = [leaf for leaf in reached.values() if not nested or isinstance(leaf, torch.nn.Parameter)]
     handles = [_hook_first(leaf, divide) for leaf in leaves]
     handles += [_hook_first(root, see) for root in roots]
     try:
@@ -95,30 +98,11 @@ def _hook_first(x: Any, hook: Callable[..., Any]) -> Any:
     return handle
 
 
-def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that a graph ends in, each once."""
-    found = {id(root): root for root in roots if root.grad_fn is None}
-    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None) if not node.next_functions else None
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return list(found.values())
-
-
-# Identifies the backward that runs on this thread, -1 for none. torch has no public way to ask.
-_backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
-_foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_norm  # noqa: SLF001  (likewise)
+_foreach_norm: Callable[..., tuple[Tensor, ...]] = cast("Any", torch)._foreach_norm  # noqa: SLF001  (no public name)
 
 
 class _Checking(DynamicScaler):
-    """A `DynamicScaler` for gradients that are unscaled already: it only checks that they are finite.
+    """`DynamicScaler` for unscaled gradients, which only checks them.
 
     It also checks the values at the end of the backward, because clipping by value turns Inf into a finite number.
     """
@@ -128,9 +112,9 @@ class _Checking(DynamicScaler):
         self.largest: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # largest gradient magnitude by leaf
 
     def _unscale(
-        self, optimizer: Any, gradients: Gradients, inverse: Tensor, found: Tensor
+        self, optimizer: Any, gradients: Gradients, inverse: Tensor, found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        per_device = super()._unscale(optimizer, gradients, torch.ones_like(inverse), found)
+        per_device = super()._unscale(optimizer, gradients, torch.ones_like(inverse), found_inf)
         for device, these in gradients.by_device.items():
             seen = [largest for largest in map(self._seen, these) if largest is not None]
             if seen:
@@ -149,7 +133,7 @@ class _Checking(DynamicScaler):
 
 
 class TransparentScaler:
-    """The loss scale of one process, and its effect on backwards and optimizers.
+    """Loss scale of one process, and its effect on backwards and optimizers.
 
     `stop` is called with the reason if scaling cannot go on. It calls `end`, after which nothing is scaled or skipped.
     """
@@ -191,7 +175,7 @@ class TransparentScaler:
         roots = backward_roots(tensors, kwargs)
         if roots is None or self.scaler is None:
             original(tensors, *args, **kwargs)
-        elif _backward_running() == -1:
+        elif backward_running() == -1:
             self.settle()
             self._outermost(original, roots, tensors, args, dict(kwargs))
         elif self._running is not None:  # a re-entrant checkpoint, whose gradients are scaled already
@@ -203,16 +187,14 @@ class TransparentScaler:
     def _outermost(
         self, original: Callable[..., None], roots: list[Tensor], tensors: Any, args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        given: Any = kwargs.pop("grad_tensors", None) if not args else args[0]
-        given = given if given is None or isinstance(given, Tensor) else [*given]
-        scaler, seeds = cast("_Checking", self.scaler), scaled_seeds(roots, given, self._factor)
+        gradients: Any = kwargs.pop("grad_tensors", None) if not args else args[0]
+        gradients = gradients if gradients is None or isinstance(gradients, Tensor) else [*gradients]
+        scaler, seeds = cast("_Checking", self.scaler), scaled_seeds(roots, gradients, self._factor)
         if seeds is None:
-            original(tensors, given, *args[1:], **kwargs)
+            original(tensors, gradients, *args[1:], **kwargs)
             return
         losses = [root.detach() for root in roots if root.numel() == 1]
-        scaler.scale(
-            losses or roots[0].new_zeros(())
-        )  # creates the scale at first use, and keeps the losses for reports
+        scaler.scale(losses or roots[0].new_zeros(()))  # creates the scale at first use, and keeps losses for reports
         self._running = self._factor, 1.0 / self._factor
         try:
             with true_at_leaves(roots, self._running[1]) as leaves:
@@ -267,7 +249,7 @@ class TransparentScaler:
 
 
 class _Gate:
-    """Replacement of an optimizer's `step`. Schedulers wrap it like the method, through `__func__`."""
+    """Replacement of an optimizer's `step`, which schedulers can wrap."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -302,7 +284,7 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref[Tensor], Tensor]]) -> None:
-    """Record the largest magnitude of each gradient, one sweep per device, without waiting for the device."""
+    """Record the largest magnitude of each gradient, in one sweep per device."""
     for key in [key for key, (ref, _) in largest.items() if ref() is None]:
         del largest[key]
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -317,7 +299,7 @@ def _note_largest(leaves: Iterable[Tensor], largest: dict[int, tuple[weakref.ref
 
 
 def patched_backward(run: Callable[..., None]) -> Callable[[], None]:
-    """Replace `torch.autograd.backward` by `run(original, tensors, args, kwargs)`; return the undo function."""
+    """Replace `torch.autograd.backward` by `run`. Return the undo function."""
     original = torch.autograd.backward
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""A batch that can be run again: its closures, and the state that they started from.
+"""Batch that can run again: its closures, and the state before them.
 
 For each closure the random generators of Python, NumPy, the CPU and the model's devices are saved before it runs, and
 the model's buffers once per batch. `rewound` restores both, so a repetition draws the same dropout masks and counts
@@ -26,7 +26,7 @@ _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME"}
 
 
 class Batch:
-    """The closures of one optimizer step, in order."""
+    """Closures of one optimizer step, in order."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -52,7 +52,7 @@ class Batch:
         self._variables.clear()
 
     def rewound(self) -> Generator[Closure]:
-        """Yield each closure in turn, with buffers and random generators as before its first run."""
+        """Yield each closure, with buffers and generators as before its first run."""
         self._buffers.restore()
         for closure, random in self._closures:
             random.restore()
@@ -72,7 +72,7 @@ class Batch:
 
 
 def variables_of(closure: Any) -> dict[str, object]:
-    """Return the variables of surrounding scopes that a function reads, by name, with their present values."""
+    """Return outer variables that a function reads, with their present values."""
     while isinstance(closure, functools.partial):
         closure = cast("functools.partial[Any]", closure).func
     function = getattr(closure, "__func__", closure)
@@ -100,14 +100,14 @@ def _content(cell: Any) -> object:
 
 
 class _Buffers:
-    """The identity and contents of a model's buffers."""
+    """Identity and contents of a model's buffers."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._kept = list(_copied(root))
+        self._copies = list(_copied(root))
 
     def restore(self) -> None:
         with torch.no_grad():
-            for module, name, buffer, content in self._kept:
+            for module, name, buffer, content in self._copies:
                 buffer.copy_(content)
                 setattr(module, name, buffer)
 

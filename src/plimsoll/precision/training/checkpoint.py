@@ -1,4 +1,7 @@
-"""A loop's state as a dictionary of tensors and plain values, readable with ``torch.load(weights_only=True)``."""
+"""State of a loop as tensors and plain values.
+
+``torch.load(weights_only=True)`` reads it.
+"""
 
 import random
 from collections.abc import Mapping
@@ -27,7 +30,7 @@ def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> No
     missing = [part for part in PARTS if part not in state]
     if missing:
         raise StateError(
-            f"load_state_dict: expected what loop.state_dict() gives; got a mapping without {', '.join(missing)}. "
+            f"load_state_dict: expected a result of loop.state_dict(); got a mapping without {', '.join(missing)}. "
             "Load a model's own state into the model, before prepare."
         )
     for name, count in (("optimizers", optimizers), ("schedulers", schedulers)):
@@ -39,7 +42,7 @@ def checked(state: Mapping[str, Any], *, optimizers: int, schedulers: int) -> No
 
 
 def random_state(root: nn.Module) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, the CPU's and the model's device's generators in this process."""
+    """Return the state of all random generators that a model uses here."""
     version, words, gauss = random.getstate()
     kind, numbers, position, has_gauss, cached = cast("Any", np.random.get_state())  # noqa: NPY002  (the one models use)
     devices = {torch.device("cpu"), device_of(root)} - {torch.device("meta")}

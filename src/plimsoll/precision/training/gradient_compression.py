@@ -1,4 +1,4 @@
-"""16-bit gradient reduction for DistributedDataParallel: half the bytes, no overflow.
+"""16-bit gradient reduction for DistributedDataParallel without overflow.
 
 Each bucket of gradients is multiplied by a power of two before it is cast to 16 bits. The factor is chosen so that the
 sum over all ranks cannot overflow, and small gradients use the remaining range:
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 
@@ -33,22 +34,22 @@ _LOWEST, _HIGHEST = -126, 126
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The amount sent so far. Every count is the same on all ranks."""
+    """Amount sent so far. Every count is the same on all ranks."""
 
     steps: int
     buckets: int
     bytes: int  # as 16-bit numbers, of one rank
-    nonfinite_buckets: int  # whose sum held a NaN or an Inf: some rank's gradient did
+    nonfinite_buckets: int  # with a NaN or Inf in the sum, and so in some rank's gradient
     scales: tuple[float, ...]  # of the last step, by bucket
 
 
 def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") -> "GradientCompression":
-    """Reduce the gradients of a DistributedDataParallel model over ranks in 16 bits, scaled so that they fit.
+    """Reduce a DistributedDataParallel model's gradients over ranks in 16 bits.
 
-    Numerics. The result is torch's mean over ranks, except for roundings to `fmt`: one of each rank's addend, and one
-    in each of the W - 1 additions. The error of a value is at most 2**-11 (FP16) or 2**-8 (BF16) of the sum of its
-    magnitudes over ranks. In FP16 it is also up to 2 W times 2**-39 of the bucket's largest magnitude, because smaller
-    values underflow. All ranks get the same bits.
+    They are scaled so that they fit. Numerics. The result is torch's mean over ranks, except for roundings to `fmt`:
+    one of each rank's addend, and one in each of the W - 1 additions. The error of a value is at most 2**-11 (FP16) or
+    2**-8 (BF16) of the sum of its magnitudes over ranks. In FP16 it is also up to 2 W times 2**-39 of the bucket's
+    largest magnitude, because smaller values underflow. All ranks get the same bits.
 
     A sum of gradients of at most 2**127 never overflows, so there is no fallback. A NaN or Inf of any rank reaches all
     ranks, as without compression, so scalers skip the same step everywhere. `traffic` counts such buckets.
@@ -65,8 +66,7 @@ def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") ->
             f"compress_gradients: expected a DistributedDataParallel model; got {type(model).__name__}. Wrap the model "
             "first. Sharded models reduce in MixedPrecisionPolicy's reduce_dtype."
         )
-    if fmt not in _DTYPES:
-        raise ArgumentError(f"compress_gradients: expected fmt to be 'fp16' or 'bf16'; got {fmt!r}.")
+    one_of("compress_gradients", "fmt", fmt, tuple(_DTYPES))
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise UnsupportedTensorError(
             "compress_gradients: expected dense gradients; got a module with sparse=True. Make its gradients dense."
@@ -78,7 +78,7 @@ def compress_gradients(model: DistributedDataParallel, fmt: Carrier = "fp16") ->
 
 
 class GradientCompression:
-    """Handle on a model whose gradients are compressed; `traffic` counts what was sent."""
+    """Handle on a model with compressed gradients. `traffic` counts them."""
 
     def __init__(self, dtype: torch.dtype, group: Any) -> None:
         self.dtype, self.group = dtype, group
@@ -88,7 +88,7 @@ class GradientCompression:
 
     @property
     def traffic(self) -> Traffic:
-        """The amount sent so far. Reading it waits for the device."""
+        """Amount sent so far. Reading it waits for the device."""
         return Traffic(
             steps=self._steps,
             buckets=self._buckets,
@@ -125,7 +125,7 @@ class GradientCompression:
         return cast("Any", dist).all_reduce(sent, group=self.group, async_op=True).get_future()
 
     def _exponent(self, whole: Tensor, ranks: int) -> Tensor:
-        """Return the exponent of the scale, the same on every rank, on the bucket's device."""
+        """Return the scale's exponent, the same on all ranks."""
         size = whole.detach().abs().to(torch.float32)
         largest = torch.where(size.isfinite(), size, 0.0).amax().reshape(1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

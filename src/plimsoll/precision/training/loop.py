@@ -1,4 +1,4 @@
-"""The training loop that `prepare` returns.
+"""Training loop that `prepare` returns.
 
 Its parts are elsewhere: `levels.active_level` applies the level to the model, `optimizer_step` handles gradients and
 optimizers, `batch_replay` repeats batches, and `checkpoint` saves.
@@ -36,7 +36,7 @@ PREPARED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # root modules that 
 
 
 class Loop(LoopControl):
-    """The training step in one object, created by `plimsoll.prepare`.
+    """Training step in one object, created by `plimsoll.prepare`.
 
     Run the model and the loss inside ``with loop.forward():``. Then ``loop.step(loss)`` runs backward, unscales and
     clips the gradients, steps the optimizer and the scheduler, and clears the gradients. The loop owns the gradients:
@@ -77,19 +77,21 @@ class Loop(LoopControl):
         self._batch = Batch(self._root)
         if scaler is None:
             try:
-                self._made_scaler = scaler_of(
-                    model, schedule
-                )  # after the level: its hooks must run outside of the level's
+                # After the level, since the scaler's hooks must run outside of the level's.
+                self._made_scaler = scaler_of(model, schedule)
             except Exception:
                 self._applied.take_back()
                 raise
         PREPARED.add(self._root)
 
-    # -- what it has ---------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained. Set it to the same module in a wrapper: DistributedDataParallel, torch.compile."""
+        """Model that is trained.
+
+        Set it to the same module in a wrapper: DistributedDataParallel, torch.compile.
+        """
         return self._model
 
     @model.setter
@@ -104,66 +106,72 @@ class Loop(LoopControl):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that steps: the user's own, or the level's wrapper around it. The first one of several."""
+        """Optimizer that steps: the user's own, or the level's wrapper around it.
+
+        It is the first one of several.
+        """
         return self._applied.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All optimizers that step."""
+        """Optimizers that step."""
         return self._applied.optimizers
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler in use; None if the loss is not scaled."""
+        """Loss scaler in use, or None if the loss is not scaled."""
         if self._given_scaler is not None:
             return self._given_scaler
         return self._made_scaler if self._applied.level.scaled else None
 
     @property
     def precision(self) -> str:
-        """The name of the active level."""
+        """Name of the active level."""
         return self._applied.stage.level.name
 
     @property
     def policy(self) -> Policy:
-        """The operation lists and module rules."""
+        """Operation lists and module rules."""
         return self._policy
 
     @property
     def step_index(self) -> int:
-        """Number of finished steps. Skipped steps count; micro-batches and repetitions do not."""
+        """Number of finished steps, with skipped ones.
+
+        Micro-batches and repetitions do not count.
+        """
         return self._step_index
 
     @property
     def loss(self) -> Tensor | None:
-        """The last step's loss, detached, as the mean over its micro-batches; None before the first step."""
+        """Mean loss of the last step's micro-batches, detached, or None before it."""
         return self._loss
 
     @property
     def watch(self) -> Watch | None:
-        """The attached watch, or None."""
+        """Attached watch, or None."""
         return self._watch
 
     @property
     def formats(self) -> dict[str, str]:
-        """The format of each module's weights, by module name; the root is called "model"."""
+        """Format of each module's weights, by module name. The root is "model"."""
         return {name or "model": fmt for name, fmt in self._applied.placement.formats.items()}
 
     @property
     def fp8_left(self) -> dict[str, str]:
-        """Linear layers that do not run in FP8 at this level, with the reason; empty at other levels."""
+        """Linear layers that do not run in FP8 at an FP8 level, with the reason."""
         return {} if self._applied.fp8 is None else {left.module: left.why for left in self._applied.fp8.left}
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self) -> Generator[None]:
-        """Context of a training forward and its loss. The level's arithmetic is active inside, and only there."""
+        """Context of a training forward and its loss, with the level's arithmetic."""
         self._enter("forward")
         if self._accumulate > 1 and self._applied.fp8 is not None:
             self._applied.fp8.hold_weights()
@@ -176,7 +184,10 @@ class Loop(LoopControl):
 
     @contextlib.contextmanager
     def evaluate(self) -> Generator[nn.Module]:
-        """Context of an evaluation: the same arithmetic, the model in `eval` mode, no gradients. Restores the mode."""
+        """Context of an evaluation in the same arithmetic, without gradients.
+
+        The model is in `eval` mode inside.
+        """
         self._enter("evaluate")
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -189,18 +200,19 @@ class Loop(LoopControl):
                 module.training = training
 
     def inputs(self, value: Any) -> Any:
-        """Return the same structure with its floating-point tensors in the dtype of the model's weights.
+        """Return a structure with floating-point tensors in the weights' dtype.
 
         A call of the model does this by itself. Use it for calls of a part: ``model.encode(loop.inputs(x))``.
         """
         return cast_floating(value, self._applied.level.dtype) if self._applied.level.casts else value
 
     def step(self, loss: Tensor | Callable[[], Tensor]) -> StepOutcome:
-        """Run one training step, or one micro-batch of it. Return its outcome without waiting for the device.
+        """Run one training step, or one micro-batch of it, and return its outcome.
 
-        A closure runs the forward and returns the loss; the loop enters `forward` around it. With ``max_retries`` the
-        closure is repeated at a lower scale if gradients overflow, with random generators and buffers restored.
-        Everything that changes from batch to batch must therefore be bound to the closure.
+        It does not wait for the device. A closure runs the forward and returns the loss; the loop enters `forward`
+        around it. With ``max_retries`` the closure is repeated at a lower scale if gradients overflow, with random
+        generators and buffers restored. Everything that changes from batch to batch must therefore be bound to the
+        closure.
 
         With ``accumulate=N`` the gradient is the mean over N micro-batches (each loss is divided by N), and every N-th
         call steps. The outcome of the other calls reports that the loop accumulates.
@@ -212,14 +224,13 @@ class Loop(LoopControl):
             self._first_run(loss)
         self._micro += 1
         if self._micro < self._accumulate:
-            return StepOutcome(
-                stepped=False, scale=self._scale(), reason=f"accumulating: {self._micro} of {self._accumulate}"
-            )
+            reason = f"accumulating: {self._micro} of {self._accumulate}"
+            return StepOutcome(stepped=False, scale=self._scale(), reason=reason)
         stepped, retries = self._finish_or_repeat()
         return self._end_of_step(stepped, retries)
 
     def zero_grad(self) -> None:
-        """Drop all gradients and the micro-batches so far. The loop does this itself after every step."""
+        """Drop all gradients and the micro-batches so far, as after every step."""
         self._drop_gradients()
         self._release_weights()
         self._micro = self._forwards = 0
@@ -274,7 +285,7 @@ class Loop(LoopControl):
             return step_scaled(self.optimizers, self.scaler, self._clip_norm)
 
     def _worth_repeating(self, outcome: StepOutcome) -> bool:
-        """Return whether a lower scale can save the skipped step: it overflowed, and the loss itself is finite."""
+        """Return whether a lower scale can save the step: its loss is finite."""
         device = device_of(self._root)
         if not any_rank(not outcome.stepped, self._group, device):
             return False
@@ -311,14 +322,14 @@ class Loop(LoopControl):
             optimizer.zero_grad()
         self._root.zero_grad()
 
-    def _enter(self, what: str) -> None:
-        self._check_open(what)
+    def _enter(self, operation: str) -> None:
+        self._check_open(operation)
         if self._inside is not None:
             raise StateError(
-                f"{what}: expected no context of the loop to be open; got one inside {self._inside}. Close that first; "
-                "a closure for loop.step runs inside forward already."
+                f"{operation}: expected no context of the loop to be open; got one inside {self._inside}. Close that "
+                "first; a closure for loop.step runs inside forward already."
             )
-        self._inside = what
+        self._inside = operation
 
     def _check_open(self, operation: str) -> None:
         if self._closed:
@@ -346,7 +357,7 @@ class Loop(LoopControl):
         if not self._forwards:
             raise StateError(
                 "step: expected a forward since the last step; got none. Compute the loss inside "
-                "`with loop.forward():`, where the level's arithmetic holds."
+                "`with loop.forward():`, where the level's arithmetic is active."
             )
         _check_loss(loss)
 
@@ -372,7 +383,10 @@ class Loop(LoopControl):
             )
 
     def _follow(self, stage: Stage, *, fresh: bool = True) -> None:
-        """Change to another level if the stage differs; a `fresh` stage starts at the scale of its plan."""
+        """Change to another level if the stage differs.
+
+        A `fresh` stage starts at the scale of its plan.
+        """
         if stage == self._applied.stage:
             return
         self._applied.take_back()
@@ -387,9 +401,10 @@ class Loop(LoopControl):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, random: bool | None = None) -> dict[str, Any]:
-        """Return everything that an exact resume needs: model, optimizers, masters, scaler, schedulers, step.
+        """Return everything that an exact resume needs.
 
-        Tensors are references: save or copy them before the next step. The position of the data loader is not included.
+        That is the state of model, optimizers, masters, scaler and schedulers, and the step. Tensors are references:
+        save or copy them before the next step. The position of the data loader is not included.
 
         Args:
             random: Include the generators of Python, NumPy, the CPU and the model's device. Default: only in a run of
@@ -433,7 +448,7 @@ class Loop(LoopControl):
             checkpoint.restore_random(state["random"], self._root)
 
     def _stage_named(self, name: str) -> Stage:
-        """Return the stage of a checkpoint: one of this schedule, or else the level of that name."""
+        """Return the stage of a checkpoint, from the schedule or by the level's name."""
         stage = next((stage for stage in self._schedule.stages if stage.level.name == name), None)
         if stage is not None:
             return stage
@@ -446,7 +461,7 @@ class Loop(LoopControl):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def attach(self, watch: Watch, *, owned: bool) -> None:
-        """Report each step to the watch from now on; an owned watch is closed with the loop."""
+        """Report each step to the watch. The loop closes an owned watch."""
         self._watch, self._owns_watch = watch, owned
 
     def close(self) -> None:

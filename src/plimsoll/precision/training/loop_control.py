@@ -1,4 +1,4 @@
-"""Control of a loop between its steps: callbacks, skipping a step, changing the precision.
+"""Control of a loop between steps: callbacks, skipping, another precision.
 
 `Loop` derives from the class here, and a guard is its main user.
 """
@@ -23,7 +23,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class DropsGradients:
-    """Optimizer hook that removes the gradients, so that a step changes neither weights nor state.
+    """Optimizer hook that removes gradients, so that a step changes nothing.
 
     Each optimizer drops only its own gradients, so a watch still sees those of the others. With master weights, the
     gradients of the model's 16-bit weights are dropped too.
@@ -81,18 +81,19 @@ class LoopControl(ABC):
         return take_back
 
     def skip_next(self, reason: str) -> None:
-        """Make the next step change nothing: its gradients are dropped, and schedulers do not advance.
+        """Make the next step change nothing.
 
-        Its outcome reports that it did not step, with the reason. The loss scale is updated as after any step.
+        Its gradients are dropped, and schedulers do not advance. Its outcome reports that it did not step, with the
+        reason. The loss scale is updated as after any step.
         """
         self._check_between("skip_next")
         self._skips = reason
 
     def change(self, precision: Precision | None = None, *, policy: Policy | None = None) -> None:
-        """Change to another precision or policy from the next step on. This overrules the schedule.
+        """Change the precision or policy from the next step on.
 
-        Values that both levels keep in FP32 pass exactly. The change is not part of `state_dict`: to resume, prepare
-        with the new precision.
+        This overrules the schedule. Values that both levels keep in FP32 pass exactly. The change is not part of
+        `state_dict`: to resume, prepare with the new precision.
 
         Raises:
             ArgumentError: The precision or policy cannot be applied. Nothing has changed then.
@@ -145,5 +146,5 @@ class LoopControl(ABC):
     def _check_between(self, operation: str) -> None:
         self._check_open(operation)
         if self._inside is not None or self._micro:
-            where = f"inside {self._inside}" if self._inside is not None else f"after {self._micro} micro-batches"
-            raise StateError(f"{operation}: expected a call between two steps; got one {where}. Call it after step.")
+            place = f"inside {self._inside}" if self._inside is not None else f"after {self._micro} micro-batches"
+            raise StateError(f"{operation}: expected a call between two steps; got one {place}. Call it after step.")

@@ -1,4 +1,4 @@
-"""The end of a training step: unscale the gradients once, clip them together, step all optimizers or none.
+"""End of a training step: unscale, clip, and step all optimizers or none.
 
 With several optimizers, a non-finite gradient of one skips the step of all: they train one model, and a batch counts
 for all of it or for nothing.
@@ -27,7 +27,7 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm over all gradients as an FP32 scalar on the first one's device; 0 without gradients."""
+    """Return the 2-norm of all gradients in FP32, on the first one's device."""
     if not gradients:
         return torch.zeros(())
     place = gradients[0].device
@@ -39,7 +39,10 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, bound: float) -> None:
-    """Scale the gradients in place so that their norm is at most the bound; a non-finite norm makes them NaN."""
+    """Scale gradients in place to a norm of at most the bound.
+
+    A non-finite norm makes them NaN.
+    """
     coefficient = (bound / (norm + _TINY)).clamp(max=1.0)
     on = {g.device: coefficient.to(g.device) for g in gradients}
     for g in gradients:
@@ -54,7 +57,7 @@ def _norm(x: Tensor, dtype: torch.dtype | None = None) -> Any:
 
 
 def _summed(g: Tensor) -> Tensor:
-    """Return the values of a gradient; a sparse one's values with equal indices are added."""
+    """Return the values of a gradient, with equal indices of a sparse one added."""
     return g.coalesce()._values() if g.is_sparse else g  # noqa: SLF001
 
 
@@ -107,7 +110,7 @@ def step_scaled(optimizers: Sequence[Optimizer], scaler: Any, clip_norm: float |
 
 
 def lowered(scaler: Any, scale: float) -> bool:
-    """Return whether the scaler's scale, or that of layers, is lower now, and was not merely kept by hysteresis."""
+    """Return whether the scale is lower now, or lower it if hysteresis kept it."""
     if scaler.get_scale() < scale or getattr(scaler, "layers_lowered", False):
         return True
     lower = scale * scaler.get_backoff_factor()
@@ -119,7 +122,7 @@ def lowered(scaler: Any, scale: float) -> bool:
 
 
 def _clip(optimizers: Sequence[Optimizer], bound: float) -> Tensor:
-    """Return the norm of all gradients, and clip them to the bound; with Inf only the norm is computed."""
+    """Return the norm of all gradients, and clip them unless the bound is Inf."""
     _collect(optimizers)
     gradients = gradients_of(optimizers)
     norm = global_norm(gradients)
@@ -136,7 +139,7 @@ def _collect(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
-    """Apply the non-finite flag of any optimizer to all of them, without reading it on the host."""
+    """Apply a non-finite flag of any optimizer to all, without reading it."""
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (torch's own place for it)
     verdicts = [states[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
     flags: list[Tensor] = [flag for verdict in verdicts for flag in verdict.values()]
@@ -147,7 +150,7 @@ def _share_verdict(optimizers: Sequence[Optimizer], scaler: Any) -> None:
 
 
 def _outcome(scaler: Any) -> StepOutcome:
-    """Return the scaler's outcome of the step; for a foreign scaler, derive it from the non-finite flag."""
+    """Return the outcome of the step, for torch's own scaler from its flag."""
     if isinstance(scaler, LossScaler):
         return scaler.outcome
     states: Any = scaler._per_optimizer_states  # noqa: SLF001  (likewise)

@@ -1,4 +1,4 @@
-"""The scaler of a loop that follows a plan: the initial loss scale, or a scale for each layer."""
+"""Scaler of a loop that follows a plan: initial scale, or layers' scales."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def layer_scales(root: nn.Module, stage: Stage) -> Mapping[str, float]:
 
 def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = None) -> None:
     """Raise for scales of a plan that this schedule or scaler cannot apply."""
-    _check_fp8(schedule, made if scaler is None else scaler, given=scaler is not None)
+    _check_fp8(schedule, made if scaler is None else scaler, custom=scaler is not None)
     layered = [stage for stage in schedule.stages if layer_scales(root, stage)]
     if layered and made is not None and not isinstance(made, LayerScaler):
         raise ArgumentError(
@@ -39,7 +39,7 @@ def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = 
     if layered and scaler is not None:
         raise ArgumentError(
             f"prepare: expected no scaler with a plan that has a scale for each layer; got a {type(scaler).__name__}, "
-            "which would not know them. Leave scaler out: a LayerScaler is made."
+            "which does not have them. Leave scaler out for a LayerScaler."
         )
     if layered and len(schedule.stages) > 1:
         raise ArgumentError(
@@ -50,15 +50,18 @@ def check_scaling(root: nn.Module, schedule: Schedule, scaler: Any, made: Any = 
     if own and scaler is not None:
         raise ArgumentError(
             f"prepare: expected no scaler with a plan whose scales are of true gradients; got a "
-            f"{type(scaler).__name__}, which multiplies them once more. Leave scaler out."
+            f"{type(scaler).__name__}, which multiplies them again. Leave scaler out."
         )
 
 
-def _check_fp8(schedule: Schedule, scaler: Any, *, given: bool) -> None:
-    """Raise for layer scales with FP8: constant FP8 scales need true gradients, delayed ones lag behind a change."""
+def _check_fp8(schedule: Schedule, scaler: Any, *, custom: bool) -> None:
+    """Raise for layer scales with FP8.
+
+    Constant FP8 scales need true gradients, and delayed ones lag behind a change.
+    """
     eight = [stage.level for stage in schedule.stages if stage.level.fp8 is not None]
     unit = next((level.name for level in eight if level.fp8 == "unit"), None)
-    if unit is not None and given:
+    if unit is not None and custom:
         raise ArgumentError(
             f"prepare: expected no scaler at {unit}, whose constant scales are of true gradients; got a "
             f"{type(scaler).__name__}, which multiplies them. Leave scaler out."
@@ -71,7 +74,7 @@ def _check_fp8(schedule: Schedule, scaler: Any, *, given: bool) -> None:
 
 
 def scaler_of(model: nn.Module, schedule: Schedule) -> Any:
-    """Return the scaler that the stages need, at the scale of the first plan; None if they need none."""
+    """Return the scaler that the stages need, or None."""
     scaled = [stage for stage in schedule.stages if stage.level.scaled]
     if not scaled:
         return None
@@ -86,7 +89,7 @@ def scaler_of(model: nn.Module, schedule: Schedule) -> Any:
 
 
 def begin_at(scaler: Any, root: nn.Module, stage: Stage) -> None:
-    """Set a scaler that the loop created to the scales of a stage's plan, if the plan has any."""
+    """Set the loop's own scaler to the scales of a stage's plan."""
     if scaler is None or stage.plan is None:
         return
     if stage.plan.scale is not None:
@@ -99,5 +102,5 @@ def begin_at(scaler: Any, root: nn.Module, stage: Stage) -> None:
 def _casts_scaled(root: nn.Module, stage: Stage) -> bool:
     plan = stage.plan
     return plan is not None and any(
-        said.gradients is not None and not is_native(said) for said in rules_of(plan, root, "prepare").values()
+        rule.gradients is not None and not is_native(rule) for rule in rules_of(plan, root, "prepare").values()
     )

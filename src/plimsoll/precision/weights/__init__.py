@@ -1,1 +1,1 @@
-"""Optimizers over 16-bit weights: FP32 masters, stochastic rounding, Kahan compensation."""
+"""Optimizers over 16-bit weights: FP32 masters, stochastic, Kahan."""

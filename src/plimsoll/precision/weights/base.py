@@ -1,7 +1,8 @@
-"""Base class of the optimizers over 16-bit weights. It wraps any torch optimizer, which steps float32 values instead.
+"""Base class of the optimizers over 16-bit weights.
 
-In the inner optimizer's groups a float32 parameter replaces each 16-bit one (`Pair`); other parameters stay. Groups and
-state are the inner optimizer's own, so a learning rate set on either object is set on both.
+It wraps any torch optimizer, which steps float32 values instead. In the inner optimizer's groups a float32 parameter
+replaces each 16-bit one (`Pair`); other parameters stay. Groups and state are the inner optimizer's own, so a learning
+rate set on either object is set on both.
 
 A step opens as many parameters at a time as `chunk_bytes` allow, lets the inner optimizer step only these, and closes
 them. The float32 values of the others take no memory meanwhile. This requires that the inner optimizer treats each
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plimsoll.checks import integer
 from plimsoll.errors import ArgumentError, UnsupportedTensorError
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
 from plimsoll.precision.weights.pair import Pair, Scratch, chunks
@@ -27,7 +29,10 @@ from plimsoll.rounding.casting import is_sharded
 
 
 def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype | None = torch.float32) -> None:
-    """Replace `old` by `new` in its group and in the state; state in old's dtype is cast to `dtype`."""
+    """Replace `old` by `new` in its group and its state.
+
+    State in old's dtype is cast to `dtype`.
+    """
     for group in optimizer.param_groups:
         group["params"][:] = [new if p is old else p for p in group["params"]]  # LBFGS keeps a reference to the list
     if old not in optimizer.state:
@@ -45,7 +50,7 @@ def put_state(optimizer: Optimizer, old: Tensor, new: Tensor, dtype: torch.dtype
 
 @contextmanager
 def swapped(optimizer: Optimizer, others: Mapping[int, Tensor]) -> Generator[None]:
-    """Inside, the groups contain other parameters in place of those with the given ids."""
+    """Put other parameters in place of those with the given ids for a while."""
     lists: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
     for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = [others.get(id(p), p) for p in params]
@@ -58,7 +63,10 @@ def swapped(optimizer: Optimizer, others: Mapping[int, Tensor]) -> Generator[Non
 
 @contextmanager
 def only(operation: str, optimizer: Optimizer, chosen: Set[int]) -> Generator[None]:
-    """Inside, the optimizer has only the parameters with these ids; its groups must not change meanwhile."""
+    """Limit an optimizer to the parameters with these ids for a while.
+
+    Its groups must not change meanwhile.
+    """
     groups = optimizer.param_groups
     lists: list[list[Tensor]] = [group["params"] for group in groups]
     before = [_settings(group) for group in groups]
@@ -104,7 +112,7 @@ _OURS = ("masters", "steps", "seed")  # keys of a state dict that are not the in
 
 
 class SixteenBitOptimizer(Optimizer, abc.ABC):
-    """An optimizer over 16-bit weights: a torch optimizer that steps float32 values in their place."""
+    """Torch optimizer over 16-bit weights that steps float32 values instead."""
 
     update: ClassVar[str]  # kind of update, for watches: "masters", "stochastic" or "kahan"
 
@@ -119,9 +127,9 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self.__setstate__({})  # torch's own way to create the hooks of an optimizer whose groups exist already
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in SIXTEEN_BIT]
         if not weights:
-            found = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
+            dtypes = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})
             raise ArgumentError(
-                f"{self.operation}: expected an optimizer of float16 or bfloat16 parameters; got {', '.join(found)}. "
+                f"{self.operation}: expected an optimizer of float16 or bfloat16 parameters; got {', '.join(dtypes)}. "
                 "Cast the model first, model.to(torch.bfloat16), and make the optimizer of its parameters."
             )
         for weight in weights:
@@ -131,7 +139,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _new_store(self, weight: Tensor) -> Store:
-        """Return the store of the parameter's float32 value; raise if this optimizer cannot take the parameter."""
+        """Return a store for the parameter's float32 value, or raise."""
 
     def _take(self, stores: dict[Tensor, Store]) -> None:
         for weight, store in stores.items():
@@ -141,7 +149,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         self._announce_to_watches()
 
     def _announce_to_watches(self) -> None:
-        """Let a watch find the weights behind the masters. Copies and pickles of the optimizer do not contain this."""
+        """Let a watch find the weights behind the masters.
+
+        Copies and pickles of the optimizer do not contain this.
+        """
         myself = weakref.ref(self)
         inner: Any = self.optimizer
         inner.plimsoll_update = self.update
@@ -151,7 +162,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: ``params`` are float32 masters, and parameters that are not 16-bit."""
+        """Groups of the inner optimizer, with masters for 16-bit parameters."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -162,7 +173,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state, by float32 parameter."""
+        """State of the inner optimizer, by float32 parameter."""
         return self.optimizer.state
 
     @state.setter
@@ -171,17 +182,17 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
+        """Defaults of the inner optimizer."""
         return self.optimizer.defaults
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The 16-bit parameters and their masters, in the groups' order."""
+        """Pairs of 16-bit parameters and masters, in the groups' order."""
         return tuple(self._pairs.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept in addition to the weights: masters, low bits or compensation.
+        """Bytes in addition to the weights: masters, low bits or compensation.
 
         Not included: the optimizer's state, and on a CPU the memory of open parameters in a step, usually
             `chunk_bytes`.
@@ -193,13 +204,13 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         known = {id(pair.weight) for pair in self.pairs}
         listed = param_group["params"]
         listed = [listed] if isinstance(listed, Tensor) else list(listed)
-        given: list[Any] = [p[1] if isinstance(p, tuple) else p for p in listed]
-        if any(id(p) in known for p in given):
+        added: list[Any] = [p[1] if isinstance(p, tuple) else p for p in listed]
+        if any(id(p) in known for p in added):
             raise ArgumentError(
                 f"{self.operation}.add_param_group: expected parameters that no group has; got one that is in a group. "
                 "Give each parameter once."
             )
-        weights = [p for p in given if isinstance(p, Tensor) and p.dtype in SIXTEEN_BIT]
+        weights = [p for p in added if isinstance(p, Tensor) and p.dtype in SIXTEEN_BIT]
         for weight in weights:
             refuse_sharded(self.operation, weight)
         stores = {weight: self._new_store(weight) for weight in weights}
@@ -222,10 +233,11 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`. Return the norm before, in float32.
+        """Scale all gradients to a norm of at most `max_norm`.
 
-        The numbers equal those of ``collect_gradients()`` and ``torch.nn.utils.clip_grad_norm_`` of the masters,
-        without their memory: `step` applies the factor when it converts the gradients. Without gradients the norm is 0.
+        Return the norm before, in float32. The numbers equal those of ``collect_gradients()`` and
+        ``torch.nn.utils.clip_grad_norm_`` of the masters, without their memory: `step` applies the factor when it
+        converts the gradients. Without gradients the norm is 0.
 
         Args:
             max_norm: Above 0; `inf` computes the norm and clips nothing.
@@ -236,11 +248,11 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
                 f"{self.operation}.clip_gradients: expected max_norm above zero; got max_norm={max_norm}. "
                 "Use float('inf') to have the norm alone."
             )
-        found = [(p, self._gradient(p)) for p in self._parameters()]
-        grads = [g for _, g in found if g is not None]
+        gradients = [(p, self._gradient(p)) for p in self._parameters()]
+        grads = [g for _, g in gradients if g is not None]
         total = total_norm(grads, norm_type, self._factor)
         factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
-        own = [g for p, g in found if g is not None and (g is p.grad)]
+        own = [g for p, g in gradients if g is not None and (g is p.grad)]
         for g in own:
             g.mul_(factor.to(g.device))
         if len(own) < len(grads):
@@ -263,9 +275,9 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step the float32 values, and write the model's 16-bit weights. Parameters without a gradient stay.
+        """Step the float32 values, and write the model's 16-bit weights.
 
-        A closure is called once, before the step.
+        Parameters without a gradient stay. A closure is called once, before the step.
         """
         loss = None
         if closure is not None:
@@ -277,7 +289,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return loss
 
     def _with_hooks(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run the step between the inner optimizer's hooks; hooks after it see the written weights."""
+        """Run the step between the inner optimizer's hooks.
+
+        Hooks after it find the written weights.
+        """
         result = Optimizer.profile_hook_step(step)(self.optimizer, *args)
         # A scheduler made with the inner optimizer checks this flag.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
@@ -310,10 +325,11 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under ``masters`` the float32 values, by parameter index.
+        """Return the inner optimizer's state, and the float32 values in ``masters``.
 
-        Tensors are references, not copies: save them before the next step. The weights are included, so the state does
-        not depend on the model's own checkpoint. ``torch.save`` of both in one file writes them once.
+        Their keys are parameter indices. Tensors are references, not copies: save them before the next step. The
+        weights are included, so the state does not depend on the model's own checkpoint. ``torch.save`` of both in one
+        file writes them once.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -324,7 +340,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the `state_dict` of this or any other optimizer over 16-bit weights, exactly.
+        """Load the `state_dict` of any optimizer over 16-bit weights, exactly.
 
         The masters of the checkpoint overwrite the model's weights, whatever was loaded into the model. To start from
         other weights instead, load them into the model after this, and call `take_model_weights`.
@@ -345,7 +361,7 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def take_model_weights(self) -> None:
-        """Set the float32 values to the model's present weights, for example after loading other weights."""
+        """Set the float32 values to the model's present weights."""
         for pair in self.pairs:
             pair.store.restart(pair.weight.detach())
             pair.settle()
@@ -363,9 +379,10 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     @torch.no_grad()
     def unwrap(self) -> Optimizer:
-        """Return the inner optimizer with the model's own parameters in its groups; its state stays as it is.
+        """Return the inner optimizer with the model's own parameters.
 
-        Take the float32 values first (`master_of`) if you need them. This object cannot be used afterwards.
+        Its state stays as it is. Take the float32 values first (`master_of`) if you need them. This object cannot be
+        used afterwards.
         """
         for pair in self.pairs:
             pair.forget()
@@ -376,18 +393,15 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
         return self.optimizer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what hooks and schedulers have added, as torch's optimizers do."""
+        """Return the state without additions of hooks and schedulers, as torch does."""
         ours = {name: value for name, value in self.__dict__.items() if name not in {"step", "_pairs", "_scratch"}}
         hooks = {name for name in ours if name.endswith("_hooks") or name.startswith(("_opt_called", "_zero_grad"))}
         return {name: value for name, value in ours.items() if name not in hooks} | {"_pairs": list(self.pairs)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(pairs := state.get("_pairs"), list):
-            state = {
-                **state,
-                "_scratch": Scratch(),
-                "_pairs": {id(pair.master): pair for pair in cast("list[Pair]", pairs)},
-            }
+            by_id = {id(pair.master): pair for pair in cast("list[Pair]", pairs)}
+            state = {**state, "_scratch": Scratch(), "_pairs": by_id}
         super().__setstate__(state)
         if "optimizer" in state:
             self._announce_to_watches()
@@ -401,8 +415,8 @@ class SixteenBitOptimizer(Optimizer, abc.ABC):
 
     def _numbered(self) -> dict[int, Pair]:
         """Return the pairs by the index of their parameters in a state dict."""
-        found = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
-        return {number: pair for number, pair in found if pair is not None}
+        pairs = ((number, self._pairs.get(id(p))) for number, p in enumerate(self._parameters()))
+        return {number: pair for number, pair in pairs if pair is not None}
 
 
 def entries_of(pairs: Mapping[int, Pair]) -> dict[int, Entry]:
@@ -453,8 +467,7 @@ def check_optimizer(operation: str, optimizer: object, chunk_bytes: int) -> None
             f"{operation}: expected an optimizer whose step is not differentiable, since rounding weights to 16 bits "
             "has no gradient; got differentiable=True. Leave it out."
         )
-    if chunk_bytes <= 0:
-        raise ArgumentError(f"{operation}: expected chunk_bytes above zero; got chunk_bytes={chunk_bytes}.")
+    integer(operation, "chunk_bytes", chunk_bytes, low=1, remedy="Leave it out for 16 MiB.")
 
 
 def refuse_sharded(operation: str, weight: Tensor) -> None:
@@ -468,7 +481,7 @@ def refuse_sharded(operation: str, weight: Tensor) -> None:
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, factor: Tensor | None) -> Tensor:
-    """Return the norm of all gradients in float32, 16-bit ones times the factor; 0 for none.
+    """Return the norm of all gradients in float32, 16-bit ones times the factor.
 
     The result equals ``torch.nn.utils.get_total_norm`` of the gradients in float32. Gradients are widened one at a
     time.

@@ -1,4 +1,4 @@
-"""`KahanWeights`: bfloat16 weights with a bfloat16 compensation that keeps the rounding error."""
+"""`KahanWeights`: bfloat16 weights with a bfloat16 compensation."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from plimsoll.precision.weights.stores import Entry, Store, in_blocks, round_to,
 
 
 class KahanWeights(SixteenBitOptimizer):
-    """bfloat16 weights, each with a bfloat16 compensation: the last rounding error, added back in the next step.
+    """bfloat16 weights, each with its last rounding error in bfloat16.
 
-    This is Kahan's summation, as used for training in bfloat16 alone by Zamirai et al. (2020). Weight and compensation
-    take 4 bytes together and have about 16 bits of precision. Compact `MasterWeights` take as many bytes and have all
-    24.
+    The error is added back in the next step. This is Kahan's summation, as used for training in bfloat16 alone by
+    Zamirai et al. (2020). Weight and compensation take 4 bytes together and have about 16 bits of precision. Compact
+    `MasterWeights` take as many bytes and have all 24.
 
     Numerics. A step begins with the sum of weight and compensation in float32. The inner optimizer steps that sum, so
     everything that it does to a weight is compensated, decay included. The weight becomes the result rounded to nearest
@@ -58,7 +58,7 @@ class Compensation:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The compensation."""
+        """Compensation."""
         return (self._cut,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:

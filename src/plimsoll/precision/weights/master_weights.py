@@ -1,4 +1,4 @@
-"""`MasterWeights`: float32 master weights for 16-bit parameters, around any torch optimizer."""
+"""`MasterWeights`: float32 masters of 16-bit weights, around any optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,10 @@ from plimsoll.precision.weights.stores import Compact, Full, Store
 
 
 class MasterWeights(SixteenBitOptimizer):
-    """FP32 master weights: the optimizer steps the masters, and the model's 16-bit weights are their rounded copy.
+    """FP32 master weights, with the model's 16-bit weights as rounded copies.
 
-    An update that is small compared with its weight is lost in 16 bits. In the master it adds up.
+    The optimizer steps the masters. An update that is small compared with its weight is lost in 16 bits. In the master
+    it adds up.
 
     Numerics. float16 weights are their masters rounded to nearest even, bfloat16 weights to nearest with ties away from
     zero. With `compact`, only the 16 bits that a bfloat16 weight lacks are stored: 4 bytes for both instead of 6.
@@ -68,10 +69,10 @@ class MasterWeights(SixteenBitOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters, and write the model's weights. Parameters without a gradient stay as they are.
+        """Step the masters, and write the model's weights.
 
-        A closure runs forward and backward of the model. If all masters are full, the optimizer may call it several
-        times.
+        Parameters without a gradient stay as they are. A closure runs forward and backward of the model. If all masters
+        are full, the optimizer may call it several times.
         """
         if not all(pair.store.whole for pair in self.pairs):
             return super().step(closure)
@@ -92,7 +93,10 @@ class MasterWeights(SixteenBitOptimizer):
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure for the inner optimizer: weights follow the masters before each call but the first."""
+        """Return the closure for the inner optimizer.
+
+        Weights follow the masters before each call but the first.
+        """
         calls = 0
 
         def evaluate() -> Any:

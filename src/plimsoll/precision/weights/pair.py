@@ -1,4 +1,4 @@
-"""A 16-bit parameter of the model, and the float32 one that the optimizer steps in its place.
+"""Pair of a 16-bit parameter and the float32 one that is stepped instead.
 
 Between steps the float32 parameter of a store that is not `whole` has no values. It is a single NaN, expanded to the
 shape, so that reading it is obvious and writing to it raises. It can have a gradient: `collect` copies the model's
@@ -15,9 +15,9 @@ from plimsoll.precision.weights.stores import Store
 
 
 class Scratch:
-    """CPU memory for open parameters, kept from step to step because fresh memory costs more than the step itself.
+    """CPU memory for open parameters, reused from step to step.
 
-    On other devices torch's own allocator keeps freed memory.
+    Fresh memory costs more than the step itself. On other devices torch's own allocator keeps freed memory.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class Scratch:
         return self._memory.nbytes
 
     def start(self, size_bytes: int) -> None:
-        """Free everything and provide `size_bytes`; tensors taken before must no longer be used."""
+        """Free everything, and provide this size. Earlier tensors become invalid."""
         if self._memory.nbytes < size_bytes:
             self._memory = torch.empty(size_bytes // _FLOAT32_BYTES)
         self._used = 0
 
     def take(self, like: Tensor) -> Tensor | None:
-        """Return float32 memory of the tensor's shape, or None if this memory does not fit it."""
+        """Return float32 memory of the tensor's shape, or None if it does not fit."""
         end = self._used + like.numel()
         if not like.is_cpu or like.is_sparse or not like.is_contiguous() or end > self._memory.numel():
             return None
@@ -49,7 +49,7 @@ _FLOAT32_BYTES = 4
 
 
 class Pair:
-    """A parameter in both formats, and the store of what the model's one lacks."""
+    """Parameter in both formats, with a store for the digits that 16 bits lack."""
 
     __slots__ = ("_collected", "_lent", "master", "store", "weight")
 
@@ -72,7 +72,10 @@ class Pair:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def collect(self, factor: Tensor | None = None) -> None:
-        """Set the master's gradient to the model's in float32, times the factor, unless it is already."""
+        """Set the master's gradient to the model's in float32, times the factor.
+
+        Nothing is done if it is set already.
+        """
         g = self.weight.grad
         if g is None:
             if self._collected is not None:  # the model's gradients were cleared since
@@ -83,13 +86,13 @@ class Pair:
 
     @property
     def changed(self) -> bool:
-        """Whether the model's gradient differs from the collected one. None counts as unchanged."""
+        """True if the model's gradient is not the collected one. None is unchanged."""
         g = self.weight.grad
         return self._collected is not None and g is not None and not self._is_collected(g)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of the next step: the master's if there is one, else the model's in its own dtype."""
+        """Gradient of the next step: the master's, or else the model's."""
         collected = self.master.grad
         return self.weight.grad if collected is None else collected
 
@@ -100,19 +103,19 @@ class Pair:
     def _is_collected(self, g: Tensor) -> bool:
         if self._collected is None:
             return False
-        found, version = self._collected
-        return found() is g and version == g._version  # noqa: SLF001  (likewise)
+        collected, version = self._collected
+        return collected() is g and version == g._version  # noqa: SLF001  (likewise)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
     @property
     def open_bytes(self) -> int:
-        """Bytes that `open` allocates: values and gradients, as far as they do not exist yet."""
+        """Bytes of values and gradients that `open` will allocate."""
         tensors = (not self.store.whole) + (self.master.grad is None)
         return tensors * _FLOAT32_BYTES * self.weight.numel()
 
     def open(self, factor: Tensor | None, scratch: Scratch | None = None) -> None:
-        """Give the master its values, and a gradient if it has none: the model's, times the factor."""
+        """Give the master its values, and the model's gradient times the factor."""
         scratch = scratch or Scratch()
         out = None if self.store.whole else scratch.take(self.weight)
         self.master.data = self.store.open(self.weight.detach(), out)
@@ -133,7 +136,7 @@ class Pair:
             self.master.data = self.store.open(self.weight.detach())
 
     def shut(self) -> None:
-        """Drop the master's values, unless the store keeps them, and the gradient that `open` made."""
+        """Drop the values and the gradient that `open` made."""
         if self._lent:
             self.forget()
         if not self.store.whole:
@@ -141,13 +144,13 @@ class Pair:
 
 
 def in_float32(g: Tensor, factor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Return a copy of a gradient in float32, times the factor; a sparse one stays sparse."""
+    """Return a copy of a gradient in float32, times the factor, sparse or not."""
     wide = g.detach().to(torch.float32, copy=True) if out is None else out.copy_(g)
     return wide if factor is None else wide.mul_(factor.to(g.device))
 
 
 def chunks(parameters: Sequence[Tensor], pairs: Mapping[int, Pair], room_bytes: int) -> Iterator[set[int]]:
-    """Yield sets of parameter ids, each as large as the memory allows; `pairs` contains those that need opening."""
+    """Yield sets of parameter ids, each as large as the memory allows."""
     chunk: set[int] = set()
     room = room_bytes
     for p in parameters:

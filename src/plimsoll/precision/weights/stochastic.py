@@ -1,4 +1,4 @@
-"""`StochasticWeights`: bfloat16 weights without masters, rounded at random so that small updates count on average."""
+"""`StochasticWeights`: bfloat16 weights without masters, rounded at random."""
 
 from typing import Any
 
@@ -15,10 +15,11 @@ _WORD = (1 << 64) - 1
 
 
 class StochasticWeights(SixteenBitOptimizer):
-    """bfloat16 weights without masters: each step is computed in float32 and rounded up or down at random.
+    """bfloat16 weights without masters, rounded up or down at random.
 
-    The chance of rounding up is the value's distance from the lower number, in units of the spacing. The mean is
-    therefore right: an update too small for bfloat16 is sometimes applied as a whole step. Weights take 2 bytes.
+    Each step is computed in float32. The chance of rounding up is the value's distance from the lower number, in units
+    of the spacing. The mean is therefore right: an update too small for bfloat16 is sometimes applied as a whole step.
+    Weights take 2 bytes.
 
     Numerics. The inner optimizer steps in float32, with float32 state, from the bfloat16 weight. The noise is a fixed
     function (Philox) of seed, step, and the indices of parameter and value. It is the same on every rank and backend,
@@ -102,7 +103,10 @@ def refuse_float16(operation: str, weight: Tensor) -> None:
 
 
 def mixed(x: int) -> int:
-    """Mix the 64 bits of x, so that close keys differ a lot: SplitMix64's finisher, Steele et al., OOPSLA 2014."""
+    """Mix 64 bits, so that close keys differ a lot.
+
+    This is SplitMix64's finisher (Steele et al., OOPSLA 2014).
+    """
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD

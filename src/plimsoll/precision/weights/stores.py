@@ -1,4 +1,4 @@
-"""Stores: the data kept for each 16-bit weight, so that an optimizer can step a float32 value in its place.
+"""Stores: data for each 16-bit weight, from which its float32 value follows.
 
 A store opens the weight as float32 values, and after the step closes it with them. All rounding happens there. `entry`
 and `load` are its part of a checkpoint. The keys of an entry identify how the value was kept, so that every store can
@@ -22,7 +22,7 @@ _BLOCK = 1 << 17
 
 
 def split(value: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Write the float32 `value` as bfloat16 `weight` and int16 `low`. Overwrites the memory of `value`."""
+    """Write float32 as bfloat16 `weight` and int16 `low`. Overwrites `value`."""
     for part, high, rest in in_blocks(value, weight.view(torch.int16), low):
         bits = _without_nan(part).view(torch.int32)
         rest.copy_(bits)  # the lower half of an int32: the conversion drops the upper one
@@ -30,7 +30,10 @@ def split(value: Tensor, weight: Tensor, low: Tensor) -> None:
 
 
 def join(weight: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the float32 number that `split` took; for a weight changed since, one that still rounds to it."""
+    """Return the float32 number that `split` took.
+
+    For a weight changed since, it is a number that still rounds to the weight.
+    """
     out = torch.empty_like(low, dtype=torch.float32) if out is None else out
     for value, high, rest in in_blocks(out, weight, low):
         value.view(torch.int32).copy_(rest).add_(high.view(torch.int16), alpha=1 << 16)
@@ -46,7 +49,7 @@ def round_away(value: Tensor, weight: Tensor) -> None:
 
 
 def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors of one shape piece by piece, so that intermediate results stay in the CPU's caches.
+    """Yield tensors of one shape in pieces that fit a CPU's caches.
 
     On a GPU, or if a tensor is not contiguous, they come whole.
     """
@@ -58,7 +61,8 @@ def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _without_nan(value: Tensor) -> Tensor:
-    """Return the value with quiet NaNs whose low bits are zero; a GPU is not asked whether there are any."""
+    """Return the value with quiet NaNs whose low bits are zero."""
+    # Only a CPU is asked whether there are any: on a GPU the answer would cost a synchronization.
     if value.is_cpu and not _may_have_nan(value):
         return value
     bits = value.view(torch.int32)
@@ -66,7 +70,8 @@ def _without_nan(value: Tensor) -> Tensor:
 
 
 def _may_have_nan(value: Tensor) -> bool:
-    """Return whether there may be a NaN. The sum takes a tenth of the time of `isnan`; Inf - Inf counts too."""
+    """Return whether there may be a NaN, or an infinity of each sign."""
+    # The sum takes a tenth of the time of `isnan`.
     return math.isnan(float(value.sum()))
 
 
@@ -78,20 +83,23 @@ class Store(Protocol):
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The tensors that exist between steps."""
+        """Tensors that exist between steps."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether the float32 values exist between steps, so that opening takes no memory."""
+        """True if the float32 values exist between steps, so that opening is free."""
         ...
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the float32 values to step, in `out` if it is given and the values do not exist already."""
+        """Return the float32 values to step, in `out` if they do not exist yet."""
         ...
 
     def close(self, weight: Tensor, value: Tensor, key: int) -> None:
-        """Write the stepped values to the weight; `key` selects the noise. May overwrite the memory of `value`."""
+        """Write the stepped values to the weight. May overwrite `value`.
+
+        `key` selects the noise.
+        """
         ...
 
     def peek(self, weight: Tensor) -> Tensor:
@@ -112,7 +120,7 @@ class Store(Protocol):
 
 
 class Full:
-    """A float32 master. It is created when first needed, so that a frozen weight costs nothing."""
+    """Store of a float32 master, created at its first use."""
 
     whole = True
 
@@ -121,11 +129,14 @@ class Full:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The master, once it exists."""
+        """Master, once it exists."""
         return () if self._value is None else (self._value,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG002  (the interface's)
-        """Return the master. Where the weight is not the rounded master, it was changed from outside and wins."""
+        """Return the master.
+
+        Where the weight is not the rounded master, it was changed from outside and is used.
+        """
         if self._value is None:
             self._value = weight.to(torch.float32)
             return self._value
@@ -163,7 +174,7 @@ class Full:
 
 
 class Compact:
-    """The low 16 bits of a float32 master; the upper bits are the bfloat16 weight itself."""
+    """Store of the low 16 bits of a float32 master, above the bfloat16 weight."""
 
     whole = False
 
@@ -172,7 +183,7 @@ class Compact:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The low bits."""
+        """Low bits."""
         return (self._low,)
 
     def open(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -201,7 +212,10 @@ class Compact:
 
 
 def round_to(value: Tensor, weight: Tensor) -> Tensor:
-    """Write float32 values to a 16-bit weight, to nearest: ties away in bfloat16 (as `split`), to even in float16."""
+    """Write float32 values to a 16-bit weight, to nearest.
+
+    Ties go away from zero in bfloat16 (as in `split`), to even in float16.
+    """
     if weight.dtype is not torch.bfloat16:
         return weight.copy_(value)
     if not weight.is_cpu:
@@ -222,8 +236,9 @@ def value_of(entry: Entry, like: Tensor) -> Tensor:
 
 
 def _same(bits: Tensor, weight: Tensor) -> bool:
-    """Return whether a 16-bit weight has these bits; takes a third of the time of `torch.equal`."""
+    """Return whether a 16-bit weight has these bits."""
+    # This takes a third of the time of `torch.equal`.
     if not bits.numel():
         return True
-    found = (a.bitwise_xor(b).aminmax() for a, b in in_blocks(bits, weight.view(torch.int16)))
-    return all(int(least) == int(most) == 0 for least, most in found)
+    ranges = (a.bitwise_xor(b).aminmax() for a, b in in_blocks(bits, weight.view(torch.int16)))
+    return all(int(least) == int(most) == 0 for least, most in ranges)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from plimsoll.checks import one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Format, get
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
@@ -31,7 +32,7 @@ _SLACK = 1.01  # float32 rounding stays within it; smaller errors of a 16-bit mo
 
 
 def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGuard":
-    """Guard an Adam or AdamW whose 16-bit parameters have 16-bit state, until `AdamGuard.remove`.
+    """Guard an Adam with 16-bit state until `AdamGuard.remove`.
 
     An update is then at most 7.27 learning rates (for the usual betas), and no weight becomes 0/0. The guard cannot
     restore squares below the format's range: their second moment is a lower bound, and the step can be smaller than
@@ -55,8 +56,7 @@ def guard_adam(optimizer: Optimizer, *, epsilon: Epsilon = "refuse") -> "AdamGua
             f"guard_adam: expected torch.optim.Adam or AdamW; got {type(optimizer).__name__}. Optimizers over float32 "
             "values (MasterWeights, StochasticWeights, KahanWeights) need no guard; for others there is none."
         )
-    if epsilon not in {"refuse", "raise"}:
-        raise ArgumentError(f"guard_adam: expected epsilon to be 'refuse' or 'raise'; got {epsilon!r}.")
+    one_of("guard_adam", "epsilon", epsilon, ("refuse", "raise"))
     groups = [(group, {p.dtype for p in group["params"]}.intersection(SIXTEEN_BIT)) for group in optimizer.param_groups]
     if not any(dtypes for _, dtypes in groups):
         raise ArgumentError(
@@ -79,7 +79,7 @@ class AdamGuard:
 
     @property
     def raised(self) -> int:
-        """Number of second moments raised so far, over values and steps. Reading it waits for the device."""
+        """Number of second moments raised so far. Reading it waits for the device."""
         return sum(int(count) for count in self._raised.values())
 
     def remove(self) -> None:
@@ -107,12 +107,9 @@ class AdamGuard:
         floor = (first / (_SLACK * largest_ratio(*_betas(group)))).square_()
         low = second < floor
         # The step multiplies by b2 and rounds. Two more units of the last place cover both.
-        asked = (
-            (floor / _betas(group)[1])
-            .mul_(1 + 2 * torch.finfo(second_moment.dtype).eps)
-            .clamp_(min=_smallest(second_moment.dtype))
-        )
-        second_moment.copy_(torch.where(low, asked, second_moment))
+        margin = 1 + 2 * torch.finfo(second_moment.dtype).eps
+        raised = (floor / _betas(group)[1]).mul_(margin).clamp_(min=_smallest(second_moment.dtype))
+        second_moment.copy_(torch.where(low, raised, second_moment))
         count = self._raised.setdefault(p.device, torch.zeros((), dtype=torch.int64, device=p.device))
         count.add_(low.sum())
 
@@ -123,7 +120,7 @@ def largest_ratio(b1: float, b2: float) -> float:
 
 
 def _next_moments(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the first moment after this step in float32, and the second as its dtype will represent it."""
+    """Return the moments after this step, the second as its dtype represents it."""
     b1, b2 = _betas(group)
     g = cast("Tensor", p.grad).to(torch.float32)
     if group["maximize"]:
@@ -131,20 +128,14 @@ def _next_moments(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> tu
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
         g = g + p.to(torch.float32) * group["weight_decay"]
     second_moment = cast("Tensor", state["exp_avg_sq"])
-    added = g.square().mul_(1 - b2)
-    second = (
-        second_moment.to(torch.float32)
-        .mul_(b2)
-        .to(second_moment.dtype)
-        .to(torch.float32)
-        .add_(added)
-        .to(second_moment.dtype)
-    )
+    dtype = second_moment.dtype
+    decayed = second_moment.to(torch.float32).mul_(b2).to(dtype).to(torch.float32)  # each operation rounds once
+    second = decayed.add_(g.square().mul_(1 - b2)).to(dtype)
     return state["exp_avg"].to(torch.float32).lerp_(g, 1 - b1), second.to(torch.float32)
 
 
 def _begin(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """Create the state of a parameter's first step before Adam does, so that the guard can act on it."""
+    """Create a parameter's state before Adam does, so that the guard can act."""
     on_device = group["capturable"] or group["fused"]
     state["step"] = torch.zeros((), device=p.device if on_device else "cpu", dtype=torch.float32)
     for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):

@@ -1,10 +1,9 @@
-"""`clamp_residuals`: clamps and counts values that have grown beyond a format's largest number.
+"""`clamp_residuals`: clamps and counts values beyond a format's largest number.
 
 In deep transformers each layer adds to the residual stream, and after many layers a few values exceed 65,504. FP16
 turns them into Inf, and what follows into NaN. Clamping them to the largest value has almost no effect on results.
 """
 
-import difflib
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from plimsoll.checks import integer, nearest, one_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import BlockFormat, get
 from plimsoll.kernels.dtypes import FLOATING
@@ -25,7 +25,7 @@ Gradient = Literal["zero", "pass"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamped:
-    """Counts of a module's outputs: values checked, values clamped, and infinite ones among the clamped."""
+    """Counts of a module's outputs: all values, clamped ones, infinite ones."""
 
     values: int
     clamped: int
@@ -41,7 +41,7 @@ def clamp_residuals(
     check_every: int = 100,
     first: bool = False,
 ) -> "ResidualClamp":
-    """Clamp the outputs of the named modules to a format's largest value, until `remove`.
+    """Clamp the outputs of modules to a format's largest value, until `remove`.
 
     Numerics. Values above the largest finite one become it, +Inf included; likewise below its negative. NaN stays. The
     dtype stays, so in float16 only infinities change, and float32 values are limited to what a float16 module can take.
@@ -75,16 +75,14 @@ def clamp_residuals(
             f"clamp_residuals: expected a format of single numbers; got {number_format.name}, whose largest value "
             'depends on the block. Use its element\'s: "fp16", "e4m3".'
         )
-    if gradient not in {"zero", "pass"}:
-        raise ArgumentError(f"clamp_residuals: expected gradient to be 'zero' or 'pass'; got {gradient!r}.")
-    if check_every < 1:
-        raise ArgumentError(f"clamp_residuals: expected check_every of at least 1; got check_every={check_every}.")
+    one_of("clamp_residuals", "gradient", gradient, ("zero", "pass"))
+    integer("clamp_residuals", "check_every", check_every, low=1, remedy="Use 100.")
     chosen = _matching(model, [modules] if isinstance(modules, str) else list(modules))
     return ResidualClamp(chosen, number_format.max, gradient, check_every, first=first)
 
 
 class ResidualClamp:
-    """Handle on clamped modules: `counts` reports the clamped values, `remove` (or the end of a ``with``) stops."""
+    """Handle on clamped modules: `counts`, and `remove` or a ``with`` block."""
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class ResidualClamp:
         def clamp(_module: nn.Module, _inputs: Any, output: Any) -> Any:
             clamped = _mapped(output, lambda x: self._clamp(name, x))
             if not torch.compiler.is_compiling():
-                self._look(name)
+                self._check(name)
             return clamped
 
         return clamp
@@ -148,7 +146,7 @@ class ResidualClamp:
             return x.clamp(-largest, largest)
         return cast("Any", _ClampPassing).apply(x, largest)
 
-    def _look(self, name: str) -> None:
+    def _check(self, name: str) -> None:
         self._calls[name] += 1
         known = self._counts[name]
         if name in self._warned or known is None:
@@ -173,7 +171,7 @@ class ResidualClamp:
 
 
 class _ClampPassing(torch.autograd.Function):
-    """A clamp whose gradient passes unchanged."""
+    """Clamp whose gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, largest: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -187,7 +185,7 @@ class _ClampPassing(torch.autograd.Function):
 
 
 def _largest_within(limit: float, dtype: torch.dtype) -> float:
-    """Return the largest number of the dtype that is not above the limit: 65,280 in bfloat16 for float16's 65,504."""
+    """Return the dtype's largest number up to the limit: 65,280 in bfloat16."""
     number = torch.tensor(limit, dtype=torch.float64).to(dtype)
     return float(number if float(number) <= limit else torch.nextafter(number, torch.zeros_like(number)))
 
@@ -217,7 +215,7 @@ def _matching(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     for pattern in patterns:
         names = [pattern] if pattern in known else [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            near = difflib.get_close_matches(pattern, known, n=3) or list(known)[:5]
+            near = nearest(pattern, known) or list(known)[:5]
             raise ArgumentError(
                 f"clamp_residuals: expected the names of modules; got {pattern!r}, which none has. "
                 f"There are, among others: {', '.join(near)}."

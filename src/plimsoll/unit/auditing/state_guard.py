@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.watch.hooks import torch_hooks
+from plimsoll.watch.hooks.autograd_graph import leaves_of
 from plimsoll.watch.session import nothing_recorded
 from plimsoll.watch.shadow.replay import borrowed, buffers_of
 from plimsoll.watch.shadow.rng_state import RandomState
@@ -80,7 +81,7 @@ def _copied(value: Any, leaves: dict[int, nn.Parameter], copies: dict[int, Any])
 def gradients_restored(ends: Iterable[Tensor], audited: Iterable[Tensor]) -> Generator[None]:
     """Restore the gradients of leaves that these tensors reach, but the audited."""
     own = {id(x) for x in audited}
-    saved = [(leaf, leaf.grad) for leaf in _leaves_of(ends) if id(leaf) not in own]
+    saved = [(leaf, leaf.grad) for leaf in leaves_of(list(ends)).values() if id(leaf) not in own]
     for leaf, _ in saved:
         leaf.grad = None
     try:
@@ -88,21 +89,6 @@ def gradients_restored(ends: Iterable[Tensor], audited: Iterable[Tensor]) -> Gen
     finally:
         for leaf, gradient in saved:
             leaf.grad = gradient
-
-
-def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors to whose gradients a backward pass from these adds."""
-    nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
-    visited, leaves = set(nodes), list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in visited:
-                visited.add(following)
-                nodes.append(following)
-    return leaves
 
 
 @contextlib.contextmanager
