@@ -7,6 +7,10 @@ import importlib
 import importlib.machinery
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import importlib.abc
 
 MOVED = {
     "diagnosis._divergence": "diagnosis.comparison.divergence",
@@ -104,7 +108,8 @@ class Finder:
         """Finds the modules of the table."""
         if fullname.removeprefix("plimsoll.") not in MOVED:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # some had modules below them
+        loader = cast("importlib.abc.Loader", self)
+        return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)  # some had modules below them
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         """Leave the creation of the module to Python."""

@@ -338,11 +338,11 @@ def test_a_verdict_that_hangs_leaves_the_others_judged(monkeypatch: pytest.Monke
 def test_the_page_itself_needs_no_thread(site: Served) -> None:
     held = Held()
     with ExitStack() as lines:
-        site.app.answers.runs = held
+        site.app.answers.runs = lambda columns: held()
         for _ in range(60):
             line = lines.enter_context(connected(site))
             line.sendall(head(site, "/api/runs"))
-        held.begun.acquire()
+        assert held.begun.acquire(timeout=HANG_SECONDS)
         with connected(site) as page:
             page.sendall(head(site, "/", "Connection: close"))
             assert status(until_closed(page)) == 200

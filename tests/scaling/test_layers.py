@@ -404,7 +404,7 @@ def test_bad_arguments_say_so() -> None:
         LayerScaler(model, every=0)
     with pytest.raises(ArgumentError, match="margin_binades to be an integer of at least 0; got margin_binades=-1"):
         LayerScaler(model, margin_binades=-1)
-    with pytest.raises(ArgumentError, match="modules to scale; got ReLU, of which none was chosen"):
+    with pytest.raises(ArgumentError, match="modules to scale; got ReLU, of which none is chosen"):
         LayerScaler(nn.ReLU())
     with pytest.raises(ArgumentError, match="history to be an integer of at least 1"):
         LayerScaler(model, history=0)

@@ -126,7 +126,7 @@ def test_a_tensor_that_leaves_otherwise_is_refused_and_released() -> None:
     model, x = Written(leaking, store=lambda t: t, **linears(3)), inputs()
     model.load_state_dict(state)
     scaler = scaled(model)
-    with pytest.raises(StateError, match=r"a tensor that left it otherwise, .* carry 2\*\*-?\d+ \(b\) too"):
+    with pytest.raises(StateError, match=r"a tensor that left the model otherwise, .* scale 2\*\*-?\d+ \(b\) too"):
         scaler.scale(total(model, x))
     model.store = scaler.release
     scaler.scale(total(model, x)).backward()

@@ -102,7 +102,7 @@ def test_a_name_belongs_to_one_class() -> None:
 
     first, second = define(), define()  # as a notebook cell that runs twice
     assert SCALERS["own"] is second is not first
-    with pytest.raises(ArgumentError, match="name='own', which is that of tests.scaling.test_registry.*Own"):
+    with pytest.raises(ArgumentError, match="name='own', the name of tests.scaling.test_registry.*Own"):
 
         class Other(DynamicScaler, name="own"): ...
 

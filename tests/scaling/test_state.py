@@ -132,7 +132,7 @@ def test_a_scale_that_gradscaler_let_fall_to_zero_is_taken_to_the_floor_and_said
         scaler.load_state_dict(stock.state_dict())
     assert scaler.get_scale() == 2.0**-14
     broken = {**stock.state_dict(), "scale": float("nan")}
-    with pytest.warns(UserWarning, match="a scale of nan lies outside"):
+    with pytest.warns(UserWarning, match="a scale of nan is outside"):
         scaler.load_state_dict(broken)
     assert scaler.get_scale() == 2.0**-14
 
