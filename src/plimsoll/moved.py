@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    import importlib.abc
+    from importlib.abc import Loader
 
 MOVED = {
     "diagnosis._divergence": "diagnosis.comparison.divergence",
@@ -108,7 +108,7 @@ class Finder:
         """Finds the modules of the table."""
         if fullname.removeprefix("plimsoll.") not in MOVED:
             return None
-        loader = cast("importlib.abc.Loader", self)
+        loader = cast("Loader", self)
         return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)  # some had modules below them
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
