@@ -275,6 +275,17 @@ def test_a_read_only_install_caches_elsewhere(tmp_path):
     assert folder.startswith(str(tmp_path)) and any(tmp_path.rglob("*.nbi"))
 
 
+def test_compiled_code_of_other_sources_is_not_used(monkeypatch):
+    """A kernel holds constants of other files, as of the row layout: a change there must compile it again."""
+    measuring = pytest.importorskip("plimsoll.kernels.numba_backend.measuring.kernels", reason="needs Numba")
+    kernels.measure_one(torch.ones(4, dtype=torch.float64), kernels.new_bank(1), 0)
+    index = measuring.measure_float64._cache._cache_file
+    assert {name for name, *_ in index._source_stamp} >= {"row_layout.py", "sweep.py", "compiling.py"}
+    before = index._source_stamp
+    monkeypatch.setattr(index, "_source_stamp", (("row_layout.py", 1, 1), *before[1:]))
+    assert index._load_index() == {}
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: synchronisation and graphs exist only there"
 )

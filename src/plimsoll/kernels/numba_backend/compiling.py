@@ -5,12 +5,13 @@ it at once. Kernels here are serial and release the GIL; `threads` runs several 
 
 Compiled code is cached beside the source, or in the user's cache folder where that is read-only (Numba's own rule;
 NUMBA_CACHE_DIR overrides it). Where neither can be written, the kernels compile again in each process, and a warning
-says so once. Numba notices a change of the file that holds a kernel and of no other, so kernels that call each other
-share a file, or say in theirs that they do not. After a change to this one, remove the compiled code.
+says so once. Compiled code is used only while all files of the kernels are as they were when it was compiled.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from plimsoll import row_layout
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 _uncached: list[str] = []
@@ -50,7 +53,7 @@ def is_cached() -> bool:
 
 def _compile(function: Callable[..., Any], **options: Any) -> Any:
     try:
-        return njit(cache=True, **_OPTIONS, **options)(function)
+        compiled = njit(cache=True, **_OPTIONS, **options)(function)
     except RuntimeError as error:  # Numba found no folder to keep the compiled code in
         if not _uncached:
             warnings.warn(
@@ -61,6 +64,18 @@ def _compile(function: Callable[..., Any], **options: Any) -> Any:
             )
         _uncached.append(str(error))
         return njit(**_OPTIONS, **options)(function)
+    # Numba looks at the file of the kernel alone. Machine code holds constants and parts of other files too: with
+    # another row layout it would write counts into the wrong places.
+    compiled._cache._cache_file._source_stamp = _stamp()  # noqa: SLF001  (Numba 0.61 to 0.68)
+    return compiled
+
+
+@functools.cache
+def _stamp() -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and time of change of each file that kernels are compiled from."""
+    kernels, layout = Path(__file__).parents[1], Path(row_layout.__file__)
+    states = ((file.name, file.stat()) for file in [layout, *sorted(kernels.rglob("*.py"))])
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def _bitcast(to: Any) -> Any:
