@@ -27,7 +27,7 @@ def rows_of(zeros: np.ndarray, exponent: int) -> np.ndarray:
     value, held = 2.0**exponent, 1000 - zeros
     rows[:, row_layout.COUNT], rows[:, row_layout.ZEROS] = 1000, zeros
     rows[:, row_layout.HISTOGRAM + exponent - row_layout.LOWEST_BINADE] = held
-    sums = np.stack([value * held, value * held, value**2 * held], axis=1)
+    sums = np.stack([value**power * held for power in (1, 1, 2, 4)], axis=1)
     rows[:, row_layout.SUMS] = sums.view(np.int64)
     key = int(np.float64(value).view(np.int64))
     rows[:, row_layout.POSITIVE], rows[:, row_layout.NEAREST] = key, row_layout.ABSMIN_TOP - key
