@@ -428,7 +428,7 @@ def test_a_report_before_any_step_is_refused() -> None:
         ({"max_scale": 1000.0, "init_scale": 1.0}, r"expected max_scale as a power of two"),
         ({"init_scale": 0.0}, r"expected init_scale from 2\*\*-126"),
         ({"min_scale": 2.0**12}, r"expected min_scale <= init_scale <= max_scale"),
-        ({"format": "fp64"}, r"expected a format of gradients that float32's range holds; got format=fp64"),
+        ({"format": "fp64"}, "expected a signed format within float32's range; got format=fp64"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

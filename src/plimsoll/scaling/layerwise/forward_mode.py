@@ -147,7 +147,7 @@ class ForwardMode(TorchFunctionMode):
         node = type(x.grad_fn).__name__
         return StateError(
             f"LayerScaler: expected every operation on tensors of several scales to call a TorchFunctionMode; got a "
-            f"tensor of shape {tuple(x.shape)} by {node}, behind which gradients of the scales "
+            f"tensor of shape {tuple(x.shape)} made by {node}, behind which gradients of the scales "
             f"{self.layers.named(units)} meet. Give a custom autograd function the output of one module, or let these "
             "modules share one scale: LayerScaler(units=...)."
         )
